@@ -95,6 +95,7 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
         {
             "name": engine["name"],
             "state": engine["state"],
+            "role": engine.get("role"),
             "ranks": engine.get("ranks", 0),
             **_engine(sample.engines.get(engine["name"], EngineSample()), engine.get("epoch")),
         }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 from megatron_operator.decision.diagnosis import References, diagnose, references
 from megatron_operator.decision.reduce import reduce_pod
 from megatron_operator.decision.world import PodView
 from megatron_operator.resource.conditions import ConditionType, Reason
+from megatron_operator.resource.names import PREFILL
 from megatron_operator.resource.remedies import REMEDIES
 
 _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
@@ -70,15 +71,15 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], opera
         entry = engines.get(name)
         state = f" {entry['state']}, {entry.get('ranks', 0)} ranks registered" if entry is not None else ""
         whys = (_pod_line(view, nodes.get(view.name), named, where=False) for view in held_up[name])
-        alike.setdefault((state, *(why.replace(name, "") for why in whys)), []).append(name)
-    for (state, *_), names in alike.items():
+        alike.setdefault((_by_number(name)[0], state, *(why.replace(name, "") for why in whys)), []).append(name)
+    for (_, state, *_), names in alike.items():
         verb = "" if not state else " is" if len(names) == 1 else " are"
         lines.append(f"  {_together(names)}{verb}{state}{', for example' if len(names) > 1 else ''}")
         lines += [_pod_line(view, nodes.get(view.name), named, where=True) for view in held_up[names[0]]]
     with_pods = {view.engine for view in views}
     bare = [name for name, entry in engines.items() if entry["state"] == "Pending" and name not in with_pods]
-    if bare:
-        lines.append(f"  {_together(sorted(bare, key=_by_number))}: Pending, without pods")
+    for _, same in groupby(sorted(bare, key=_by_number), key=lambda name: _by_number(name)[0]):
+        lines.append(f"  {_together([*same])}: Pending, without pods")
     return lines
 
 
@@ -89,7 +90,7 @@ def _by_number(name: str) -> tuple[str, int]:
 
 
 def _together(names: Sequence[str]) -> str:
-    """Return one name, or several engines of a resource as `engines 0-3, 5`."""
+    """Return one name, or several engines of a role as `engines 0-3, 5`."""
     if len(names) == 1:
         return names[0]
     numbers = [_by_number(name)[1] for name in names]
@@ -99,7 +100,8 @@ def _together(names: Sequence[str]) -> str:
             ranges[-1][1:] = [number]
         else:
             ranges.append([number])
-    return "engines " + ", ".join("-".join(map(str, each)) for each in ranges)
+    kind = "prefill engines " if _by_number(names[0])[0].endswith(f"-{PREFILL}") else "engines "
+    return kind + ", ".join("-".join(map(str, each)) for each in ranges)
 
 
 def _pod_line(view: PodView, node: str | None, references: References, *, where: bool) -> str:
@@ -137,18 +139,18 @@ def _engines(status: Mapping[str, Any]) -> list[str]:
     engines = status.get("engines") or ()
     if not engines:
         return []
-    alike: dict[tuple[str, str, str], list[str]] = {}
+    alike: dict[tuple[str, str, str, str], list[str]] = {}
     whole: dict[str, str] = {}
     for engine in engines:
         name = engine["name"]
         facts = f"revision {engine.get('revision') or '-'}, {engine.get('restarts', 0)} restarts"
         why = engine.get("diagnosis") or ""
         why += f"; it is started again at {engine['retryAt']}" if engine.get("retryAt") else ""
-        alike.setdefault((engine["state"], facts, why.replace(name, "")), []).append(name)
+        alike.setdefault((_by_number(name)[0], engine["state"], facts, why.replace(name, "")), []).append(name)
         whole[name] = why
     rows = [
         f"  {_together(names):24} {state:12} {facts}{f': {whole[names[0]]}' if whole[names[0]] else ''}"
-        for (state, facts, _), names in alike.items()
+        for (_, state, facts, _), names in alike.items()
     ]
     return ["engines:", *rows]
 

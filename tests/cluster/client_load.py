@@ -53,6 +53,10 @@ class ClientLoad(ABC):
     def client(self) -> AbstractAsyncContextManager[Answer]:
         """Connect a client. It gives a function that streams the answer of LENGTH tokens to a prompt."""
 
+    def prompt(self, number: int, sequence: int) -> list[int]:
+        """Return the prompt of a client's next request."""
+        return [number, sequence, 2, 3]
+
     async def run(self) -> None:
         """Stream until end()."""
         await asyncio.gather(*(self._stream(number) for number in range(self._clients)))
@@ -76,7 +80,7 @@ class ClientLoad(ABC):
         async with self.client() as answer:
             while not self._ending:
                 sequence += 1
-                prompt = [number, sequence, 2, 3]
+                prompt = self.prompt(number, sequence)
                 began = time.monotonic()
                 try:
                     (await answer(prompt)).check(echo_answer(prompt, LENGTH))

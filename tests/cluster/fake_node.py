@@ -196,6 +196,7 @@ class FakeNode(FakeKubelet):
             "--health-port": str(container.health_port),
             "--host": "127.0.0.1",
             "--port": str(container.http_port),
+            "--kv-port": "0",
             "--coordinator": f"tcp://{self.coordinator_host}:{ports.client if serves else ports.engine}",
             "--keys-dir": str(keys),
             "--kv-cache-memory": "1Mi",

@@ -100,6 +100,35 @@ async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str,
             ["spec.engine.batching.maxTokens", "set it to at least"],
         ),
         (
+            manifest({"model": SOURCE, "engine": {"roles": {"prefill": {"replicas": 1, "perDecode": 0.5}}}}),
+            ["spec.engine.roles.prefill.perDecode", "not allowed together with", "remove one of the two"],
+        ),
+        (manifest({"model": SOURCE, "engine": {"roles": {}}}), ["spec.engine.roles.prefill", "Required"]),
+        (
+            manifest({"model": SOURCE, "engine": {"roles": {"prefill": {}}, "backend": "VLLM"}}),
+            ["spec.engine.roles", "exchange no KV", "set spec.engine.backend to Native"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"roles": {"prefill": {}}, "batching": {"prefixCaching": False}}}),
+            ["spec.engine.batching.prefixCaching", "set it to true"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"roles": {"prefill": {}}}, "parallelism": {"tensor": 2}}),
+            ["spec.engine.roles", "engines of several ranks", "to 1"],
+        ),
+        (
+            manifest(
+                {
+                    "model": SOURCE,
+                    "engine": {
+                        "roles": {"prefill": {}, "decode": {"batching": {"maxTokens": 4}}},
+                        "batching": {"maxRequests": 8},
+                    },
+                }
+            ),
+            ["spec.engine.roles.decode.batching", "raise maxTokens"],
+        ),
+        (
             manifest({"model": SOURCE, "engine": {"vllm": {"args": {"quantization": "fp8"}}}}),
             ["spec.engine.vllm", "set spec.engine.backend to VLLM"],
         ),

@@ -32,7 +32,14 @@ WEDGES: list[dict[str, Any]] = [
     {"replicas": 0},
 ]
 """Changes of the spec that the schema accepts and with which no engine of the test cluster can run."""
-WRONG_TYPE: dict[str, Any] = {"string": 7, "integer": "7", "boolean": "yes", "object": "x", "array": "x"}
+WRONG_TYPE: dict[str, Any] = {
+    "string": 7,
+    "integer": "7",
+    "number": "half",
+    "boolean": "yes",
+    "object": "x",
+    "array": "x",
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ def _wrong(field: Schema, path: tuple[str, ...]) -> Iterator[BadValue]:
     if kind == "integer":
         yield BadValue(path, 1.5, "not whole")
         yield BadValue(path, "many", "not a number")
+    if kind in ("integer", "number"):
         if "minimum" in field:
             yield BadValue(path, field["minimum"] - 1, "too small")
         if "maximum" in field:

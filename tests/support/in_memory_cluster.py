@@ -687,7 +687,7 @@ class Cluster:
         ]
 
     def engine_pods(self) -> list[str]:
-        return sorted(name for name in self.pods if "-engine-" in name)
+        return sorted(name for name, pod in self.pods.items() if reduce_pod(pod).component == "engine")
 
 
 def _is_check(pod: dict[str, Any]) -> bool:

@@ -164,7 +164,43 @@ BUILTIN: Spec = {
     "engine": {"backend": "Native"},
     "server": {"service": {"type": "ClusterIP"}},
 }
-BASES: dict[str, Spec] = {"builtin": BUILTIN, "native": NATIVE, "vllm": VLLM, "claim": CLAIM, "image": IMAGE}
+ROLES: Spec = {
+    "replicas": 2,
+    "model": {"source": {"builtin": "smollm2-135m"}},
+    "engine": {
+        "roles": {
+            "prefill": {
+                "replicas": 1,
+                "batching": {
+                    "maxRequests": 8,
+                    "maxTokens": 4096,
+                    "maxPrefillTokens": 2048,
+                    "kvCacheMemory": "1Gi",
+                },
+                "podTemplate": _template("engine"),
+            },
+            "decode": {
+                "batching": {
+                    "maxRequests": 32,
+                    "maxTokens": 512,
+                    "maxPrefillTokens": 128,
+                    "kvCacheMemory": "2Gi",
+                },
+                "podTemplate": _template("engine"),
+            },
+        }
+    },
+}
+RATIO: Spec = {**ROLES, "engine": {"roles": {"prefill": {"perDecode": 0.5}}}}
+BASES: dict[str, Spec] = {
+    "builtin": BUILTIN,
+    "native": NATIVE,
+    "vllm": VLLM,
+    "claim": CLAIM,
+    "image": IMAGE,
+    "roles": ROLES,
+    "ratio": RATIO,
+}
 
 _OTHER: dict[str, Any] = {
     "model.source.builtin": "gemma3-270m",
@@ -182,6 +218,11 @@ _OTHER: dict[str, Any] = {
     "engine.podTemplate": _template("engine", "2"),
     "engine.batching.kvCacheMemory": "2Gi",
     "engine.kvOffload.cpuMemory": "2Gi",
+    "engine.roles.prefill.podTemplate": _template("engine", "2"),
+    "engine.roles.prefill.batching.kvCacheMemory": "3Gi",
+    "engine.roles.prefill.perDecode": 1.5,
+    "engine.roles.decode.podTemplate": _template("engine", "2"),
+    "engine.roles.decode.batching.kvCacheMemory": "3Gi",
     "engine.quantization": "awq",
     "engine.speculative.method": "DraftModel",
     "coordinator.replicas": 1,

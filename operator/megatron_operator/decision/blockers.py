@@ -9,7 +9,7 @@ from megatron_operator.decision.engine_view import EngineView
 from megatron_operator.decision.engines import MAX_STARTING, Engines
 from megatron_operator.decision.losses import Losses
 from megatron_operator.decision.rendered import APPS, Rendered
-from megatron_operator.decision.world import ChildRef, World
+from megatron_operator.decision.world import ChildRef, Manifest, World
 from megatron_operator.render.context import RenderContext
 from megatron_operator.resource.conditions import Finding, Reason
 from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDBY
@@ -33,7 +33,7 @@ class Blockers:
             return unrendered
         manifests = [*self.rendered.shared[0], *self.rendered.engine_policies]
         for engine in self.engines.all:
-            manifest = self.rendered.engine_manifest(engine.index, pods=self.engines.pods_for(engine))
+            manifest = self._manifest(engine)
             if manifest is not None:
                 manifests.append(manifest)
         for manifest in manifests:
@@ -41,6 +41,9 @@ class Blockers:
             if rejection is not None and name in (None, ChildRef.of(manifest).name):
                 return rejection
         return None
+
+    def _manifest(self, engine: EngineView) -> Manifest | None:
+        return self.rendered.engine_manifest(engine.index, role=engine.role, pods=self.engines.pods_for(engine))
 
     def component(self, component: str) -> Finding | None:
         """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
@@ -86,7 +89,7 @@ class Blockers:
         """Return the error of one engine; None while it starts or serves."""
         if engine.budget.exhausted is not None:
             return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
-        manifest = self.rendered.engine_manifest(engine.index, pods=self.engines.pods_for(engine))
+        manifest = self._manifest(engine)
         if manifest is not None:
             rejected = self.rendered.rejected(manifest)
             if rejected is not None:
@@ -107,12 +110,13 @@ class Blockers:
             return Reason.ENGINE_LOST, message
         return None
 
-    def desired_engines(self) -> Finding:
-        """Return why engines that should serve do not, as reason and what is waited for."""
+    def desired_engines(self, *roles: str) -> Finding:
+        """Return why engines that should serve do not, as reason and what is waited for. roles: only of these roles."""
         if self.rendered.engine_error is not None:
             reason, message = self.rendered.engine_error
             return reason, f"the engines: {message}"
-        absent = self.engines.absent or [engine for engine in self.engines.wanted if not engine.responsive]
+        every = self.engines.absent or [engine for engine in self.engines.wanted if not engine.responsive]
+        absent = [engine for engine in every if not roles or engine.role in roles]
         for engine in absent:
             finding = self.engine(engine)
             if finding is not None:

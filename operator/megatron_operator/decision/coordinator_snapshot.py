@@ -37,6 +37,8 @@ class EngineReport:
     max_tokens: int | None = None
     kv_cache_bytes: int | None = None
     """Its limits; None: it does not report them."""
+    recomputes: str | None = None
+    """Why it computes prompts that a prefill engine has computed; None if it does not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from megatron_operator.decision.world import (
     has_optional_children,
 )
 from megatron_operator.resource.conditions import ConditionType, Finding, Reason
-from megatron_operator.resource.names import COORDINATOR
+from megatron_operator.resource.names import COORDINATOR, DECODE, PREFILL
 from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_operator.resource.text import printable, printable_data, stamp_seconds
 
@@ -274,7 +274,8 @@ def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
     for image in (spec.engine.image, spec.engine.vllm.image if spec.engine.vllm else None):
         if image is not None:
             yield image
-    for template in (spec.engine.pod_template, spec.coordinator.pod_template, spec.server.pod_template):
+    roles = [spec.engine.of_role(role).pod_template for role in (DECODE, PREFILL)]
+    for template in (spec.engine.pod_template, *roles, spec.coordinator.pod_template, spec.server.pod_template):
         pod = (template or {}).get("spec")
         for field in ("containers", "initContainers"):
             containers = pod.get(field) if isinstance(pod, dict) else None
@@ -287,7 +288,7 @@ def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     """Remove texts. Numbers and states stay, because decisions depend on them."""
     operations = {name: _without_message(report) for name, report in snapshot.operations.items()}
     canaries = {name: _without_message(report) for name, report in snapshot.canaries.items()}
-    engines = tuple(replace(engine, digest="") for engine in snapshot.engines)
+    engines = tuple(replace(engine, digest="", recomputes=None) for engine in snapshot.engines)
     adapters = snapshot.adapters and tuple(
         replace(report, error=NOT_QUOTED if report.error else "") for report in snapshot.adapters
     )

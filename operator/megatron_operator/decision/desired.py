@@ -29,7 +29,7 @@ class Desired:
     def state(self) -> DesiredState:
         """`spec.desiredState`; zero replicas mean Suspended, and a request that wakes the resource means Running."""
         spec = self.world.resource.spec
-        if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
+        if spec.num_engines == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
             return DesiredState.SUSPENDED
         return DesiredState.RUNNING if self.woken else spec.desired_state
 
@@ -43,7 +43,7 @@ class Desired:
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
             return False
-        if spec.replicas == 0:
+        if spec.num_engines == 0:
             return False
         already = bool(self.world.resource.lifecycle.get("woken"))
         if already and self.idle_in is not None and self.idle_in <= 0:
@@ -79,7 +79,7 @@ class Desired:
         spec = self.world.resource.spec
         if self.state is not DesiredState.SUSPENDED:
             return False
-        if spec.lifecycle.suspend.level is SuspendLevel.RELEASE_PODS or spec.replicas == 0:
+        if spec.lifecycle.suspend.level is SuspendLevel.RELEASE_PODS or spec.num_engines == 0:
             return True
         left = self.escalation_in
         return left is not None and left <= 0

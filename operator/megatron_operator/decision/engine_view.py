@@ -8,6 +8,7 @@ from megatron_operator.decision.coordinator_snapshot import EngineReport
 from megatron_operator.decision.restarts import EngineBudget
 from megatron_operator.decision.rollout import Canary
 from megatron_operator.decision.world import ChildView, PodView
+from megatron_operator.resource.names import DECODE
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,9 +16,10 @@ class EngineView:
     """One engine: its StatefulSet, its pods, and its state in the coordinator."""
 
     index: int
+    """Its index within its role."""
     name: str
     surplus: bool
-    """Its index is beyond spec.replicas."""
+    """Its index is beyond the number of engines of its role."""
     held: bool
     """Its revision differs from the desired one only because an update of the resource has not begun."""
     statefulset: ChildView | None
@@ -27,6 +29,7 @@ class EngineView:
     budget: EngineBudget
     canary: Canary = Canary.NONE
     canary_message: str = ""
+    role: str = DECODE
 
     @property
     def serving(self) -> bool:

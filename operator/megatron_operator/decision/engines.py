@@ -21,7 +21,7 @@ from megatron_operator.render.context import RenderContext, digest
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import has_inputs, revision_name
-from megatron_operator.resource.names import ENGINE
+from megatron_operator.resource.names import DECODE, ENGINE, PREFILL
 from megatron_operator.resource.states import (
     CoordinatorState,
     DesiredState,
@@ -32,6 +32,7 @@ from megatron_operator.resource.states import (
 )
 from megatron_operator.resource.text import seconds_since
 
+_ROLES = (DECODE, PREFILL)
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
 """Children of one engine, which remain if the operator is killed while it removes the engine."""
 MAX_STARTING = 256
@@ -54,21 +55,30 @@ class Engines:
 
     @cached_property
     def all(self) -> tuple[EngineView, ...]:
-        """Every engine that is desired or exists, by index."""
-        world, ctx = self.world, self.ctx
-        pattern = re.compile(re.escape(f"{ctx.name}-engine-") + r"(0|[1-9][0-9]*)")
-        indexes = set(range(ctx.spec.replicas))
-        for ref in world.children:
-            match = pattern.fullmatch(ref.name) if ref.kind in _ENGINE_KINDS else None
-            if match and world.children[ref].owned:
-                indexes.add(int(match.group(1)))
+        """Every engine that is desired or exists: those that spec.replicas counts by index, then prefill engines."""
+        world = self.world
         reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}
-        return tuple(self._engine(index, reports) for index in sorted(indexes))
+        return tuple(self._engine(role, index, reports) for role in _ROLES for index in sorted(self._indexes(role)))
+
+    def _indexes(self, role: str) -> set[int]:
+        """Return the indexes of the engines of a role that are desired or exist."""
+        prefix = self.ctx.of_role(role).engine_name(0).removesuffix("0")
+        pattern = re.compile(re.escape(prefix) + r"(0|[1-9][0-9]*)")
+        indexes = set(range(self.ctx.spec.engines_of(role)))
+        for ref, view in self.world.children.items():
+            match = pattern.fullmatch(ref.name) if ref.kind in _ENGINE_KINDS else None
+            if match and view.owned:
+                indexes.add(int(match.group(1)))
+        return indexes
 
     @cached_property
     def wanted(self) -> tuple[EngineView, ...]:
-        """The engines of `spec.replicas`."""
+        """The engines that the spec counts."""
         return tuple(engine for engine in self.all if not engine.surplus)
+
+    def of_role(self, role: str) -> tuple[EngineView, ...]:
+        """Return the desired engines of a role."""
+        return tuple(engine for engine in self.wanted if engine.role == role)
 
     @cached_property
     def serving(self) -> tuple[EngineView, ...]:
@@ -145,10 +155,10 @@ class Engines:
         incomplete = any(engine.incomplete for engine in self.all)
         return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
 
-    def may_surge(self, index: int) -> bool:
+    def may_surge(self, role: str, index: int) -> bool:
         """Return whether an index belongs to a surge engine."""
-        spec = self.ctx.spec
-        return spec.replicas <= index < spec.replicas + spec.rollout.max_surge
+        count = self.ctx.spec.engines_of(role)
+        return role in self.ctx.roles and count <= index < count + self.ctx.spec.rollout.max_surge
 
     def is_drained(self, engine: EngineView) -> bool:
         """Return whether a DRAIN of this engine is unnecessary: it has no requests, or its DRAIN is complete. An engine
@@ -181,17 +191,18 @@ class Engines:
             return full
         return 0 if leave or engine.scaled == 0 else full
 
-    def _engine(self, index: int, reports: Mapping[str, EngineReport]) -> EngineView:
-        world, name = self.world, self.ctx.engine_name(index)
+    def _engine(self, role: str, index: int, reports: Mapping[str, EngineReport]) -> EngineView:
+        world, name = self.world, self.ctx.of_role(role).engine_name(index)
         pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
-        manifest = self.rendered.engine_manifest(index)
+        manifest = self.rendered.engine_manifest(index, role=role)
         revision = engine_revision(manifest) if manifest else ""
         statefulset = world.children.get(ChildRef("StatefulSet", name, APPS))
         report = reports.get(name)
         return EngineView(
+            role=role,
             index=index,
             name=name,
-            surplus=index >= self.ctx.spec.replicas,
+            surplus=index >= self.ctx.spec.engines_of(role),
             held=statefulset is not None and statefulset.revision != revision and self._is_held(statefulset.revision),
             statefulset=statefulset,
             pods=pods,
@@ -205,7 +216,7 @@ class Engines:
                 attempt=self.attempt,
                 served=self._served(name, report),
             ),
-            **self._canary(index),
+            **self._canary(role, index, name),
         )
 
     def _served(self, name: str, report: EngineReport | None) -> bool:
@@ -221,16 +232,15 @@ class Engines:
         record = self.world.children.get(ChildRef(REVISION_KIND, revision_name(self.ctx, revision), APPS))
         return record is not None and record.data is not None and has_inputs(self.ctx, record.data)
 
-    def _canary(self, index: int) -> dict[str, Any]:
+    def _canary(self, role: str, index: int, name: str) -> dict[str, Any]:
         """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision, and
-        when an engine is added beyond spec.replicas."""
-        name = self.ctx.engine_name(index)
+        when an engine is added beyond the number of engines."""
         before = self.world.resource.engine_status(name)
         statefulset = self.world.children.get(ChildRef("StatefulSet", name, APPS))
         if statefulset is None or statefulset.replicas == 0:
             return {}
         rolled = before.get("revision") not in (None, "", statefulset.revision)
-        rolled |= self.may_surge(index) and not before.get("revision")
+        rolled |= self.may_surge(role, index) and not before.get("revision")
         canary = Canary.PENDING if rolled else Canary(before.get("canary", ""))
         if canary is not Canary.PENDING:
             return {"canary": canary, "canary_message": before.get("canaryMessage", "")}

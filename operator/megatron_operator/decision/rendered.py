@@ -19,7 +19,7 @@ from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.server import server_deployment
 from megatron_operator.resource.conditions import Finding, Reason
-from megatron_operator.resource.names import ENGINE, LABEL_COMPONENT, SERVER
+from megatron_operator.resource.names import DECODE, ENGINE, LABEL_COMPONENT, LABEL_ROLE, SERVER
 
 APPS = "apps/v1"
 REJECTION_RETRY_SECONDS = 15
@@ -57,7 +57,8 @@ class Rendered:
     @cached_property
     def engine_policies(self) -> tuple[Manifest, ...]:
         """The NetworkPolicies of the desired engines."""
-        return tuple(engine_policy(self.ctx, index) for index in range(self.ctx.spec.replicas))
+        contexts = [self.ctx.of_role(role) for role in self.ctx.roles]
+        return tuple(engine_policy(ctx, index) for ctx in contexts for index in range(ctx.spec.engines_of(ctx.role)))
 
     @cached_property
     def front_door_waits(self) -> bool:
@@ -77,15 +78,17 @@ class Rendered:
 
     def missing(self, manifest: Manifest) -> Finding | None:
         """Return the first missing object, or missing key of an object, that the pods of a manifest need."""
-        component, name = manifest["metadata"]["labels"][LABEL_COMPONENT], manifest["metadata"]["name"]
+        labels, name = manifest["metadata"]["labels"], manifest["metadata"]["name"]
+        component, role = labels[LABEL_COMPONENT], labels.get(LABEL_ROLE, DECODE)
         index = int(name.rpartition("-")[2]) if component == ENGINE and engines_differ(self.ctx) else 0
-        if (component, index) not in self._missing:
-            whole = self.engine_manifest(index) if component == ENGINE else manifest
-            self._missing[component, index] = None if whole is None else self._first_missing(whole, component)
-        return self._missing[component, index]
+        key = component, role, index
+        if key not in self._missing:
+            whole = self.engine_manifest(index, role=role) if component == ENGINE else manifest
+            self._missing[key] = None if whole is None else self._first_missing(whole, component)
+        return self._missing[key]
 
     @cached_property
-    def _missing(self) -> dict[tuple[str, int], Finding | None]:
+    def _missing(self) -> dict[tuple[str, str, int], Finding | None]:
         return {}
 
     def _first_missing(self, manifest: Manifest, component: str) -> Finding | None:
@@ -106,12 +109,14 @@ class Rendered:
 
     @cached_property
     def workloads(self) -> list[Manifest]:
-        """The desired Deployments and engines: their pods refer to all objects that the spec names. The first engine is
-        enough if all refer to the same objects."""
-        replicas = self.ctx.spec.replicas
-        engines = range(replicas if engines_differ(self.ctx) else min(1, replicas))
-        deployments = [manifest for manifest in self.shared[0] if manifest["kind"] == "Deployment"]
-        return [*deployments, *filter(None, map(self.engine_manifest, engines))]
+        """The desired Deployments and engines: their pods refer to all objects that the spec names. The first engine of
+        a role is enough if all refer to the same objects."""
+        found: list[Manifest | None] = [manifest for manifest in self.shared[0] if manifest["kind"] == "Deployment"]
+        for role in self.ctx.roles:
+            count = self.ctx.spec.engines_of(role)
+            indexes = range(count if engines_differ(self.ctx) else min(1, count))
+            found += [self.engine_manifest(index, role=role) for index in indexes]
+        return [manifest for manifest in found if manifest is not None]
 
     @property
     def named_objects(self) -> frozenset[ChildRef]:
@@ -146,21 +151,21 @@ class Rendered:
         started = weights.model_copy(update={"revision": pods[-1].weights or weights.revision})
         return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))
 
-    def engine_manifest(self, index: int, *, pods: int | None = None) -> Manifest | None:
+    def engine_manifest(self, index: int, *, role: str = DECODE, pods: int | None = None) -> Manifest | None:
         """Return the StatefulSet of an engine. Without pods it never fails because of its podTemplate."""
         count = self.ctx.spec.pods_per_engine if pods is None else pods
-        if (index, count) not in self._engine_manifests:
-            self._engine_manifests[index, count] = self._render_engine(index, count)
-        return self._engine_manifests[index, count]
+        key = role, index, count
+        if key not in self._engine_manifests:
+            self._engine_manifests[key] = self._render_engine(*key)
+        return self._engine_manifests[key]
 
     @cached_property
-    def _engine_manifests(self) -> dict[tuple[int, int], Manifest | None]:
+    def _engine_manifests(self) -> dict[tuple[str, int, int], Manifest | None]:
         return {}
 
-    def avoided(self, index: int) -> tuple[str, ...]:
+    def avoided(self, name: str) -> tuple[str, ...]:
         """Return the nodes that pods of an engine avoid, because a device failed there."""
-        entry = self.world.resource.engine_status(self.ctx.engine_name(index))
-        return avoided_in(entry, self.world.now).get("avoided", ())
+        return avoided_in(self.world.resource.engine_status(name), self.world.now).get("avoided", ())
 
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
         """Return an engine rendered from the recorded inputs of its current revision, which is not the desired
@@ -169,15 +174,16 @@ class Rendered:
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
         before = next((entry.get("revision", "") for entry in entries if entry["name"] == engine.name), "")
-        return self.recorded_manifest(engine.index, found.revision if found is not None else before, pods=pods)
+        return self.recorded_manifest(engine, found.revision if found is not None else before, pods=pods)
 
-    def recorded_manifest(self, index: int, revision: str, *, pods: int) -> Manifest | None:
-        """Return an engine as own_manifest() does, of this revision."""
+    def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
+        """Return an engine as own_manifest() does, of this revision. None also if the revision has no such role."""
         stored = self._stored_context(revision)
-        if stored is None:
+        if stored is None or engine.role not in stored.roles:
             return None
         count = stored.spec.pods_per_engine if pods else 0
-        return engine_statefulset(stored, index, pods=count, avoided=self.avoided(index))
+        ctx = stored.of_role(engine.role)
+        return engine_statefulset(ctx, engine.index, pods=count, avoided=self.avoided(engine.name))
 
     def is_recorded(self, revision: str) -> bool:
         """Return whether the inputs of a revision are recorded and still render to the same revision."""
@@ -197,19 +203,20 @@ class Rendered:
     def _stored_contexts(self) -> dict[str, RenderContext | None]:
         return {}
 
-    def _render_engine(self, index: int, count: int) -> Manifest | None:
+    def _render_engine(self, role: str, index: int, count: int) -> Manifest | None:
+        ctx = self.ctx.of_role(role)
         try:
-            manifest = engine_statefulset(self.ctx, index, pods=count, avoided=self.avoided(index))
+            manifest = engine_statefulset(ctx, index, pods=count, avoided=self.avoided(ctx.engine_name(index)))
         except RenderError:
             manifest = None
         if count == 0 and (manifest is None or self.rejected_by_server(manifest) is not None):
-            return engine_statefulset(self._bare_ctx, index, pods=0)
+            return engine_statefulset(self._bare_ctx.of_role(role), index, pods=0)
         return manifest
 
     @cached_property
     def _bare_ctx(self) -> RenderContext:
         spec = self.ctx.spec
-        nothing = {"pod_template": None, "image": None, "vllm": None}
+        nothing = {"pod_template": None, "image": None, "vllm": None, "roles": None}
         bare = spec.model_copy(update={"engine": spec.engine.model_copy(update=nothing)})
         return replace(self.ctx, spec=bare)
 
@@ -221,7 +228,7 @@ class Rendered:
     @cached_property
     def engine_error(self) -> Finding | None:
         """The error of engines that cannot be rendered."""
-        if self.ctx.spec.replicas == 0 or self.engine_manifest(0) is not None:
+        if self.ctx.spec.num_engines == 0 or self.engine_manifest(0) is not None:
             return None
         try:
             engine_statefulset(self.ctx, 0, pods=0)

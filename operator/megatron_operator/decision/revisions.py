@@ -40,6 +40,11 @@ class Rollout:
         manifest = self.rendered.engine_manifest(0)
         return engine_revision(manifest) if manifest is not None else ""
 
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles in the order of their rollouts. A wrong revision costs less at the engines that do not generate."""
+        return tuple(reversed(self.engines.ctx.roles))
+
     @cached_property
     def outdated(self) -> tuple[EngineView, ...]:
         """Desired engines that have another revision than the spec."""
@@ -68,7 +73,9 @@ class Rollout:
         begun = any(pod.revision == self.revision and not pod.deleting for pod in self.check_pods)
         if not self.outdated:
             return begun and self.former != "" and not any(engine.scaled for engine in self.engines.wanted)
-        extras = (engine for engine in self.engines.all if self.engines.may_surge(engine.index) and engine.stale)
+        extras = (
+            engine for engine in self.engines.all if self.engines.may_surge(engine.role, engine.index) and engine.stale
+        )
         return begun or any(engine.serving for engine in (*self.outdated, *extras))
 
     @cached_property
@@ -106,12 +113,12 @@ class Rollout:
 
     @cached_property
     def extras(self) -> tuple[EngineView, ...]:
-        """Engines beyond spec.replicas that a rollout added, or that it needs."""
+        """Engines beyond the number of engines of their role that a rollout added, or that it needs."""
         engines = self.engines
         added = [
             engine
             for engine in engines.all
-            if engines.may_surge(engine.index)
+            if engines.may_surge(engine.role, engine.index)
             and engine.scaled > 0
             and engine.statefulset is not None
             and engine.statefulset.owned
@@ -119,11 +126,15 @@ class Rollout:
         ]
         if not added or self.desired.state is not DesiredState.RUNNING:
             return ()
-        names = kept_extras(
-            [self.facts(engine) for engine in engines.wanted],
-            [self.facts(engine) for engine in added],
-            max_unavailable=self.world.resource.spec.rollout.unavailable,
-        )
+        names = [
+            name
+            for role in self.roles
+            for name in kept_extras(
+                [self.facts(engine) for engine in engines.of_role(role)],
+                [self.facts(engine) for engine in added if engine.role == role],
+                max_unavailable=self.world.resource.spec.rollout.unavailable,
+            )
+        ]
         return tuple(engine for engine in added if engine.name in names)
 
     @cached_property

@@ -21,7 +21,7 @@ from megatron_operator.decision.scene import Scene
 from megatron_operator.decision.world import ChildRef, World, manifest_hash
 from megatron_operator.render.context import scale_selector
 from megatron_operator.resource.conditions import ConditionType, Finding, Reason
-from megatron_operator.resource.names import COORDINATOR, SERVER, STANDBY
+from megatron_operator.resource.names import COORDINATOR, DECODE, PREFILL, SERVER, STANDBY
 from megatron_operator.resource.states import DesiredState, ResourceState
 from megatron_operator.resource.status import FAILED_REQUESTS, HISTORY_LENGTH
 from megatron_operator.resource.text import printable, seconds_since, stamp, stamp_seconds
@@ -63,14 +63,14 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
     status: dict[str, Any] = {
         "observedGeneration": world.resource.generation,
         "state": shown.value,
-        "ready": f"{0 if scene.blockers.server() else min(len(serving), ctx.spec.replicas)}/{ctx.spec.replicas}",
+        "ready": f"{0 if scene.blockers.server() else _counted(scene, serving)}/{ctx.spec.num_engines}",
         "model": ctx.model_name,
         "revision": _revision(scene),
         "endpoint": (scene.rendered.front_door_waits and world.resource.status.get("endpoint")) or ctx.endpoint,
         "epoch": epoch,
-        "replicas": sum(engine.scaled > 0 for engine in scene.engines.all),
-        "readyReplicas": len(serving),
-        "updatedReplicas": sum(_updated(engine) for engine in scene.engines.wanted),
+        "replicas": sum(engine.scaled > 0 for engine in scene.engines.all if engine.role == DECODE),
+        "readyReplicas": sum(engine.role == DECODE for engine in serving),
+        "updatedReplicas": sum(_updated(engine) for engine in scene.engines.of_role(DECODE)),
         "selector": scale_selector(ctx),
         "conditions": conditions,
         "lifecycle": _lifecycle(scene, operation),
@@ -87,6 +87,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
         "adapters": scene.adapters.entries,
         "formats": _formats(scene),
         "keys": _keys(scene),
+        "roles": _roles(scene, serving),
         "failedRequests": _failed_requests(scene),
         "limits": _limits(scene, serving),
         "download": _download(scene),
@@ -95,6 +96,26 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
     }
     present = {name: value for name, value in optional.items() if value}
     return {**status, **present, **scene.update.status(complete=_has_release(scene))}
+
+
+def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
+    """Return how many engines there are, without more engines of a role than the spec has."""
+    counts = [sum(engine.role == role for engine in engines) for role in scene.ctx.roles]
+    limits = map(scene.ctx.spec.engines_of, scene.ctx.roles)
+    return sum(map(min, counts, limits))
+
+
+def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
+    """Return the number of engines of each role; empty if the spec has no roles."""
+    return [
+        {
+            "name": role,
+            "desired": scene.ctx.spec.engines_of(role),
+            "ready": sum(engine.role == role for engine in serving),
+            "updated": sum(_updated(engine) for engine in scene.engines.of_role(role)),
+        }
+        for role in (scene.ctx.roles if PREFILL in scene.ctx.roles else ())
+    ]
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
@@ -274,6 +295,8 @@ def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
         "epoch": report.epoch if report else known.get("epoch", 0),
         "ranks": report.ranks if report else known.get("ranks", 0),
         **({"digest": digest} if digest else {}),
+        **({"role": engine.role} if PREFILL in scene.ctx.roles or engine.role == PREFILL else {}),
+        **({"recomputes": report.recomputes} if report and report.recomputes else {}),
         **({"weights": weights} if (weights := scene.weights.of(engine)) else {}),
         **({"canary": engine.canary.value} if engine.canary else {}),
         **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
@@ -303,7 +326,7 @@ def _requester(scene: Scene) -> str:
     spec = scene.ctx.spec
     if scene.desired.woken:
         return "spec.lifecycle.suspend.wakeOnRequest"
-    if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
+    if spec.num_engines == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
         return "spec.replicas"
     return scene.world.resource.changed_by or "spec.desiredState"
 
@@ -325,6 +348,7 @@ def _conditions(
         T.UPDATE_AVAILABLE: scene.update.finding,
         T.SINGLE_SERVER: _single_server(scene),
         T.UNKNOWN_FIELDS: _unknown_fields(scene),
+        **({T.ROLE_MISSING: _role_missing(scene)} if PREFILL in scene.ctx.roles else {}),
     }
     before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
     generation = scene.world.resource.generation
@@ -423,7 +447,19 @@ def _coordinator_ready(scene: Scene) -> ConditionFinding:
 
 def _engines_ready(scene: Scene) -> ConditionFinding:
     wanted = len(scene.engines.wanted)
-    serving = min(wanted, sum(engine.responsive for engine in (*scene.engines.wanted, *scene.rollout.extras)))
+    engines = (*scene.engines.wanted, *scene.rollout.extras)
+    serving = _counted(scene, [engine for engine in engines if engine.responsive])
+    absence = _without_engines(scene)
+    if absence is not None:
+        return absence
+    if serving == wanted:
+        return "True", Reason.AVAILABLE, f"{serving} of {wanted} engines are registered"
+    reason, on = scene.blockers.desired_engines()
+    return "False", reason, f"{serving} of {wanted} engines are registered; waiting for {on}"
+
+
+def _without_engines(scene: Scene) -> ConditionFinding | None:
+    """Return the finding of a condition of the engines if there are none as requested, or they are unknown."""
     if scene.observed.state is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.desired.releases_pods and scene.engines.empty:
@@ -432,10 +468,32 @@ def _engines_ready(scene: Scene) -> ConditionFinding:
         return "Unknown", Reason.COORDINATOR_UNREACHABLE, "only the coordinator knows which engines serve"
     if not scene.world.membership_known:
         return "Unknown", Reason.COORDINATOR_RECOVERING, Reason.COORDINATOR_RECOVERING.doc
-    if serving == wanted:
-        return "True", Reason.AVAILABLE, f"{serving} of {wanted} engines are registered"
-    reason, on = scene.blockers.desired_engines()
-    return "False", reason, f"{serving} of {wanted} engines are registered; waiting for {on}"
+    return None
+
+
+def _role_missing(scene: Scene) -> ConditionFinding:
+    """Return whether no engine of a role serves, so that engines of the other role have to do its work."""
+    absence = _without_engines(scene)
+    if absence is not None:
+        return absence
+    serving = {engine.role for engine in scene.engines.all if engine.responsive}
+    reasons = {
+        DECODE: (Reason.NO_DECODE_ENGINE, "no decode engine serves, so prefill engines generate"),
+        PREFILL: (
+            Reason.NO_PREFILL_ENGINE,
+            "no prefill engine serves, so decode engines compute all prompts in chunks",
+        ),
+    }
+    for role, (reason, effect) in reasons.items():
+        if role not in serving:
+            count = scene.ctx.spec.engines_of(role)
+            remedy = (
+                f"waiting for {scene.blockers.desired_engines(role)[1]}"
+                if count
+                else f"raise {scene.ctx.spec.count_field(role)}"
+            )
+            return "True", reason, f"{effect}; {remedy}"
+    return "False", Reason.ALL_WELL, "engines of both roles serve"
 
 
 def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> ConditionFinding:

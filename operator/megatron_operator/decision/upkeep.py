@@ -38,6 +38,7 @@ from megatron_operator.render.front_door import (
 from megatron_operator.render.guards import engine_policy
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
+from megatron_operator.resource.names import PREFILL
 
 
 def _due(scene: Scene, manifest: Manifest) -> bool:
@@ -59,7 +60,10 @@ def upkeep(scene: Scene) -> list[Action]:
     actions += _keys(scene)
     # Before the shared policies, which allow no connections within an engine.
     extras = scene.rollout.extras
-    policies = [*scene.rendered.engine_policies, *(engine_policy(scene.ctx, extra.index) for extra in extras)]
+    policies = [
+        *scene.rendered.engine_policies,
+        *(engine_policy(scene.ctx.of_role(extra.role), extra.index) for extra in extras),
+    ]
     actions += [ApplyChild(policy) for policy in policies if _due(scene, policy)]
     shared, _ = scene.rendered.shared
     actions += [ApplyChild(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
@@ -93,7 +97,8 @@ def _keys(scene: Scene) -> list[Action]:
 def _try_again(scene: Scene) -> list[Action]:
     """Retry the dry run of a rejected template periodically, because the cause may be gone."""
     rendered = scene.rendered
-    waiting = [rendered.engine_manifest(engine.index) for engine in scene.engines.wanted if engine.stale]
+    stale = [engine for engine in scene.engines.wanted if engine.stale]
+    waiting = [rendered.engine_manifest(engine.index, role=engine.role) for engine in stale]
     if scene.engines.old_model:
         waiting.append(rendered.server)
     for manifest in waiting:
@@ -138,10 +143,12 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
 
 
 def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
-    service = engine_service(scene.ctx, engine.index)
+    service = engine_service(scene.ctx.of_role(engine.role), engine.index)
     found = engine.statefulset
     if engine.surplus and engine.empty:
-        return remove_engine(scene.world, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+        return remove_engine(
+            scene.world, engine, reason=f"engine {engine.name} is beyond {scene.ctx.spec.count_field(engine.role)}"
+        )
     if engine.name in scene.engines.held_back:
         return []
     actions: list[Action] = [ApplyChild(service)] if _due(scene, service) else []
@@ -159,7 +166,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
     """Re-create pods that wait for a node other than those that the engine no longer avoids."""
-    avoided = {*scene.rendered.avoided(engine.index)}
+    avoided = {*scene.rendered.avoided(engine.name)}
     pods = [pod for pod in engine.pods if not (pod.node or pod.deleting) and {*pod.avoided.split(",")} - avoided - {""}]
     if not pods:
         return []
@@ -181,14 +188,18 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
     if engine.held and engine.scaled > 0 and pods > 0:
         return scene.rendered.own_manifest(engine, pods=pods)
     if scene.rollout.keeps_former and pods == 0:
-        return scene.rendered.own_manifest(engine, pods=0) or scene.rendered.engine_manifest(engine.index, pods=0)
+        return scene.rendered.own_manifest(engine, pods=0) or _desired(scene, engine, 0)
     if scene.rollout.keeps_former and engine.scaled == 0:
-        return scene.rendered.recorded_manifest(engine.index, scene.rollout.former, pods=pods)
+        return scene.rendered.recorded_manifest(engine, scene.rollout.former, pods=pods)
     if engine.rendered_revision == "" or (found is None and pods > 0):
-        return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
+        return scene.rendered.own_manifest(engine, pods=pods) or _desired(scene, engine, pods)
     if keeps_revision(current=not engine.stale, has_pods=engine.scaled > 0, wants_pods=pods > 0):
         return scene.rendered.own_manifest(engine, pods=pods)
-    return scene.rendered.engine_manifest(engine.index, pods=pods)
+    return _desired(scene, engine, pods)
+
+
+def _desired(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
+    return scene.rendered.engine_manifest(engine.index, role=engine.role, pods=pods)
 
 
 def remove_engine(world: World, engine: EngineView, *, reason: str) -> list[Action]:
@@ -232,6 +243,11 @@ def _leftover_objects(scene: Scene) -> list[Action]:
         (ctx.has_standby, single, ChildRef("Deployment", ctx.standby_name, APPS)),
         (ctx.has_standby, single, ChildRef("Service", ctx.standby_name)),
         (ctx.has_standby, single, ChildRef("PodDisruptionBudget", ctx.coordinator_name, "policy/v1")),
+        (
+            PREFILL in ctx.roles,
+            "spec.engine.roles is absent",
+            ChildRef("PodDisruptionBudget", ctx.prefill_name, "policy/v1"),
+        ),
         (server.ingress, "spec.server.ingress is absent", ChildRef("Ingress", ctx.name, NETWORKING)),
         (server.http_route, "spec.server.httpRoute is absent", ChildRef(HTTP_ROUTE, ctx.name, GATEWAY)),
         (server.inference_pool, "spec.server.inferencePool is absent", ChildRef(INFERENCE_POOL, ctx.name, INFERENCE)),

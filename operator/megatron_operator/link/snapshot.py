@@ -102,8 +102,9 @@ def rejection_of(ack: ControlAck) -> OperationReport:
 def _engine(engine: EngineStatus) -> EngineReport:
     values = {each.name: getattr(engine, each.name) for each in fields(EngineReport)}
     texts = {name: printable(values[name], NAME_CHARACTERS) for name in ("name", "revision", "digest")}
-    if engine.weights_unavailable is not None:
-        texts["weights_unavailable"] = printable(engine.weights_unavailable, MESSAGE_CHARACTERS)
+    for name in ("weights_unavailable", "recomputes"):
+        if values[name] is not None:
+            texts[name] = printable(values[name], MESSAGE_CHARACTERS)
     return EngineReport(**{**values, **texts})
 
 

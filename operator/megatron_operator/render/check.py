@@ -48,6 +48,7 @@ def check_pod(ctx: RenderContext) -> Manifest:
     Raises:
         RenderError: the spec cannot be rendered.
     """
+    ctx = ctx.of_role(ctx.role)
     engine = engine_statefulset(ctx, 0, pods=0)
     template, revision = engine["spec"]["template"], engine_revision(engine)
     pod = template["spec"]

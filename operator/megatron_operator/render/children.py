@@ -53,8 +53,9 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 def all_children(ctx: RenderContext) -> list[Manifest]:
     """Return the children of a running resource, including all engines, except the keys."""
     children = [*plain_children(ctx), *(build() for build in other_children(ctx).values()), revision_child(ctx)]
-    for index in range(ctx.spec.replicas):
-        children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
+    for each in map(ctx.of_role, ctx.roles):
+        for index in range(ctx.spec.engines_of(each.role)):
+            children += engine_children(each, index, pods=ctx.spec.pods_per_engine)
     return children
 
 

@@ -185,8 +185,8 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
             for name in reversed(replaced)
         ]
         if replaced:
-            left = max(0, new.spec.replicas - limit)
-            steps.append(f"lowest capacity meanwhile: {left} of {new.spec.replicas} engines")
+            left = max(0, new.spec.num_engines - limit)
+            steps.append(f"lowest capacity meanwhile: {left} of {new.spec.num_engines} engines")
     generation = new.spec.keys.generation
     if old is not None and generation > old.spec.keys.generation:
         steps.append(f"rotate the keys to generation {generation}; the coordinator restarts once")

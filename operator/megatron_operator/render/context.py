@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, ClassVar, TypeVar
 
@@ -16,6 +16,7 @@ from megatron_operator.resource.names import (
     API_VERSION,
     APP_NAME,
     COORDINATOR,
+    DECODE,
     ENGINE,
     FIELD_MANAGER,
     KIND,
@@ -24,6 +25,8 @@ from megatron_operator.resource.names import (
     LABEL_MANAGED_BY,
     LABEL_NAME,
     LABEL_POD_INDEX,
+    LABEL_ROLE,
+    PREFILL,
     STANDBY,
 )
 from megatron_operator.resource.release import Release
@@ -83,8 +86,36 @@ class RenderContext:
     """Scheme of servers of an earlier spec that still exist, if they have another one."""
     former_downloads: bool = False
     """Whether pods of an earlier revision of the engines may download their model."""
-    known: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache of `once`."""
+    role: str = DECODE
+    """Role of the engines that are rendered. Engines of a spec without roles are rendered like decode engines."""
+    resource: RenderContext | None = field(default=None, repr=False, compare=False)
+    """The context from which `of_role` made this one, with the spec as it is stored."""
+    known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Cache of `once` and `of_role`."""
+
+    def of_role(self, role: str) -> RenderContext:
+        """Return the context of the engines of a role: the spec has the overrides of the role."""
+        whole = self.resource or self
+        if role not in whole.known:
+            spec = whole.spec.model_copy(update={"engine": whole.spec.engine.of_role(role)})
+            whole.known[role] = replace(whole, spec=spec, role=role, resource=whole)
+        found: RenderContext = whole.known[role]
+        return found
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles of the engines that the spec has."""
+        return (DECODE,) if self.spec.engine.roles is None else (DECODE, PREFILL)
+
+    def template_field(self, component: str) -> str:
+        """Return the path of the podTemplate of a component, for messages."""
+        roles = self.spec.engine.roles
+        own = getattr(roles, self.role) if component == ENGINE and roles is not None else None
+        return (
+            f"spec.engine.roles.{self.role}.podTemplate"
+            if own is not None and own.pod_template is not None
+            else (f"spec.{component}.podTemplate")
+        )
 
     @property
     def coordinator_name(self) -> str:
@@ -112,8 +143,14 @@ class RenderContext:
         """Name of the objects that all engines share."""
         return f"{self.name}-engines"
 
+    @property
+    def prefill_name(self) -> str:
+        """Name of the objects that all prefill engines share."""
+        return f"{self.name}-prefill"
+
     def engine_name(self, index: int) -> str:
-        return f"{self.name}-engine-{index}"
+        """Return the name of an engine of the role of this context."""
+        return f"{self.name}-engine-{index}" if self.role == DECODE else f"{self.prefill_name}-{index}"
 
     @property
     def model_name(self) -> str:
@@ -169,6 +206,15 @@ def pods_of(ctx: RenderContext, *components: str) -> dict[str, Any]:
     return {"matchLabels": others, "matchExpressions": [either]}
 
 
+def decode_pods(ctx: RenderContext) -> dict[str, Any]:
+    """Return the label selector of the pods of engines that spec.replicas counts. Engines that had no role yet when the
+    spec got roles have no label."""
+    others: dict[str, Any] = {"matchLabels": selector(ctx, ENGINE)}
+    if PREFILL in ctx.roles:
+        others["matchExpressions"] = [{"key": LABEL_ROLE, "operator": "NotIn", "values": [PREFILL]}]
+    return others
+
+
 def coordinator_pods(ctx: RenderContext) -> dict[str, Any]:
     """Return the label selector of the coordinator's pods, including the standby's pods."""
     return pods_of(ctx, COORDINATOR, STANDBY) if ctx.has_standby else {"matchLabels": selector(ctx, COORDINATOR)}
@@ -183,9 +229,10 @@ def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
 
 
 def scale_selector(ctx: RenderContext) -> str:
-    """Selector of the scale subresource: one pod of each engine."""
+    """Selector of the scale subresource: one pod of each engine that spec.replicas counts."""
     wanted = {**selector(ctx, ENGINE), LABEL_POD_INDEX: "0"}
-    return ",".join(f"{key}={value}" for key, value in sorted(wanted.items()))
+    parts = [f"{key}={value}" for key, value in sorted(wanted.items())]
+    return ",".join([*parts, *([f"{LABEL_ROLE}!={PREFILL}"] if PREFILL in ctx.roles else [])])
 
 
 def owner_reference(ctx: RenderContext) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""StatefulSet `NAME-engine-I`: one data-parallel engine, a pod for each group of its ranks.
+"""StatefulSet `NAME-engine-I`: one data-parallel engine, a pod for each group of its ranks. `NAME-prefill-I` is a
+prefill engine.
 
 The pods of an engine are replaced together and only by the operator (OnDelete). Nothing of `desiredState` or
 `replicas` is in the template, so no verb and no scaling ever restarts a pod.
@@ -50,9 +51,11 @@ from megatron_operator.resource.names import (
     LABEL_ENGINE,
     LABEL_POD_INDEX,
     LABEL_REVISION,
+    LABEL_ROLE,
     LABEL_WEIGHTS,
     PORT_ENGINE,
     PORT_HEALTH,
+    PORT_KV,
     PORT_RENDEZVOUS,
     PREFLIGHT,
 )
@@ -99,6 +102,11 @@ def _device(ctx: RenderContext, _name: str) -> str | None:
     return "cuda"
 
 
+def _role(ctx: RenderContext) -> str | None:
+    """Return the role that engines get by their command line."""
+    return ctx.role if ctx.role in ctx.roles and ctx.spec.engine.roles is not None else None
+
+
 OPTIONS = (
     Option("--coordinator", lambda ctx, _: ctx.coordinator_address(PORT_ENGINE)),
     Option("--name", lambda _, name: name),
@@ -122,6 +130,8 @@ OPTIONS = (
     of_field("--kv-cache-mode", "engine.native.kv_cache_mode", write=str.lower, unless_default=True),
     of_field("--prefix-eviction", "engine.native.prefix_eviction", write=_EVICTION.__getitem__, unless_default=True),
     of_field("--step-timeout-seconds", "engine.native.step_timeout_seconds", unless_default=True),
+    Option("--role", lambda ctx, _: _role(ctx)),
+    Option("--kv-port", lambda ctx, _: PORT_KV if _role(ctx) else None),
     *VLLM_OPTIONS,
 )
 """Options of `megatron engine`, without its revision, which is a hash over them."""
@@ -137,10 +147,11 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
 
 
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Sequence[str] = ()) -> Manifest:
-    """Return engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`).
+    """Return engine `index` of the role of the context, scaled to `pods` (0, or all of `spec.pods_per_engine`).
 
     avoided: nodes that its pods do not use. They are not a part of its revision.
     """
+    ctx = ctx.of_role(ctx.role)
     template = _template(ctx, index, overlay=_of_engine(ctx, index))
     if avoided:
         template["spec"] = {**template["spec"], "affinity": _without_nodes(template["spec"].get("affinity"), avoided)}
@@ -163,11 +174,15 @@ def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Se
         "revisionHistoryLimit": 2,
     }
     manifest = child(ctx, "StatefulSet", name, api_version="apps/v1", component=ENGINE, spec=spec)
-    manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
+    manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name, **_role_label(ctx)}
     if LABEL_QUEUE in template["metadata"]["labels"]:
         manifest["metadata"]["labels"][LABEL_QUEUE] = template["metadata"]["labels"][LABEL_QUEUE]
     manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
     return seal(manifest)
+
+
+def _role_label(ctx: RenderContext) -> dict[str, str]:
+    return {LABEL_ROLE: ctx.role} if _role(ctx) else {}
 
 
 def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict[str, Any]]:
@@ -194,11 +209,17 @@ def engine_revision(manifest: Manifest) -> str:
 
 @once
 def revision_of(ctx: RenderContext) -> str:
-    """Return the revision of all engines of a spec: the digest of the pod template of engine 0, without the weights.
+    """Return the revision of all engines of a spec: the digest of the pod template of engine 0 of each role, without
+    the weights.
 
     Weights are updated in place, so new weights do not change the revision. Pods that start later load the new weights.
+    All roles have one revision, because only engines of the same revision exchange KV.
     """
-    return digest(_template(without_weights(ctx), 0, overlay=ctx.spec.engine.pod_template))
+    if ctx.resource is not None:
+        return revision_of(ctx.resource)
+    contexts = [ctx.of_role(role) for role in ctx.roles]
+    templates = [_template(without_weights(each), 0, overlay=each.spec.engine.pod_template) for each in contexts]
+    return digest(templates if len(templates) > 1 else templates[0])
 
 
 def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None) -> dict[str, Any]:
@@ -213,7 +234,10 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
         "name": ENGINE,
         "args": engine_args(ctx, index),
         "env": _env(ctx, index),
-        "ports": [{"name": "health", "containerPort": PORT_HEALTH}],
+        "ports": [
+            {"name": "health", "containerPort": PORT_HEALTH},
+            *([{"name": "kv", "containerPort": PORT_KV}] if _role(ctx) else []),
+        ],
         "resources": _resources(ctx),
         "startupProbe": http_probe(
             "/readyz",
@@ -235,7 +259,7 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
         grace_seconds=drain + 15,
         keys=(*KEYS, *trainer_keys(ctx)),
         overlay=overlay,
-        extra_labels={LABEL_ENGINE: ctx.engine_name(index)},
+        extra_labels={LABEL_ENGINE: ctx.engine_name(index), **_role_label(ctx)},
         volumes=volumes,
         mounts=mounts,
         init_containers=(*fetch_containers(ctx), *preflight),
@@ -335,7 +359,7 @@ def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
     near = (affinity.get("podAffinity") or {}) if isinstance(affinity, dict) else None
     rules = (near.get(_REQUIRED) or []) if isinstance(near, dict) else None
     if not isinstance(near, dict) or not isinstance(rules, list):
-        field = "spec.engine.podTemplate.spec.affinity"
+        field = f"{ctx.template_field(ENGINE)}.spec.affinity"
         raise InvalidPodTemplate(f"{field}: is {affinity!r}; give an Affinity, whose podAffinity.{_REQUIRED} is a list")
     rules = [*rules, {"topologyKey": topology.pack_by, "labelSelector": ours}]
     return {**affinity, "podAffinity": {**near, _REQUIRED: rules}}
@@ -380,7 +404,8 @@ def _filled(value: Any, values: dict[str, str]) -> Any:
 
 def engines_differ(ctx: RenderContext) -> bool:
     """Return whether the pods of two engines may refer to different objects."""
-    return has_placeholder((ctx.spec.engine.pod_template or {}).get("spec"))
+    templates = (ctx.of_role(role).spec.engine.pod_template for role in ctx.roles)
+    return any(has_placeholder((template or {}).get("spec")) for template in templates)
 
 
 def volumes_of_one_engine(ctx: RenderContext) -> set[str]:

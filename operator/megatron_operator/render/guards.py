@@ -12,6 +12,7 @@ from megatron_operator.render.context import (
     RenderContext,
     child,
     coordinator_pods,
+    decode_pods,
     pods_of,
     seal,
     selector,
@@ -21,11 +22,14 @@ from megatron_operator.resource.names import (
     COORDINATOR,
     ENGINE,
     LABEL_ENGINE,
+    LABEL_ROLE,
     PORT_ADMIN,
     PORT_CLIENT,
     PORT_ENGINE,
     PORT_HEALTH,
     PORT_HTTP,
+    PORT_KV,
+    PREFILL,
     SERVER,
 )
 
@@ -38,9 +42,15 @@ def service_account(ctx: RenderContext) -> Manifest:
 
 
 def disruption_budgets(ctx: RenderContext) -> list[Manifest]:
-    """Return the budgets of engines, servers, and a coordinator with a standby: one pod of each is evicted at a time,
-    and pods that are not ready do not block the drain of a node. A single coordinator needs no budget."""
-    budgets = [_disruption_budget(ctx, ctx.engines_name, ENGINE), _disruption_budget(ctx, ctx.server_name, SERVER)]
+    """Return the budgets of engines (by role), servers, and a coordinator with a standby: one pod of each is evicted at
+    a time, and pods that are not ready do not block the drain of a node. A single coordinator needs no budget."""
+    budgets = [
+        _disruption_budget(ctx, ctx.engines_name, ENGINE, pods=decode_pods(ctx)),
+        _disruption_budget(ctx, ctx.server_name, SERVER),
+    ]
+    if PREFILL in ctx.roles:
+        pods = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ROLE: PREFILL}}
+        budgets.append(_disruption_budget(ctx, ctx.prefill_name, ENGINE, pods=pods))
     if ctx.has_standby:
         budgets.append(_disruption_budget(ctx, ctx.coordinator_name, COORDINATOR, pods=coordinator_pods(ctx)))
     return budgets
@@ -131,6 +141,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     - The operator's namespace, monitoring and the API server may connect to the health port. A node can always connect
       to the health port of its own pods.
     - A coordinator may open connections only to the other coordinator of its pair.
+    - Engines with roles may connect to each other on the port for KV.
     - A trainer may connect to the admin port. A trainer and the engines may connect to each other.
     - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
       adapter is downloaded.
@@ -159,6 +170,9 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     media = [media_egress()] if ctx.spec.server.allowed_media_hosts else []
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source, *media]
     from_coordinator = []
+    if PREFILL in ctx.roles:
+        engine.append({"from": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_KV)})
+        from_engine.append({"to": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_KV)})
     if trainer := _trainer(ctx):
         # gloo connects from the higher address to the lower one, with ports that both sides choose.
         coordinator.append({"from": trainer, "ports": _tcp(PORT_ADMIN)})

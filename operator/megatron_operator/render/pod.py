@@ -149,7 +149,7 @@ def pod_template(
             "volumes": all_volumes,
         },
     }
-    merged = merge_template(base, overlay, field=f"spec.{component}.podTemplate")
+    merged = merge_template(base, overlay, field=ctx.template_field(component))
     names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
     enforce(ctx, component, overlay, containers=names)
     # Selectors match these labels: an overlay may add labels but not remove a pod from its owner. The policy rejects

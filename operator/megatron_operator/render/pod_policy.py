@@ -176,7 +176,7 @@ def violations(
     """Yield every field that is not allowed, in the order of the podTemplate."""
     request = _request(ctx, overlay or {}, policy, containers)
     if policy.trusted:
-        yield from _depended_on(overlay or {}, f"spec.{component}.podTemplate", request)
+        yield from _depended_on(overlay or {}, ctx.template_field(component), request)
         return
     yield from _release(ctx, component, request)
     if component == SERVER and (vllm := ctx.spec.engine.vllm) is not None and vllm.image is not None:
@@ -187,7 +187,7 @@ def violations(
     if component == COORDINATOR:
         priority = ctx.spec.coordinator.priority_class_name
         yield from _priority_class(priority, "spec.coordinator.priorityClassName", request)
-    yield from _walk(overlay or {}, f"spec.{component}.podTemplate", (), POD, request)
+    yield from _walk(overlay or {}, ctx.template_field(component), (), POD, request)
 
 
 def _release(ctx: RenderContext, component: str, request: Request) -> Iterator[Violation]:

@@ -27,7 +27,10 @@ _SPEC_FIELDS: dict[str, Any] = {
     "lifecycle": {"drain_seconds"},
 }
 """Inputs of an engine's template."""
-_NOT_IN_TEMPLATE: dict[str, Any] = {"model": {"adapters"}}
+_NOT_IN_TEMPLATE: dict[str, Any] = {
+    "model": {"adapters"},
+    "engine": {"roles": {"prefill": {"replicas", "per_decode"}}},
+}
 _SETTINGS = ("runtime_image", "image_pull_policy", "security")
 _VLLM_SETTINGS = (*_SETTINGS, "vllm_runtime_image")
 
@@ -51,7 +54,11 @@ def revision_child(ctx: RenderContext) -> Manifest:
 
 
 def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
-    return spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE)
+    inputs = spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE)
+    if inputs["engine"]["roles"] is None:
+        # The default is left out: the records of earlier releases lack it.
+        del inputs["engine"]["roles"]
+    return inputs
 
 
 def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:

@@ -25,7 +25,7 @@ class ConditionType(Documented):
         "requested and a server is ready. If Degraded is the only cause, Ready has the same reason.",
     )
     COORDINATOR_READY = "CoordinatorReady", "The coordinator answers the operator on its admin port."
-    ENGINES_READY = "EnginesReady", "All spec.replicas engines are registered with the coordinator."
+    ENGINES_READY = "EnginesReady", "All engines of the spec are registered with the coordinator."
     LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
     PROGRESSING = (
         "Progressing",
@@ -41,6 +41,11 @@ class ConditionType(Documented):
     UNKNOWN_FIELDS = (
         "UnknownFields",
         "The spec has fields that this version of the operator does not know. It ignores them; the message names them.",
+    )
+    ROLE_MISSING = (
+        "RoleMissing",
+        "With spec.engine.roles: no engine of one role serves. Engines of the other role do its work meanwhile, so "
+        "requests are answered.",
     )
 
 
@@ -205,6 +210,8 @@ class Reason(Documented):
         "A step has exceeded its deadline; status.plan names what the operator is waiting for.",
     )
     ONE_SERVER = "OneServer", "The servers have one replica."
+    NO_PREFILL_ENGINE = "NoPrefillEngine", "No prefill engine serves; decode engines compute all prompts."
+    NO_DECODE_ENGINE = "NoDecodeEngine", "No decode engine serves; prefill engines generate."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
     DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."
     AVAILABLE = "Available", "The component of the condition works."

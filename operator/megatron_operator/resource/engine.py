@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
+from fractions import Fraction
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
@@ -10,9 +12,11 @@ from pydantic.alias_generators import to_camel
 
 from megatron_operator.resource.accelerator import DEFAULT_RESOURCE, MIG_PREFIX, AcceleratorSpec
 from megatron_operator.resource.base import ApiModel, Matches, PodTemplate, SpecRule, section
+from megatron_operator.resource.names import DECODE, PREFILL
 
 QUANTITY_PATTERN = r"^[1-9][0-9]*(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"
 MAX_VLLM_ARGS = 64
+MAX_ENGINES = 1024
 VllmArgs = Annotated[
     dict[str, Any],
     Field(max_length=MAX_VLLM_ARGS),
@@ -289,6 +293,101 @@ class TopologySpec(ApiModel):
     )
 
 
+class RoleBatching(ApiModel):
+    max_requests: int | None = Field(
+        default=None, ge=1, le=65536, description="Instead of spec.engine.batching.maxRequests."
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=16_777_216, description="Instead of spec.engine.batching.maxTokens."
+    )
+    max_prefill_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        le=16_777_216,
+        description="Instead of spec.engine.batching.maxPrefillTokens. Default of decode engines: 256.",
+    )
+    kv_cache_memory: CacheMemory | None = Field(
+        default=None, max_length=20, description="Instead of spec.engine.batching.kvCacheMemory."
+    )
+
+
+class RoleSpec(ApiModel):
+    batching: RoleBatching | None = Field(
+        default=None, description="Limits of the engines of this role that differ from spec.engine.batching."
+    )
+    pod_template: PodTemplate | None = Field(
+        default=None,
+        description="Pod fields of the engines of this role, instead of spec.engine.podTemplate and with the same "
+        "rules.",
+    )
+
+
+class PrefillRole(RoleSpec):
+    RULES: ClassVar = (
+        SpecRule(
+            "!has(self.replicas) || !has(self.perDecode)",
+            lambda role: role.replicas is None or role.per_decode is None,
+            "spec.engine.roles.prefill.perDecode: not allowed together with spec.engine.roles.prefill.replicas; remove "
+            "one of the two",
+        ),
+    )
+
+    replicas: int | None = Field(
+        default=None,
+        ge=0,
+        le=1024,
+        description="Number of prefill engines; spec.replicas is the number of decode engines. Default: 1, or the "
+        "product of perDecode and spec.replicas.",
+    )
+    per_decode: float | None = Field(
+        default=None,
+        ge=0.01,
+        le=64,
+        description="Number of prefill engines for each decode engine, such as 0.5. The product with spec.replicas is "
+        "rounded up, and is at most 1024.",
+    )
+
+    def count(self, decode: int) -> int:
+        """Return the number of prefill engines next to this number of decode engines."""
+        if self.per_decode is None:
+            return 1 if self.replicas is None else self.replicas
+        return min(MAX_ENGINES, math.ceil(Fraction(str(self.per_decode)) * decode))
+
+
+class RolesSpec(ApiModel):
+    prefill: PrefillRole = Field(description="Engines that compute long prompts for decode engines.")
+    decode: RoleSpec | None = Field(
+        default=None, description="Engines that import the KV of prompts and generate. spec.replicas counts them."
+    )
+
+
+def _role_tokens_rule(role: str) -> SpecRule:
+    """Return the rule that every running request of an engine with this role takes one token of each step."""
+    own, common = f"self.roles.{role}.batching", "self.batching"
+
+    def effective(field: str) -> str:
+        return f"(has({own}.{field}) ? {own}.{field} : {common}.{field})"
+
+    def is_known(field: str) -> str:
+        return f"(has({own}.{field}) || (has({common}) && has({common}.{field})))"
+
+    absent = f"!has(self.roles) || !has(self.roles.{role}) || !has({own})"
+    fields = "maxTokens", "maxRequests"
+    tokens, requests = map(effective, fields)
+
+    def holds(engine: EngineSpec) -> bool:
+        batching = engine.of_role(role).batching
+        tokens, requests = batching.max_tokens, batching.max_requests
+        return tokens is None or requests is None or tokens >= requests
+
+    return SpecRule(
+        f"{absent} || !({' && '.join(map(is_known, fields))}) || {tokens} >= {requests}",
+        holds,
+        f"spec.engine.roles.{role}.batching: maxTokens must be at least maxRequests, including the values of "
+        "spec.engine.batching; raise maxTokens, or lower maxRequests",
+    )
+
+
 def _of_vllm_only(name: str) -> SpecRule:
     return SpecRule(
         f"self.backend == 'VLLM' || !has(self.{to_camel(name)})",
@@ -338,6 +437,19 @@ class EngineSpec(ApiModel):
             "it to 1, and raise spec.replicas for more throughput",
             value=lambda engine: engine.gpus_per_pod,
         ),
+        SpecRule(
+            "self.backend == 'Native' || !has(self.roles)",
+            lambda engine: engine.backend is Backend.NATIVE or engine.roles is None,
+            "spec.engine.roles: not allowed with spec.engine.backend VLLM, whose engines exchange no KV; set "
+            "spec.engine.backend to Native, or remove spec.engine.roles",
+        ),
+        SpecRule(
+            "!has(self.roles) || !has(self.batching) || self.batching.prefixCaching",
+            lambda engine: engine.roles is None or engine.batching.prefix_caching,
+            "spec.engine.batching.prefixCaching: is false, and engines with roles import KV into the prefix cache; set "
+            "it to true, or remove spec.engine.roles",
+        ),
+        *map(_role_tokens_rule, (PREFILL, DECODE)),
     )
 
     backend: Backend = Field(
@@ -387,6 +499,11 @@ class EngineSpec(ApiModel):
         "for large models on slow storage.",
     )
     topology: TopologySpec | None = Field(default=None, description="Placement of the pods of one engine.")
+    roles: RolesSpec | None = Field(
+        default=None,
+        description="Compute long prompts on other engines than those that generate. Native engines of one rank only. "
+        "Default: every engine does both.",
+    )
     pod_template: PodTemplate | None = Field(
         default=None,
         description="Pod fields such as resources, tolerations, affinity and volumes that the operator merges into "
@@ -394,3 +511,17 @@ class EngineSpec(ApiModel):
         "fields, $(ENGINE_INDEX) and $(ENGINE_NAME) are replaced by the index and name of the engine. The operator "
         "rejects fields that its pod policy does not allow.",
     )
+
+    def of_role(self, role: str) -> EngineSpec:
+        """Return the settings of the engines of a role, with its overrides."""
+        own = getattr(self.roles, role) if self.roles is not None else None
+        if own is None:
+            return self
+        changed: dict[str, Any] = {}
+        if own.batching is not None:
+            changed["batching"] = self.batching.model_copy(
+                update=own.batching.model_dump(exclude_none=True, by_alias=False)
+            )
+        if own.pod_template is not None:
+            changed["pod_template"] = own.pod_template
+        return self.model_copy(update=changed)

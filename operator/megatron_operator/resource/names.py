@@ -18,6 +18,7 @@ LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
 LABEL_ENGINE = f"{GROUP}/engine"
 LABEL_REVISION = f"{GROUP}/revision"
 LABEL_WEIGHTS = f"{GROUP}/weights"
+LABEL_ROLE = f"{GROUP}/role"
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 ANNOTATION_HASH = f"{GROUP}/hash"
 ANNOTATION_RESTARTED = f"{GROUP}/restarted-at"
@@ -37,6 +38,8 @@ FORMER_LEASE = "megatron-operator"
 REVISION_KIND = "ControllerRevision"
 
 COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
+DECODE, PREFILL = "decode", "prefill"
+"""Roles of engines. Engines of a resource without roles are planned like decode engines: spec.replicas counts them."""
 STANDBY = "standby"
 """The second coordinator of a pair. Either of the two may be active."""
 PREFLIGHT = "preflight"
@@ -53,5 +56,5 @@ CONTAINERS = {
 """The containers that the operator renders, by the component of their pod. All others are those of podTemplates and
 webhooks."""
 
-PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
+PORT_CLIENT, PORT_ENGINE, PORT_ADMIN, PORT_KV = 5555, 5556, 5557, 5558
 PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500

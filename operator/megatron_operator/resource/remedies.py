@@ -180,6 +180,10 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
     },
     Symptom.SETTLED: {
         Reason.ONE_SERVER: "Set spec.server.replicas to 2 or more, except for a trial.",
+        Reason.NO_PREFILL_ENGINE: "Raise spec.engine.roles.prefill.replicas if it is 0. Otherwise wait: the message "
+        "names what the prefill engines wait for.",
+        Reason.NO_DECODE_ENGINE: "Raise spec.replicas if it is 0. Otherwise wait: the message names what the decode "
+        "engines wait for.",
         Reason.SERVING: _NONE,
         Reason.PAUSED: "Set spec.desiredState to Running to continue.",
         Reason.SUSPENDED: "Set spec.desiredState to Running to continue; with replicas: 0, raise spec.replicas.",

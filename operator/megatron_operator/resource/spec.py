@@ -18,6 +18,7 @@ from megatron_operator.resource.base import ApiModel, SpecRule, section
 from megatron_operator.resource.coordinator import CoordinatorSpec
 from megatron_operator.resource.engine import CPU_CACHE_MEMORY, CPU_SEQUENCE_LENGTH, Backend, EngineSpec, Parallelism
 from megatron_operator.resource.lifecycle import LifecycleSpec
+from megatron_operator.resource.names import DECODE, PREFILL
 from megatron_operator.resource.server import ServerSpec
 from megatron_operator.resource.source import Dtype, ModelSpec, WeightsSpec
 from megatron_operator.resource.states import DesiredState
@@ -28,7 +29,9 @@ SHORT_NAME = "mi"
 
 MAX_NAME_LENGTH = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-RESERVED_SUFFIX_PATTERN = r"-(coordinator|standby|server|keys|config-[0-9a-f]+|rev-[0-9a-f]+|engine-[0-9]+|engines)$"
+RESERVED_SUFFIX_PATTERN = (
+    r"-(coordinator|standby|server|keys|config-[0-9a-f]+|rev-[0-9a-f]+|engine-[0-9]+|engines|prefill-[0-9]+)$"
+)
 
 
 class KeysSpec(ApiModel):
@@ -179,6 +182,13 @@ class MegatronInferenceSpec(ApiModel):
             value=lambda spec: spec.parallelism.data,
         ),
         SpecRule(
+            f"!has(self.engine.roles) || {_RANKS} == 1",
+            lambda spec: spec.engine.roles is None or spec.parallelism.ranks == 1,
+            "spec.engine.roles: engines of several ranks exchange no KV; set tensor, pipeline and expert of "
+            "spec.parallelism to 1, or remove spec.engine.roles",
+            value=lambda spec: f"with {spec.parallelism.ranks} ranks",
+        ),
+        SpecRule(
             f"!{_HAS_REVISION} || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
             lambda spec: (
                 not spec.weights_revision
@@ -235,7 +245,7 @@ class MegatronInferenceSpec(ApiModel):
         ge=0,
         le=1024,
         description="Number of data-parallel engines, each with a copy of the weights. `kubectl scale` and "
-        "autoscalers change it. 0 removes all engine pods.",
+        "autoscalers change it. 0 removes all engine pods. With spec.engine.roles: number of decode engines.",
     )
     model: ModelSpec = Field(description="The model.")
     weights: WeightsSpec | None = Field(
@@ -250,6 +260,22 @@ class MegatronInferenceSpec(ApiModel):
     lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
     keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
     rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
+
+    def engines_of(self, role: str) -> int:
+        """Return the number of engines of a role."""
+        if role == DECODE:
+            return self.replicas
+        return self.engine.roles.prefill.count(self.replicas) if self.engine.roles is not None else 0
+
+    def count_field(self, role: str) -> str:
+        """Return the field that gives the number of engines of a role."""
+        roles = self.engine.roles
+        is_ratio = roles is not None and roles.prefill.per_decode is not None
+        return "spec.replicas" if role == DECODE or is_ratio else "spec.engine.roles.prefill.replicas"
+
+    @property
+    def num_engines(self) -> int:
+        return self.engines_of(DECODE) + self.engines_of(PREFILL)
 
     @property
     def weights_revision(self) -> str:
@@ -300,7 +326,7 @@ NAME_RULES = (
         f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
         lambda name: not re.search(RESERVED_SUFFIX_PATTERN, name),
         "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
-        "-config-HASH, -rev-HASH); choose another name",
+        "-prefill-N, -config-HASH, -rev-HASH); choose another name",
         value=repr,
     ),
 )

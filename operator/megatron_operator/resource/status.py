@@ -23,7 +23,7 @@ VERIFIED_REVISIONS = 10
 class Condition(ApiModel):
     type: str = Field(
         description="One of Ready, CoordinatorReady, EnginesReady, LifecycleSettled, Progressing, Degraded, "
-        "UpdateAvailable, SingleServer, UnknownFields."
+        "UpdateAvailable, SingleServer, UnknownFields, RoleMissing."
     )
     status: str = Field(description="True, False or Unknown.")
     reason: str = Field(description="Machine-readable reason in CamelCase.")
@@ -171,6 +171,12 @@ class EngineStatusEntry(ApiModel):
         description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost "
         "or Unknown."
     )
+    role: str | None = Field(default=None, description="Role of the engine; absent without spec.engine.roles.")
+    recomputes: str | None = Field(
+        default=None,
+        description="Cause if a decode engine cannot import the KV of any prefill engine and computes all prompts "
+        "itself.",
+    )
     revision: str = Field(default="", description="Revision of the engine's pods.")
     epoch: int = Field(default=0, description="Epoch of the weights that the engine has loaded.")
     ranks: int = Field(default=0, description="Number of registered ranks.")
@@ -214,6 +220,15 @@ class EngineStatusEntry(ApiModel):
         default=None, description="Nodes on which a GPU of the engine failed. New pods of the engine avoid them."
     )
     avoided_until: Time | None = Field(default=None, description="Time until which new pods avoid these nodes.")
+
+
+class RoleStatus(ApiModel):
+    name: str = Field(description="prefill or decode.")
+    desired: int = Field(description="Number of engines of the role that the spec asks for.")
+    ready: int = Field(description="Number of registered engines of the role.")
+    updated: int = Field(
+        description="Number of engines of the role of the current revision that have passed their canary."
+    )
 
 
 class ComponentRestarts(ApiModel):
@@ -267,7 +282,9 @@ class MegatronInferenceStatus(ApiModel):
     )
     endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API in the cluster.")
     epoch: int | None = Field(default=None, description="Epoch of the weights in use.")
-    replicas: int | None = Field(default=None, description="Number of existing engines.")
+    replicas: int | None = Field(
+        default=None, description="Number of existing engines. This and the next two fields omit prefill engines."
+    )
     ready_replicas: int | None = Field(
         default=None, description="Number of registered engines that serve, or can serve when the resource runs."
     )
@@ -328,6 +345,11 @@ class MegatronInferenceStatus(ApiModel):
     engines: list[EngineStatusEntry] | None = Field(
         default=None,
         description="State of each engine.",
+        json_schema_extra=list_by("name"),
+    )
+    roles: list[RoleStatus] | None = Field(
+        default=None,
+        description="Number of engines of each role; absent without spec.engine.roles.",
         json_schema_extra=list_by("name"),
     )
     restarts: list[ComponentRestarts] | None = Field(

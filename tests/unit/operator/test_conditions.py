@@ -110,7 +110,7 @@ def promise_is_kept(cluster: Cluster) -> None:
     if progressing["status"] == "False":
         assert unfinished(cluster, seen) == []
     spec = parse_spec(cluster.spec)
-    desired = "Suspended" if spec.replicas == 0 and spec.desired_state == "Running" else spec.desired_state.value
+    desired = "Suspended" if spec.num_engines == 0 and spec.desired_state == "Running" else spec.desired_state.value
     assert (ready["status"] == "True") == (status["state"] == desired), (ready, status["state"])
     if degraded["status"] == "True" or ready["status"] != "True":
         assert ready["reason"] not in WELL, (ready, degraded)

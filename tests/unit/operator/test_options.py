@@ -72,7 +72,7 @@ def test_the_command_has_each_option_that_the_operator_passes(command: str, opti
 def test_the_crd_and_the_command_line_have_the_same_choices(command: str, option: Option) -> None:
     declared, field = parameter(command, option.flag), type_of(option.field) if option.field else None
     is_enum = isinstance(field, type) and issubclass(field, StrEnum)
-    assert isinstance(declared.type, click.Choice) == (is_enum or option.flag == "--backend")
+    assert isinstance(declared.type, click.Choice) == (is_enum or option.flag in ("--backend", "--role"))
     if isinstance(declared.type, click.Choice) and is_enum:
         assert {option.write(member) for member in field} == set(declared.type.choices)
 

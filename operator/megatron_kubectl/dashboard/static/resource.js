@@ -51,9 +51,9 @@ function confirmed(title, text, verb, number) {
 function progressOf(asked, resource) {
   const status = resource.status, lifecycle = status.lifecycle ?? {};
   const waits = status.plan?.waitingOn ? `; waiting for ${status.plan.waitingOn}` : "";
+  const [ready, all] = (status.ready ?? "0/0").split("/");
   if (asked.verb === "Restart") {
     if (status.attempt === asked.attempt) return { done: false, text: "Restart: requested" };
-    const [ready, all] = (status.ready ?? "0/0").split("/");
     if (ready === all) return { done: true, text: `Restart: done, ${status.ready} engines ready` };
     return { done: false, text: `Restart: budgets are reset, ${status.ready} engines ready${waits}` };
   }
@@ -61,7 +61,7 @@ function progressOf(asked, resource) {
   if (asked.verb === "Scale") {
     if (resource.replicas !== asked.replicas) return { done: true, text: "Scale: replaced by another request" };
     const rests = asked.replicas === 0 ? resource.state === "Suspended" : resource.desired !== "Running" && resource.settled;
-    if (rests || status.ready === `${asked.replicas}/${asked.replicas}`) return { done: true, text: `Scale: done, ${status.ready} engines ready` };
+    if (rests || (ready === all && status.readyReplicas === asked.replicas)) return { done: true, text: `Scale: done, ${status.ready} engines ready` };
     return { done: false, text: `Scale: ${status.ready ?? ""} engines ready${waits}` };
   }
   if (resource.desired !== asked.state) return { done: true, text: `${asked.verb}: replaced by another request` };

@@ -22,6 +22,12 @@ def delete_pods(engine: EngineView, reason: str) -> DeletePods:
     return DeletePods(owner=engine.name, pods=pods, reason=reason)
 
 
+def _count(engines: Engines, engine: EngineView) -> str:
+    """Return the field of the spec that gives the number of engines of this role, and its value."""
+    spec = engines.ctx.spec
+    return f"{spec.count_field(engine.role)} = {spec.engines_of(engine.role)}"
+
+
 def undrain(
     world: World, engines: Engines, observed: Observed, rollout: Rollout, check: RevisionCheck
 ) -> Verdict | None:
@@ -54,8 +60,8 @@ def undrain(
 def scale_down(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout
 ) -> Verdict | None:
-    """Remove engines beyond spec.replicas that no rollout needs: non-serving engines at once, serving engines one after
-    another, highest index first, after their requests have finished."""
+    """Remove engines beyond the number of engines of their role that no rollout needs: non-serving engines at once,
+    serving engines one after another, highest index first, after their requests have finished."""
     surplus = [engine for engine in engines.all if engine.surplus and not engine.empty]
     surplus = [engine for engine in surplus if engine not in rollout.extras]
     gone = [engine for engine in surplus if engine.statefulset is None or engine.statefulset.deleting]
@@ -64,10 +70,12 @@ def scale_down(
     if removable and desired.state is not DesiredState.STOPPED:
         names = ", ".join(engine.name for engine in removable[:8])
         more = f" and {len(removable) - 8} more" if len(removable) > 8 else ""
-        reason = f"{names}{more} beyond spec.replicas = {world.resource.spec.replicas}"
+        fields = dict.fromkeys(_count(engines, engine) for engine in removable)
+        reason = f"{names}{more} beyond {' and '.join(fields)}"
         actions: list[Action] = []
         for engine in removable:
-            actions += remove_engine(world, engine, reason=f"engine {engine.name} is beyond spec.replicas")
+            why = f"engine {engine.name} is beyond {_count(engines, engine)}"
+            actions += remove_engine(world, engine, reason=why)
         actions.append(EmitEvent("Normal", "EngineRemoved", reason))
         on = f"{names}{more} to be deleted"
         return waiting(Reason.SCALING_DOWN, "scaling down", on, actions=tuple(actions), operation=None)

@@ -9,6 +9,7 @@ from megatron_operator.decision.policies.verdict import Verdict, waiting
 from megatron_operator.decision.world import MAX_FENCE_JUMP, ChildRef, World
 from megatron_operator.render.context import RenderContext, owner_reference
 from megatron_operator.resource.conditions import Reason
+from megatron_operator.resource.names import PREFILL
 from megatron_operator.resource.states import ResourceState
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.limits import MAX_FENCE
@@ -41,7 +42,7 @@ def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdi
         ctx.engines_name,
         ctx.name,
     }
-    ours |= {engine.name for engine in engines.wanted}
+    ours |= {engine.name for engine in engines.wanted} | ({ctx.prefill_name} if PREFILL in ctx.roles else set())
     foreign = sorted(str(ref) for ref, view in world.children.items() if not view.owned and ref.name in ours)
     if not foreign:
         return None
@@ -96,8 +97,9 @@ def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Ob
     reason, message = found
     if observed.state is ResourceState.SUSPENDED and desired.releases_pods:
         message = "suspended: the engine pods are removed"
-        if world.resource.spec.replicas == 0:
-            message += ", because spec.replicas is 0"
+        if world.resource.spec.num_engines == 0:
+            fields = dict.fromkeys(map(world.resource.spec.count_field, engines.ctx.roles))
+            message += f", because {' and '.join(fields)} {'is' if len(fields) == 1 else 'are'} 0"
     deferred = [engine.name for engine in engines.all if engine.surplus or engine.stale]
     if deferred:
         message += f"; changes to {', '.join(deferred[:8])} wait until it runs"

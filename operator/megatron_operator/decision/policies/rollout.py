@@ -93,7 +93,8 @@ def rollout(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Replace engines of another revision than the spec's, as `maxUnavailable` and `maxSurge` allow."""
+    """Replace engines of another revision than the spec's, one role after the other, as `maxUnavailable` and `maxSurge`
+    allow in each."""
     present = [engine for engine in engines.wanted if engine.scaled > 0]
     if any(engine.stale and not _appliable(rendered, engine) for engine in present):
         return None
@@ -101,19 +102,23 @@ def rollout(
         # The existing OpenAI servers cannot use engines of another model.
         return None
     limits = world.resource.spec.rollout
-    step = next_step(
-        [rollout.facts(engine) for engine in present],
-        extras=[rollout.facts(engine) for engine in rollout.extras],
-        max_unavailable=limits.unavailable,
-        max_surge=limits.max_surge,
-        running=observed.running,
-        checked=not rollout.check_due,
-        paused=limits.paused,
-    )
     carrier = _Carrier(
         world=world, desired=desired, ctx=ctx, rendered=rendered, engines=engines, rollout=rollout, check=check
     )
-    return carrier.carry_out(step)
+    for role in rollout.roles:
+        step = next_step(
+            [rollout.facts(engine) for engine in present if engine.role == role],
+            extras=[rollout.facts(engine) for engine in rollout.extras if engine.role == role],
+            max_unavailable=limits.unavailable,
+            max_surge=limits.max_surge,
+            running=observed.running,
+            checked=not rollout.check_due,
+            paused=limits.paused,
+        )
+        verdict = carrier.carry_out(step)
+        if verdict is not None:
+            return verdict
+    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,13 +190,14 @@ class _Carrier:
         return waiting(Reason.ROLLING_OUT, self._title, on, actions=deletions, operation=None)
 
     def _surge(self, step: Surge) -> Verdict:
-        """Add an engine beyond spec.replicas, with the lowest free index."""
+        """Add an engine beyond the number of engines of the role, with the lowest free index."""
         unvetted = self._vetted(step.name)
         if unvetted is not None:
             return unvetted
-        ctx = self.ctx
-        first, limit = ctx.spec.replicas, ctx.spec.rollout.max_surge
-        present = {engine.index for engine in self.engines.all if engine.statefulset is not None or engine.pods}
+        ctx = self.ctx.of_role(self._by_name[step.name].role)
+        first, limit = ctx.spec.engines_of(ctx.role), ctx.spec.rollout.max_surge
+        engines = [engine for engine in self.engines.all if engine.role == ctx.role]
+        present = {engine.index for engine in engines if engine.statefulset is not None or engine.pods}
         index = next((index for index in range(first, first + limit) if index not in present), None)
         if index is None:
             return self._waiting("an earlier surge engine to be deleted")
@@ -228,7 +234,7 @@ class _Carrier:
 
 
 def _appliable(rendered: Rendered, engine: EngineView) -> bool:
-    manifest = rendered.engine_manifest(engine.index)
+    manifest = rendered.engine_manifest(engine.index, role=engine.role)
     statefulset = engine.statefulset
     usable = statefulset is not None and statefulset.owned and not statefulset.deleting
     return usable and manifest is not None and rendered.rejected(manifest) is None
@@ -241,7 +247,7 @@ def _server_rejected(rendered: Rendered) -> bool:
 
 def _unvetted(world: World, rendered: Rendered, engine: EngineView, *others: Manifest) -> Verdict | None:
     """Test templates in a dry run before an engine is drained for them."""
-    manifest = rendered.engine_manifest(engine.index)
+    manifest = rendered.engine_manifest(engine.index, role=engine.role)
     templates = [*others, manifest] if manifest is not None and engine.stale else others
     for template in templates:
         vet = VetChild(template)
@@ -282,7 +288,7 @@ def _unchecked(
 def _swap(rendered: Rendered, engine: EngineView, reason: str) -> list[Action]:
     """Apply an engine's new template and replace all its pods together."""
     actions: list[Action] = []
-    manifest = rendered.engine_manifest(engine.index)
+    manifest = rendered.engine_manifest(engine.index, role=engine.role)
     if engine.stale and manifest is not None:
         actions.append(ApplyChild(manifest))
     deletion = delete_pods(engine, reason)
