@@ -54,4 +54,6 @@ CONTAINERS = {
 webhooks."""
 
 PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
+PORT_WEIGHTS = 5560
+"""Port of the first rank of each engine pod on which other engines get weights of a trainer; then one for each rank."""
 PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500

@@ -73,9 +73,9 @@ class ModelInMemory:
 class PublishedModel:
     """Weights that a trainer publishes, for an engine that has the model's configuration and tokenizer already.
 
-    source:   "trainer://HOST:PORT/EPOCH-DIGEST".
+    source:   "trainer://HOST:PORT/EPOCH-DIGEST", or with copies: see PublishedSource.
     config:   ModelConfig of the engine's model.
-    keys_dir: directory of engine.key and trainer.pub; None: no encryption.
+    keys_dir: directory of engine.key, engine.pub and trainer.pub; None: no encryption.
     """
 
     source: str
