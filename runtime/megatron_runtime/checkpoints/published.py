@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 
+from megatron_runtime.checkpoints.source import Trainer
 from megatron_runtime.distributed.weight_port import (
     BLOCK_REQUEST,
     EXCHANGE_SECONDS,
@@ -199,6 +200,18 @@ def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]
         done += target.nbytes
 
 
+def newest(trainer: Trainer) -> PublishedSource:
+    """Return the reference of the weights that a trainer has published last.
+
+    Raises WeightsUnavailableError, KeyFileError, and ValueError for another address than "HOST:PORT".
+    """
+    host, separator, port = trainer.address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError(f"address {trainer.address!r} of a trainer: want HOST:PORT")
+    opened = asyncio.run(_open(PublishedSource(host, int(port), 0, ""), trainer.keys, is_question=True))
+    return PublishedSource.parse(f"trainer://{trainer.address}/{opened.digest}")
+
+
 def is_offered(source: str, *, keys_dir: Path | None) -> bool:
     """Return whether the trainer answers and holds these weights."""
     try:
@@ -225,7 +238,7 @@ async def _open(
 
     def ask() -> None:
         connected.set()
-        dealer.send([OpenSession(source.session, is_question, part).to_bytes()])
+        dealer.send([OpenSession(source.session if source.digest else "", is_question, part).to_bytes()])
 
     def lost(reason: str) -> None:
         if engine and not answer.done():

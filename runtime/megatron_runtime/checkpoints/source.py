@@ -91,6 +91,18 @@ class PublishedModel:
         raise ModelSourceError(f"{self.source} has no tokenizer: the model of the engine has it")
 
 
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The weights that a trainer has published last, as `source` of a weight update in a program with MegatronLLM.
+
+    address: "HOST:PORT" of its WeightServer.
+    keys:    directory of engine.key, engine.pub and trainer.pub; None: no encryption.
+    """
+
+    address: str
+    keys: Path | None = None
+
+
 ModelSource = StoredModel | ModelInMemory | PublishedModel
 
 

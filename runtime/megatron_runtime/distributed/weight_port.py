@@ -253,6 +253,11 @@ class WeightPort:
             connection.send([answer.to_bytes()])
 
     async def _opened(self, opening: OpenSession) -> SessionOpened:
+        if opening.is_question and not opening.session:
+            newest = max(self._offers.values(), key=lambda offer: offer.tensors.epoch, default=None)
+            if newest is None:
+                return SessionOpened(error="it has published nothing yet")
+            return SessionOpened(digest=newest.session)
         offer = self._offers.get(opening.session)
         if offer is None:
             epochs = ", ".join(session.partition("-")[0] for session in self._offers) or "none"

@@ -163,6 +163,7 @@ def digest_of(manifest: bytes) -> str:
 class OpenSession:
     """Engine rank to trainer or engine rank: open the session of a reference.
 
+    session:     empty in a question: which session is the newest.
     is_question: only ask whether the other side holds its tensors.
     part:        the part of the model that the rank holds, as it stores it; empty: whole tensors, from a trainer.
     """
@@ -189,7 +190,7 @@ class SessionOpened:
     """Answer to OpenSession: how to receive the tensors, or why they are not available.
 
     token:  hexadecimal digits, the first TOKEN_BYTES of the second connection; used once.
-    digest: from an engine: digest of its weights, as it reports it.
+    digest: from an engine: digest of its weights, as it reports it. The newest session, if the question is for it.
     """
 
     error: str = ""

@@ -49,27 +49,41 @@ class WeightServer:
     memory has one copy of the weights; during a call, two.
 
     model:       see PublishedWeights. publish() reads its values at the time of the call.
-    coordinator: "HOST:PORT" of its admin port.
+    coordinator: "HOST:PORT" of its admin port. None: publish() updates no engine. A program with MegatronLLM gets the
+                 weights with update_weights(source=Trainer(...)).
     keys:        directory of trainer.key, trainer.pub, server.pub and engine.pub. None: no encryption; only for a
                  coordinator with one port.
-    host:        address of this machine that the engines connect to; None: the one that reaches the coordinator.
+    host:        address of this machine that the engines connect to; None: the one that reaches the coordinator, or
+                 without a coordinator 127.0.0.1.
     port:        port for the engines' connections, the only one that listens; 0: a free port.
 
     The constructor raises KeyFileError, OSError if it cannot listen, and CoordinatorUnreachableError.
     """
 
     def __init__(
-        self, model: Any, *, coordinator: str, keys: Path | None = None, host: str | None = None, port: int = 0
+        self,
+        model: Any,
+        *,
+        coordinator: str | None = None,
+        keys: Path | None = None,
+        host: str | None = None,
+        port: int = 0,
     ) -> None:
         self._model = model
         self._keys = keys
         self._closed = False
-        address = coordinator_address(coordinator)
+        address = coordinator_address(coordinator) if coordinator is not None else None
         self._held: dict[str, Offer] = {}
         """By session."""
-        self._port = WeightPort(host or address_towards(address), port, keys_dir=keys, role=TRAINER)
+        if host is None:
+            host = address_towards(address) if address is not None else "127.0.0.1"
+        self._port = WeightPort(host, port, keys_dir=keys, role=TRAINER)
         self._loop = EventLoopManager()
         self._loop.start()
+        self._link: PeerLink | None = None
+        self._calls: ControlCalls | None = None
+        if address is None:
+            return
         try:
             self._loop.run_sync(self._start(address))
         except BaseException:
@@ -93,8 +107,9 @@ class WeightServer:
         self._closed = True
 
         async def close() -> None:
-            self._calls.close()
-            self._link.close("closed")
+            if self._link is not None and self._calls is not None:
+                self._calls.close()
+                self._link.close("closed")
 
         self._loop.run_sync(close())
         self._loop.stop()
@@ -117,7 +132,8 @@ class WeightServer:
         before, offer = dict(self._held), Offer(weights.session, weights)
         self._offer({**before, offer.session: offer})
         try:
-            self._loop.run_sync(self._update(epoch, source, timeout_seconds))
+            if self._link is not None:
+                self._loop.run_sync(self._update(epoch, source, timeout_seconds))
         except ControlRejectedError as error:
             self._offer(before)
             raise PublishError(error.message, is_committed=False) from error
@@ -130,6 +146,11 @@ class WeightServer:
         self._held = held
         self._port.offer(*held.values())
 
+    @property
+    def address(self) -> str:
+        """"HOST:PORT" that engines connect to."""
+        return self._port.address.removeprefix("tcp://")
+
     def set_generation_epoch(self, epoch: int) -> None:
         """Label the following tokens with `epoch`. Raises ControlRejectedError and CoordinatorUnreachableError."""
         self._loop.run_sync(self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch)))
@@ -138,7 +159,7 @@ class WeightServer:
         """Return the coordinator's report: the epoch, and of each engine epoch, source and digest."""
 
         async def status() -> StatusReply:
-            return await self._calls.status(timeout_seconds=CONNECT_SECONDS)
+            return await self._connected().status(timeout_seconds=CONNECT_SECONDS)
 
         return self._loop.run_sync(status())
 
@@ -146,18 +167,24 @@ class WeightServer:
 
     async def _start(self, address: str) -> None:
         name = f"trainer-{uuid.uuid4().hex[:12]}"
-        self._link = PeerLink(
+        link = PeerLink(
             CoordinatorAddresses(address),
             keys=PeerKeys.load(self._keys, TRAINER) if self._keys is not None else None,
             hello=lambda incarnation: Hello(role=Role.ADMIN, name=name, incarnation=incarnation),
-            on_ack=lambda _ack, _forgotten: self._calls.resend(),
-            on_message=lambda message: self._calls.handle(message),
+            on_ack=lambda _ack, _forgotten: calls.resend(),
+            on_message=lambda message: calls.handle(message),
         )
-        self._calls = ControlCalls(self._link.send, address=address)
-        await self._link.start(connect_timeout_seconds=CONNECT_SECONDS)
+        calls = ControlCalls(link.send, address=address)
+        self._link, self._calls = link, calls
+        await link.start(connect_timeout_seconds=CONNECT_SECONDS)
+
+    def _connected(self) -> ControlCalls:
+        if self._calls is None:
+            raise RuntimeError("coordinator=None: the program with the engines updates them; give a coordinator")
+        return self._calls
 
     async def _control(self, control: Control) -> ControlAck:
-        return await self._calls.control(control)
+        return await self._connected().control(control)
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
         """Send UPDATE_WEIGHTS until it is accepted. Other operations, such as the operator's, go first."""

@@ -336,6 +336,10 @@ class TorchExecutor(ABC):
     def write_pages(self, pages: Int32, data: bytes) -> None:
         self._pool.write(pages, data)
 
+    def use_keys(self, keys_dir: Path | None) -> None:
+        """Use these keys towards trainers from now on."""
+        self._store.keys_dir = keys_dir
+
     def use_memory(self, model: ModelInMemory) -> None:
         """Make the reference IN_MEMORY name `model` from now on."""
         self._store.in_memory = model

@@ -78,7 +78,7 @@ class WeightStore:
         self._require_memory = require_memory
         self._shard = shard or Shard()
         self._staging = staging
-        self._keys_dir = keys_dir
+        self.keys_dir = keys_dir
         self._open_port = open_port
         self._reading = reading
         self._port: WeightPort | None = None
@@ -181,7 +181,7 @@ class WeightStore:
 
     def _resolve(self, source: str) -> ModelSource:
         if is_published(source):
-            return PublishedModel(source, self.config, self._keys_dir)
+            return PublishedModel(source, self.config, self.keys_dir)
         return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
 
     def _offer(self) -> None:

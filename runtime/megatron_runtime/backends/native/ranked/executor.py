@@ -179,6 +179,10 @@ class RankedExecutor(Ranks):
     def write_pages(self, pages: Int32, data: bytes) -> None:
         raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
 
+    def use_keys(self, keys_dir: Path | None) -> None:
+        """Use these keys towards trainers from now on, on this rank."""
+        self._local.use_keys(keys_dir)
+
     def use_memory(self, model: ModelInMemory) -> None:
         """Make the reference IN_MEMORY name `model` on this rank; the other ranks have models of their own."""
         self._local.use_memory(model)
