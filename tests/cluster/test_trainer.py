@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,9 @@ async def test_engines_serve_what_a_trainer_publishes(
 
     await trainer.kill()
     await _lose(api, node, namespace, "demo-engine-1")
+    await resource.until(lambda status: _serves(status, answer, 2))  # from demo-engine-0
+
+    await asyncio.gather(*(_lose(api, node, namespace, name) for name in ("demo-engine-0", "demo-engine-1")))
     status = await resource.until(lambda status: condition(status, "Degraded").get("reason") == "WeightsUnavailable")
     assert "trainer" in condition(status, "Degraded")["message"]
     assert status["weights"]["epoch"] == 2

@@ -101,6 +101,7 @@ class EchoExecutor:
         self._crash_length = crash_length
         self._steps = 0
         self.has_weights = False
+        self.copies = ()
         self._weights = 0
         self._staged: int | None = None
         self._cache: np.ndarray | None = None

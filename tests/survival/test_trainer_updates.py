@@ -219,7 +219,23 @@ async def test_a_continued_answer_names_the_weights_that_sampled_each_token(pool
 
 @pytest.mark.timeout(600)
 @repeated(soak=5)
-async def test_an_engine_that_starts_without_its_trainer_serves_nothing_until_it_returns(pool: Pool, seed: int) -> None:
+async def test_an_engine_that_starts_without_its_trainer_gets_the_weights_from_the_other(pool: Pool, seed: int) -> None:
+    """Each engine in turn, so that a copy of a copy is served in the end."""
+    await pool.start()
+    await pool.update("none")
+    await pool.trainer.kill()
+    for number, name in enumerate(ENGINES, start=1):
+        await pool.fleet.engines[name].kill()
+        await until_status(pool.link, lambda _, number=number: len(pool.fleet.exits) == number, what=f"{name} is lost")
+        status = await pool.settle()
+        assert {engine.epoch for engine in status.engines} == {1}
+    for prompt, reply in await asyncio.gather(*(pool.ask() for _ in range(4))):
+        pool._check(prompt, reply, epochs=(1,))
+
+
+@pytest.mark.timeout(600)
+@repeated(soak=5)
+async def test_engines_that_start_without_their_trainer_serve_nothing_until_it_returns(pool: Pool, seed: int) -> None:
     await pool.start()
     await pool.update("none")
     await pool.trainer.kill()

@@ -57,6 +57,7 @@ from megatron_operator.resource.names import (
     PORT_HEALTH,
     PORT_KV,
     PORT_RENDEZVOUS,
+    PORT_WEIGHTS,
     PREFLIGHT,
 )
 
@@ -120,6 +121,7 @@ OPTIONS = (
     of_field("--drain-seconds", "lifecycle.drain_seconds"),
     Option("--threads", lambda ctx, _: THREADS_ARGUMENT),
     KEYS_DIR_OPTION,
+    Option("--weights-port", lambda ctx, _: PORT_WEIGHTS if ctx.spec.has_trainer else None),
     Option("--device", _device),
     of_field("--max-requests", "engine.batching.max_requests"),
     of_field("--max-tokens", "engine.batching.max_tokens"),

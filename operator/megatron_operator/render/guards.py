@@ -29,9 +29,11 @@ from megatron_operator.resource.names import (
     PORT_HEALTH,
     PORT_HTTP,
     PORT_KV,
+    PORT_WEIGHTS,
     PREFILL,
     SERVER,
 )
+from megatron_operator.resource.source import TrainerSpec
 
 
 def service_account(ctx: RenderContext) -> Manifest:
@@ -84,18 +86,13 @@ def _operator(ctx: RenderContext) -> dict[str, Any]:
     return {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
 
 
-def _trainer(ctx: RenderContext) -> list[dict[str, Any]]:
-    """Return the peers of spec.weights.trainer; empty without it."""
-    trainer = ctx.spec.weights.trainer if ctx.spec.weights is not None else None
-    peers = trainer.peers if trainer is not None else []
-    return [peer.model_dump(mode="json", by_alias=True, exclude_none=True) for peer in peers]
+def _peers(trainer: TrainerSpec) -> list[dict[str, Any]]:
+    return [peer.model_dump(mode="json", by_alias=True, exclude_none=True) for peer in trainer.peers]
 
 
-_ANY_TCP = [{"protocol": "TCP"}]
-
-
-def _tcp(port: int) -> list[dict[str, Any]]:
-    return [{"protocol": "TCP", "port": port}]
+def _tcp(port: int, *, last: int | None = None) -> list[dict[str, Any]]:
+    """Return the ports of a rule: one, or all up to `last`."""
+    return [{"protocol": "TCP", "port": port, **({} if last in (None, port) else {"endPort": last})}]
 
 
 def _policy(
@@ -142,7 +139,8 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
       to the health port of its own pods.
     - A coordinator may open connections only to the other coordinator of its pair.
     - Engines with roles may connect to each other on the port for KV.
-    - A trainer may connect to the admin port. A trainer and the engines may connect to each other.
+    - A trainer may connect to the admin port. Engines may connect to its port, and to the ports on which other engines
+      offer its weights.
     - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
       adapter is downloaded.
 
@@ -173,11 +171,14 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     if PREFILL in ctx.roles:
         engine.append({"from": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_KV)})
         from_engine.append({"to": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_KV)})
-    if trainer := _trainer(ctx):
-        # gloo connects from the higher address to the lower one, with ports that both sides choose.
-        coordinator.append({"from": trainer, "ports": _tcp(PORT_ADMIN)})
-        engine.append({"from": trainer, "ports": _ANY_TCP})
-        from_engine.append({"to": trainer, "ports": _ANY_TCP})
+    if ctx.spec.weights is not None and (trainer := ctx.spec.weights.trainer) is not None:
+        weights = _tcp(PORT_WEIGHTS, last=PORT_WEIGHTS + ctx.spec.ranks_per_pod - 1)
+        coordinator.append({"from": _peers(trainer), "ports": _tcp(PORT_ADMIN)})
+        engine.append({"from": [_pods(ctx, ENGINE)], "ports": weights})
+        from_engine += [
+            {"to": _peers(trainer), "ports": _tcp(trainer.port)},
+            {"to": [_pods(ctx, ENGINE)], "ports": weights},
+        ]
     if ctx.has_standby:
         coordinator.append({"from": [_coordinators(ctx)], "ports": _tcp(PORT_ADMIN)})
         from_coordinator = [{"to": [_coordinators(ctx)], "ports": _tcp(PORT_ADMIN)}, dns_egress()]

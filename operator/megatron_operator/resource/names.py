@@ -57,4 +57,7 @@ CONTAINERS = {
 webhooks."""
 
 PORT_CLIENT, PORT_ENGINE, PORT_ADMIN, PORT_KV = 5555, 5556, 5557, 5558
+PORT_WEIGHTS = 5560
+"""Port on which the first rank of an engine pod offers the weights of a trainer to other engines. The port of each
+further rank is higher by one."""
 PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500

@@ -362,6 +362,12 @@ class TrainerSpec(ApiModel):
         description="Peers of NetworkPolicies from which the trainer connects to the coordinator, and to which the "
         "engines connect.",
     )
+    port: int = Field(
+        default=7000,
+        description="Port of the trainer, to which the engines connect: `port` of WeightServer.",
+        ge=1,
+        le=65535,
+    )
 
 
 class WeightsSpec(ApiModel):

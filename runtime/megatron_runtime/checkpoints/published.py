@@ -1,24 +1,32 @@
-"""The checkpoint of weights that a trainer publishes. Blocks are received when they are read.
+"""Weights that a trainer publishes, received from the trainer as a checkpoint, or from an engine as it stores them.
 
-A rank receives only the rows that it holds, in blocks of about a million values. A block is used only if its SHA-256
-matches the manifest, and the manifest only if its SHA-256 matches the reference from the coordinator.
+A block is used only if its SHA-256 matches the manifest. The manifest of a trainer must match the digest in the
+reference that the coordinator sent; the manifest of an engine is authenticated by the engine's key.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import hashlib
+import socket
 import threading
 from collections import OrderedDict
 from pathlib import Path
+from typing import Self
 
 import torch
-import torch.distributed as dist
 
-from megatron_runtime.distributed.pair_group import RECEIVER, PairGroup, PairLostError, connect_store, local_address
+from megatron_runtime.checkpoints.source import Trainer
+from megatron_runtime.distributed.weight_port import (
+    BLOCK_REQUEST,
+    EXCHANGE_SECONDS,
+    block_bytes,
+    block_digest,
+    entry_of,
+)
 from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
+from megatron_runtime.models.families import FAMILIES
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind, tensor_shapes
+from megatron_runtime.process.progress import PROGRESS, Stage
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import Frames, MalformedMessageError
 from megatron_runtime.protocol.headers import Role
@@ -32,53 +40,107 @@ from megatron_runtime.protocol.published_weights import (
 )
 from megatron_runtime.transport.peer_link import unreachable_cause
 from megatron_runtime.transport.security import TRAINER, KeyFileError, PeerKeys
-from megatron_runtime.transport.zmtp.dealer import Dealer
+from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 
 ANSWER_SECONDS = 15.0
-"""Timeout, in seconds, for an answer of the trainer."""
-CLOSED = -1
-"""Sent in place of a tensor number when the rank has received everything."""
+"""Timeout, in seconds, for an answer of the trainer, and for the connection to an engine."""
+DIGEST_SECONDS = 300.0
+"""Timeout, in seconds, for the answer of a connected engine, which may have to compute the digests of its weights."""
 _KEPT_BLOCKS = 8
 """Number of blocks that are kept, because consecutive reads of a matrix overlap in the blocks at their ends."""
 
 
+class WeightStream:
+    """The blocks of one session of a trainer or of an engine's rank. The constructor connects. For one thread.
+
+    engine:   address of the rank of an engine; empty: the trainer that `source` names.
+    part:     see OpenSession.
+    keys_dir: directory of engine.key, and trainer.pub or engine.pub; None: no encryption.
+
+    Everything raises WeightsUnavailableError, after a deadline if the other side is stopped or cut off.
+    """
+
+    def __init__(self, source: PublishedSource, *, keys_dir: Path | None, engine: str = "", part: str = "") -> None:
+        self._source = source
+        self._where = f"engine at {engine}" if engine else f"trainer at {source.address}"
+        opened = asyncio.run(_open(source, keys_dir, engine=engine, part=part))
+        if not engine and digest_of(opened.manifest) != source.digest:
+            raise self.unavailable("its manifest has another digest")
+        try:
+            self.manifest = WeightsManifest.from_bytes(opened.manifest)
+            address = parse_address(engine or source.address)
+            self._socket = socket.create_connection(address, EXCHANGE_SECONDS)  # type: ignore[arg-type]
+            self._socket.sendall(opened.token.encode())
+        except (MalformedMessageError, OSError) as error:
+            raise self.unavailable(str(error)) from error
+        self.digest = opened.digest
+        """SessionOpened.digest."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def block(self, tensor: int, block: int) -> torch.Tensor:
+        """Receive and verify a block of a tensor of the manifest."""
+        received = self.receive(tensor, block)
+        self.verify(tensor, block, received)
+        return received
+
+    def receive(self, tensor: int, block: int) -> torch.Tensor:
+        entry = self.manifest.tensors[tensor]
+        rows = entry.rows(block)
+        received = torch.empty((rows.stop - rows.start, *entry.shape[1:]), dtype=getattr(torch, entry.dtype))
+        rest = block_bytes(received)
+        try:
+            self._socket.sendall(BLOCK_REQUEST.pack(tensor, block))
+            while rest:
+                count = self._socket.recv_into(rest)
+                if not count:
+                    raise ConnectionError("the other side closed it")
+                rest = rest[count:]
+        except OSError as error:
+            raise self.unavailable(f"the connection ended at tensor {entry.name!r}: {error}") from error
+        return received
+
+    def verify(self, tensor: int, block: int, received: torch.Tensor) -> None:
+        """May be called on any thread."""
+        entry = self.manifest.tensors[tensor]
+        if block_digest(received) != entry.digest(block):
+            raise self.unavailable(
+                f"block {block} of tensor {entry.name!r} arrived with other bytes than were published"
+            )
+
+    def unavailable(self, cause: str) -> WeightsUnavailableError:
+        return WeightsUnavailableError(
+            f"the weights of epoch {self._source.epoch} are not available from the {self._where}: {cause}"
+        )
+
+
 class PublishedCheckpoint(Checkpoint):
-    """The tensors of one session with a trainer. The constructor connects, and close() ends the connection.
+    """The tensors of one session of a trainer. close() ends the connection. Blocks are received when they are read.
 
     config:   configuration of this engine's model. The trainer's tensors must fit it.
-    keys_dir: directory of engine.key and trainer.pub; None: no encryption.
-
-    The constructor and read() raise WeightsUnavailableError, after a timeout if the trainer is stopped or unreachable.
+    keys_dir, errors: see WeightStream.
     """
 
     def __init__(self, source: str, *, config: ModelConfig, keys_dir: Path | None) -> None:
         self.config = config
-        self._source = PublishedSource.parse(source)
-        opened = asyncio.run(_open(self._source, keys_dir))
-        if digest_of(opened.manifest) != self._source.digest:
-            raise self._unavailable("its manifest has another digest")
-        try:
-            manifest = WeightsManifest.from_bytes(opened.manifest)
-        except MalformedMessageError as error:
-            raise self._unavailable(str(error)) from error
-        self._tensors = {tensor.name: (number, tensor) for number, tensor in enumerate(manifest.tensors)}
+        self._stream = WeightStream(PublishedSource.parse(source), keys_dir=keys_dir)
+        self._tensors = {tensor.name: (number, tensor) for number, tensor in enumerate(self._stream.manifest.tensors)}
         self.kinds = {
-            tensor.name: TensorKind(tensor.shape, getattr(torch, tensor.dtype)) for tensor in manifest.tensors
+            name: TensorKind(tensor.shape, getattr(torch, tensor.dtype)) for name, (_, tensor) in self._tensors.items()
         }
         self._blocks: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
         self._lock = threading.Lock()
-        try:
-            host = self._source.host.strip("[]")
-            store = dist.PrefixStore(opened.token, connect_store(host, opened.store_port))
-            self._group = PairGroup(store, rank=RECEIVER, host=local_address(host, opened.store_port))
-        except (PairLostError, OSError) as error:
-            raise self._unavailable(str(error)) from error
 
     def close(self) -> None:
         with self._lock:
-            with contextlib.suppress(PairLostError):  # the trainer may have closed the connection
-                self._group.send(torch.tensor([CLOSED, 0]))
-            self._group.close()
+            self._stream.close()
             self._blocks.clear()
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
@@ -93,37 +155,61 @@ class PublishedCheckpoint(Checkpoint):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _block(self, name: str, block: int) -> torch.Tensor:
-        number, tensor = self._tensors[name]
+        number = self._tensors[name][0]
         with self._lock:
             received = self._blocks.get((name, block))
             if received is not None:
                 return received
-            rows = tensor.rows(block)
-            shape = (rows.stop - rows.start, *tensor.shape[1:])
-            received = torch.empty(shape, dtype=self.kinds[name].dtype)
-            try:
-                self._group.send(torch.tensor([number, block]))
-                self._group.receive(received)
-            except PairLostError as error:
-                raise self._unavailable(f"the connection ended at tensor {name!r}: {error}") from error
-        if block_digest(received) != tensor.digest(block):
-            raise self._unavailable(f"block {block} of tensor {name!r} arrived with other bytes than were published")
+            received = self._stream.receive(number, block)
+        self._stream.verify(number, block, received)
         with self._lock:
             self._blocks[name, block] = received
             if len(self._blocks) > _KEPT_BLOCKS:
                 self._blocks.popitem(last=False)
         return received
 
-    def _unavailable(self, cause: str) -> WeightsUnavailableError:
-        source = self._source
-        return WeightsUnavailableError(
-            f"the weights of epoch {source.epoch} are not available from the trainer at {source.address}: {cause}"
-        )
+
+class NoValues(Checkpoint):
+    """A checkpoint of a model whose values do not matter, for matrices that are overwritten afterwards."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        family = FAMILIES[config.family]
+        self.kinds = {
+            family.hf_name(name): TensorKind(shape, torch.bfloat16) for name, shape in tensor_shapes(config).items()
+        }
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        kind = self.kinds[name]
+        return torch.zeros((), dtype=kind.dtype).expand(kind.shape)[part]
 
 
-def block_digest(block: torch.Tensor) -> bytes:
-    """Return the SHA-256 of the bytes of a contiguous tensor on the CPU."""
-    return hashlib.sha256(block.reshape(-1).view(torch.uint8).numpy().data).digest()
+def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]) -> None:
+    """Copy the tensors of an engine's rank into `targets`, its tensors by their names and in their order."""
+    kinds = [(entry.name, entry.shape, entry.dtype) for entry in stream.manifest.tensors]
+    expected = [(entry.name, entry.shape, entry.dtype) for entry in (entry_of(*target) for target in targets)]
+    if kinds != expected:
+        other = next((pair for pair in zip(kinds, expected, strict=False) if pair[0] != pair[1]), None)
+        raise stream.unavailable(f"it stores other tensors than this engine: {other or (len(kinds), len(expected))}")
+    size, done = sum(target.nbytes for _, target in targets), 0
+    for number, (_, target) in enumerate(targets):
+        PROGRESS.report(Stage.LOAD, done, size)
+        entry = stream.manifest.tensors[number]
+        for block in range(entry.num_blocks):
+            target[entry.rows(block)].copy_(stream.block(number, block))
+        done += target.nbytes
+
+
+def newest(trainer: Trainer) -> PublishedSource:
+    """Return the reference of the weights that a trainer has published last.
+
+    Raises WeightsUnavailableError, KeyFileError, and ValueError for another address than "HOST:PORT".
+    """
+    host, separator, port = trainer.address.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError(f"address {trainer.address!r} of a trainer: want HOST:PORT")
+    opened = asyncio.run(_open(PublishedSource(host, int(port), 0, ""), trainer.keys, is_question=True))
+    return PublishedSource.parse(f"trainer://{trainer.address}/{opened.digest}")
 
 
 def is_offered(source: str, *, keys_dir: Path | None) -> bool:
@@ -135,36 +221,46 @@ def is_offered(source: str, *, keys_dir: Path | None) -> bool:
     return True
 
 
-async def _open(source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False) -> SessionOpened:
-    """Open a session with the trainer. Raises WeightsUnavailableError, and KeyFileError for missing keys."""
+async def _open(
+    source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False, engine: str = "", part: str = ""
+) -> SessionOpened:
+    """Open a session with the trainer or an engine. Raises WeightsUnavailableError, and KeyFileError for missing keys."""
     answer: asyncio.Future[SessionOpened] = asyncio.get_running_loop().create_future()
+    connected = asyncio.Event()
+    who, address = ("engine", engine) if engine else (TRAINER, source.address)
 
     def receive(frames: Frames) -> None:
         if not answer.done():
             try:
                 answer.set_result(SessionOpened.from_bytes(frames[0]))
             except MalformedMessageError as error:
-                answer.set_exception(WeightsUnavailableError(f"{source.address}: {error}"))
+                answer.set_exception(WeightsUnavailableError(f"{address}: {error}"))
 
     def ask() -> None:
-        dealer.send([OpenSession(source.session, is_question).to_bytes()])
+        connected.set()
+        dealer.send([OpenSession(source.session if source.digest else "", is_question, part).to_bytes()])
+
+    def lost(reason: str) -> None:
+        if engine and not answer.done():
+            answer.set_exception(WeightsUnavailableError(f"the engine at {address} ended the connection: {reason}"))
 
     dealer = Dealer(
-        source.address,
+        address,
         receive,
         on_open=ask,
-        keys=PeerKeys.load(keys_dir, Role.ENGINE, server=TRAINER) if keys_dir is not None else None,
+        on_lost=lost,
+        keys=PeerKeys.load(keys_dir, Role.ENGINE, server=who) if keys_dir is not None else None,
         max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
     )
     try:
-        opened = await asyncio.wait_for(answer, ANSWER_SECONDS)
+        if engine:
+            await asyncio.wait_for(connected.wait(), ANSWER_SECONDS)
+        opened = await asyncio.wait_for(answer, DIGEST_SECONDS if engine else ANSWER_SECONDS)
     except TimeoutError as error:
-        cause = await unreachable_cause(source.address)
-        raise WeightsUnavailableError(
-            f"no trainer answered at {source.address} within {ANSWER_SECONDS:g} s: {cause}"
-        ) from error
+        cause = await unreachable_cause(address)
+        raise WeightsUnavailableError(f"no {who} answered at {address} within {ANSWER_SECONDS:g} s: {cause}") from error
     finally:
         dealer.close()
     if opened.error:
-        raise WeightsUnavailableError(f"the trainer at {source.address}: {opened.error}")
+        raise WeightsUnavailableError(f"the {who} at {address}: {opened.error}")
     return opened

@@ -75,9 +75,9 @@ class ModelInMemory:
 class PublishedModel:
     """Weights that a trainer publishes, for an engine that has the model's configuration and tokenizer already.
 
-    source:   "trainer://HOST:PORT/EPOCH-DIGEST".
+    source:   "trainer://HOST:PORT/EPOCH-DIGEST", or with copies: see PublishedSource.
     config:   ModelConfig of the engine's model.
-    keys_dir: directory of engine.key and trainer.pub; None: no encryption.
+    keys_dir: directory of engine.key, engine.pub and trainer.pub; None: no encryption.
     """
 
     source: str
@@ -91,6 +91,18 @@ class PublishedModel:
     @property
     def location(self) -> Path:
         raise ModelSourceError(f"{self.source} has no tokenizer: the model of the engine has it")
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The weights that a trainer has published last, as `source` of a weight update in a program with MegatronLLM.
+
+    address: "HOST:PORT" of its WeightServer.
+    keys:    directory of engine.key, engine.pub and trainer.pub; None: no encryption.
+    """
+
+    address: str
+    keys: Path | None = None
 
 
 ModelSource = StoredModel | ModelInMemory | PublishedModel

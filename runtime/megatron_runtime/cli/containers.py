@@ -184,6 +184,13 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     help="Port on which engines with a role exchange the KV of prompts. 0 chooses a free port.",
 )
 @click.option(
+    "--weights-port",
+    type=PORT,
+    default=0,
+    help="Port on which rank 0 offers the weights of a trainer to other engines. Each other rank of the host or pod "
+    "uses the next port. 0 chooses free ports.",
+)
+@click.option(
     "--keys-dir",
     type=DIRECTORY,
     help="Directory with engine.key, engine.pub and server.pub, and with trainer.pub to accept weights from a "

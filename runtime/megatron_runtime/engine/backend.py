@@ -274,9 +274,16 @@ class EngineBackend(Protocol):
         pause.
         """
 
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Address of each rank at which other engines get the trainer's weights in use; empty if there is none."""
+        return ()
+
     async def adopt_weights(self, source: str, epoch: int) -> None:
         """Use the weights that the coordinator named when this engine joined: now if weights are loaded, otherwise at
         the next load. Raises if they cannot be used.
+
+        source: a reference to a trainer's weights may have PublishedSource.copies.
         """
         raise UnsupportedVerbError("joining updated weights", Capability.UPDATE_WEIGHTS, self.info.name)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_runtime.engine.adapters import AdapterSet
@@ -25,6 +25,7 @@ from megatron_runtime.protocol.lifecycle import (
     signals_to_join,
 )
 from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit
+from megatron_runtime.protocol.published_weights import with_copies
 
 logger = logging.getLogger(__name__)
 
@@ -347,8 +348,14 @@ class Lifecycle:
         self.epoch = epoch
         await self.backend.set_epoch(epoch)
 
-    async def adopt(self, source: str | None, epoch: int) -> None:
-        """Use the weights and the epoch of the coordinator's HELLO_ACK."""
+    async def adopt(
+        self, source: str | None, epoch: int, *, copies: Sequence[str] = (), is_loaded: bool = True
+    ) -> None:
+        """Use the weights and the epoch of the coordinator's HELLO_ACK.
+
+        copies:    addresses at which an engine serves these weights.
+        is_loaded: weights are in use; False: they will be loaded.
+        """
         loaded = self._acknowledged
         if loaded is not None and loaded.load and loaded.source == source:  # the commit was lost
             self._acknowledged = None
@@ -356,9 +363,9 @@ class Lifecycle:
             self.source = source
         elif loaded is not None and loaded.load:
             await self._end_uncommitted()
-        if source is not None and source != self.source:
+        if source is not None and (source != self.source or (copies and not is_loaded)):
             await self._end_uncommitted()
-            await self.backend.adopt_weights(source, epoch)
+            await self.backend.adopt_weights(with_copies(source, copies), epoch)
             self.source = source
         if epoch != self.epoch:
             await self.set_epoch(epoch)

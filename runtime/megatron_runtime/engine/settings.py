@@ -47,6 +47,8 @@ class EngineSettings:
                        to such prompts, and a prompt that it computes itself is computed in chunks of at most 256 tokens
                        unless max_prefill_tokens is set. None: for both.
     kv_port:           port on which engines with a role exchange KV; 0: a free one.
+    weights_port:      port on which rank 0 offers the weights of a trainer to other engines; each other rank of this
+                       host or pod uses the next one. 0: free ports.
     model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: any.
     revision:          hash of the manifests of this engine; shown in the status. Empty: the engine belongs to no
                        resource, and its process exits after STOP.
@@ -87,6 +89,7 @@ class EngineSettings:
     block_size_tokens: int = 256
     role: Literal["prefill", "decode"] | None = None
     kv_port: int = 0
+    weights_port: int = 0
     model_hash: str = ""
     revision: str = ""
     health_port: int | None = None

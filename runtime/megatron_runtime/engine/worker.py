@@ -244,6 +244,7 @@ class EngineWorker:
             weights_unavailable=self._weights_unavailable or None,
             engine_role=settings.role,
             kv=self._kv_port(),
+            copies=self._backend.copies or None,
             lacks=(*info.lacks, *(() if self._exchange is not None else (Capability.KV_TRANSFER.name,))) or None,
             parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )
@@ -405,9 +406,12 @@ class EngineWorker:
         elif isinstance(message, HelloAck):
             await self._enter(message)
         else:
+            copies = self._backend.copies
             await self.lifecycle.commit(message)
             if message.signal is Header.SET_ADAPTERS:
                 self._link.say_hello()  # HELLO reports the adapters: only then does the coordinator dispatch to them
+            if self._backend.copies != copies:
+                self._link.say_hello()
             if self.lifecycle.state is EngineState.STOPPED:
                 logger.info("stopped")
                 self._drop_all()
@@ -424,8 +428,9 @@ class EngineWorker:
             self.lifecycle.fence = max(self.lifecycle.fence, ack.fence)
         else:
             logger.warning("ignored the coordinator's fence %d: at most %d", ack.fence, limits.MAX_FENCE)
+        is_loaded = self._serving and self.lifecycle.state is not EngineState.SUSPENDED
         with self._reading_weights(ack.source is not None):
-            await self.lifecycle.adopt(ack.source, ack.epoch)
+            await self.lifecycle.adopt(ack.source, ack.epoch, copies=ack.copies or (), is_loaded=is_loaded)
         adapters = ack.adapters or AdapterList()
         if self._serving:
             with self._reading_weights(adapters != self.lifecycle.adapters.current):

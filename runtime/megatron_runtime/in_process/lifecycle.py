@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.checkpoints.source import IN_MEMORY
+from megatron_runtime.checkpoints.published import newest
+from megatron_runtime.checkpoints.source import IN_MEMORY, Trainer
 from megatron_runtime.client.coordinator_client import CoordinatorClient
 from megatron_runtime.client.rejection import UnavailableError
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
@@ -157,14 +158,25 @@ class ProgramLifecycle:
             self._reached[state] = min(wanted, self._service.events.times(state))
 
     async def update_weights(self, source: Any, epoch: int | None) -> None:
-        """Switch every engine to the weights of `source`, a model reference or a model in memory, as `epoch`.
+        """Switch every engine to the weights of `source`, as `epoch`: a model reference, a model in memory, or a Trainer,
+        which has epochs of its own.
 
         With a model in memory, every rank of the program makes this call, and each of its engines reads its own rank's
         model. The call returns when all engines have copied the weights.
 
         epoch: None means the current epoch plus one.
         """
+        if isinstance(source, Trainer) and epoch is not None:
+            raise ValueError(f"epoch={epoch}: leave it out, because the trainer has published its weights under an epoch")
         epoch = self._core.epoch + 1 if epoch is None else epoch
+        if isinstance(source, Trainer):
+            self._core.executor.use_keys(source.keys)
+            await self._ranks.wait()  # every rank has the keys
+            if self._client is not None:
+                reference = await asyncio.to_thread(newest, source)
+                await self.verb(Header.UPDATE_WEIGHTS, source=str(reference), epoch=reference.epoch)
+            await self._ranks.wait()
+            return
         if isinstance(source, str | Path):
             await self.verb(Header.UPDATE_WEIGHTS, source=str(source), epoch=epoch)
             return

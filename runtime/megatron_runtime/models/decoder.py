@@ -105,13 +105,23 @@ class DecoderWeights:
 
     def tensors(self) -> list[torch.Tensor]:
         """Return all tensors in a fixed order; packed matrices as copies."""
-        routers = [layer.mlp.router_XD for layer in self.layers if isinstance(layer.mlp, ExpertWeights)]
+        return [*(linear.dense() for linear in self.matrices() + self._routers), *self._vectors]
+
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the memory of all tensors in a fixed order, as views, each with its number and format."""
+        parts = [part for linear in self.matrices() + self._routers for part in linear.stored()]
+        parts += [("vector", vector) for vector in self._vectors]
+        return [(f"{number} {format}", memory) for number, (format, memory) in enumerate(parts)]
+
+    @property
+    def _routers(self) -> list[Linear]:
+        return [layer.mlp.router_XD for layer in self.layers if isinstance(layer.mlp, ExpertWeights)]
+
+    @property
+    def _vectors(self) -> list[torch.Tensor]:
         parts: list[DecoderWeights | LayerWeights] = [self, *self.layers]
-        vectors = [getattr(part, field.name) for part in parts for field in fields(part)]
-        return [
-            *(linear.dense() for linear in self.matrices() + routers),
-            *(vector for vector in vectors if isinstance(vector, torch.Tensor)),
-        ]
+        values = [getattr(part, field.name) for part in parts for field in fields(part)]
+        return [value for value in values if isinstance(value, torch.Tensor)]
 
     @property
     def bytes_per_step(self) -> int:

@@ -22,6 +22,8 @@ MAX_TEXT_CHARACTERS = 4096
 """Maximum length of an error, a reason or a source. Errors and reasons are truncated to it."""
 MAX_CAUSE_CHARACTERS = 512
 """Maximum length of the error of one adapter, which is truncated to it."""
+MAX_RANKS = 1024
+"""Ranks of an engine that offer their weights to other engines."""
 MAX_ENGINES = 2048
 """Engines registered at the same time."""
 

@@ -72,6 +72,8 @@ Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARAC
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
 """The error of one adapter. A longer text is truncated, not rejected."""
 Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
+Addresses = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_RANKS)]
+"""`tcp://HOST:PORT` of each rank of an engine."""
 AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
 """Adapter name -> error."""
 PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
@@ -170,6 +172,8 @@ class Hello(ControlMessage):
     formats: AnswerFormats | None = None
     """OpenAI servers: the formats of answers that they read. None: another client, or a release
     that does not report them."""
+    copies: Addresses | None = None
+    """Engines: the address of each rank at which other engines get a trainer's weights in use. None: there is none."""
 
 
 class HelloAck(ControlMessage):
@@ -199,6 +203,9 @@ class HelloAck(ControlMessage):
     """Host of the other coordinator of a pair, with the same port. None: there is none."""
     tasks: Tasks | None = None
     """Clients: the tasks of the serving engines, "generate" for those that announce none."""
+    copies: Addresses | None = None
+    """Engines: addresses of the ranks of an engine that serves the weights of `source`, from its HELLO. None: there is
+    none; get them from the trainer."""
 
 
 class Heartbeat(ControlMessage):

@@ -1,15 +1,17 @@
 """Weights that a trainer publishes: the reference that names them, their manifest, and the two messages that open a
 session.
 
-An engine connects to the trainer with CURVE and asks for the session of a reference. The answer has the manifest and
-the address of the tensors. The tensors travel in blocks, over a connection without keys. So the manifest has the
-SHA-256 of each block, and the reference has the SHA-256 of the manifest.
+A rank of an engine connects with CURVE, to the trainer or to the same rank of another engine, and asks for the session
+of a reference. The answer has the manifest and a token. With the token, the rank receives the tensors in blocks, over a
+second connection to the same port, without keys. So the manifest has the SHA-256 of each block. The reference has the
+SHA-256 of the trainer's manifest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,16 +23,20 @@ from megatron_runtime.protocol.text import shown
 TRAINER_PREFIX = "trainer://"
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes per value, by the data types that a trainer may publish."""
+STORED_TYPES = frozenset((*VALUE_BYTES, "uint8"))
+"""Data types of manifests. Engines send packed matrices as bytes."""
 DIGEST_BYTES = 32
 MAX_SESSION_BYTES = 128
+TOKEN_BYTES = 32
 _BLOCK_VALUES = 1 << 20
 _SOURCE = re.compile(r"trainer://(\[[0-9a-fA-F:]+\]|[^/:\[\]]+):([0-9]{1,5})/([0-9]{1,16})-([0-9a-f]{64})")
 _MANIFEST = UnpackLimits(elements=4_194_304, containers=524_288, depth=4, frame_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
+_COPIES = "?copies="
 _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
 
 
 class WeightsUnavailableError(OSError):
-    """The trainer does not answer, does not hold these weights, or sent wrong bytes. The message names the remedy."""
+    """No engine or trainer answers, holds these weights, and sends the right bytes. The message names the remedy."""
 
 
 def is_published(source: str | None) -> bool:
@@ -43,21 +49,25 @@ class PublishedSource:
     """The reference `trainer://HOST:PORT/EPOCH-DIGEST`.
 
     digest: digest of the manifest, in hexadecimal digits.
+    copies: addresses of the ranks of an engine that serves these weights, by rank. They are not part of the reference:
+            an engine appends them for its ranks.
     """
 
     host: str
     port: int
     epoch: int
     digest: str
+    copies: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, source: str) -> PublishedSource:
         """Raises ValueError."""
-        match = _SOURCE.fullmatch(source)
+        reference, _, copies = source.partition(_COPIES)
+        match = _SOURCE.fullmatch(reference)
         if match is None:
             raise ValueError(f"source {shown(source)}: want trainer://HOST:PORT/EPOCH-DIGEST, as publish() returns it")
         host, port, epoch, digest = match.groups()
-        return cls(host, int(port), int(epoch), digest)
+        return cls(host, int(port), int(epoch), digest, tuple(copies.split(",")) if copies else ())
 
     @property
     def address(self) -> str:
@@ -71,11 +81,16 @@ class PublishedSource:
         return f"{TRAINER_PREFIX}{self.host}:{self.port}/{self.session}"
 
 
+def with_copies(source: str, copies: Sequence[str]) -> str:
+    """Return a reference with PublishedSource.copies."""
+    return f"{source}{_COPIES}{','.join(copies)}" if copies else source
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """One tensor, whole, with the name and layout of transformers.
+    """One tensor. From a trainer: whole, with the name and layout of transformers.
 
-    dtype:   a key of VALUE_BYTES.
+    dtype:   one of STORED_TYPES.
     digests: SHA-256 of each block, one after the other.
     """
 
@@ -132,7 +147,7 @@ class WeightsManifest:
 
 def _tensor(name: Any, shape: Any, dtype: Any, digests: Any) -> PublishedTensor:
     is_shape = type(shape) is list and shape and all(type(size) is int and size > 0 for size in shape)
-    if type(name) is not str or not is_shape or dtype not in VALUE_BYTES or type(digests) is not bytes:
+    if type(name) is not str or not is_shape or dtype not in STORED_TYPES or type(digests) is not bytes:
         raise ValueError(f"tensor {shown(name)} has shape {shown(shape)} and type {shown(dtype)}")
     tensor = PublishedTensor(name, tuple(shape), dtype, digests)
     if len(digests) != tensor.num_blocks * DIGEST_BYTES:
@@ -146,16 +161,19 @@ def digest_of(manifest: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Engine rank to trainer: open the session of a reference.
+    """Engine rank to trainer or engine rank: open the session of a reference.
 
-    is_question: only ask whether the trainer holds its tensors.
+    session:     empty in a question: which session is the newest.
+    is_question: only ask whether the other side holds its tensors.
+    part:        the part of the model that the rank holds, as it stores it; empty: whole tensors, from a trainer.
     """
 
     session: str
     is_question: bool = False
+    part: str = ""
 
     def to_bytes(self) -> bytes:
-        return pack([self.session, self.is_question])
+        return pack([self.session, self.is_question, self.part])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> OpenSession:
@@ -163,30 +181,31 @@ class OpenSession:
         items = unpack(data, _OPENING)
         if type(items) is not list or len(items) < 1 or type(items[0]) is not str or len(items[0]) > MAX_SESSION_BYTES:
             raise MalformedMessageError(f"{shown(items)}: want a list with a session")
-        return cls(items[0], is_question=items[1:2] == [True])
+        part = items[2] if len(items) > 2 and type(items[2]) is str else ""
+        return cls(items[0], is_question=items[1:2] == [True], part=part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """Trainer to engine rank: where to receive the tensors, or why they are not available.
+    """Answer to OpenSession: how to receive the tensors, or why they are not available.
 
-    store_port: port of torch's rendezvous store, on the host of the source.
-    token:      prefix of this connection's keys in the store, used once.
+    token:  hexadecimal digits, the first TOKEN_BYTES of the second connection; used once.
+    digest: from an engine: digest of its weights, as it reports it. The newest session, if the question is for it.
     """
 
     error: str = ""
     manifest: bytes = b""
-    store_port: int = 0
     token: str = ""
+    digest: str = ""
 
     def to_bytes(self) -> bytes:
-        return pack([self.error, self.manifest, self.store_port, self.token])
+        return pack([self.error, self.manifest, self.token, self.digest])
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SessionOpened:
         """Raises MalformedMessageError."""
         items = unpack(data, _OPENING)
-        if type(items) is not list or [type(item) for item in items[:4]] != [str, bytes, int, str]:
-            raise MalformedMessageError("the trainer's answer is not [error, manifest, store port, token]")
-        error, manifest, store_port, token = items[:4]
-        return cls(error=error, manifest=manifest, store_port=store_port, token=token)
+        if type(items) is not list or [type(item) for item in items[:4]] != [str, bytes, str, str]:
+            raise MalformedMessageError("the answer is not [error, manifest, token, digest]")
+        error, manifest, token, digest = items[:4]
+        return cls(error=error, manifest=manifest, token=token, digest=digest)

@@ -1,5 +1,6 @@
-"""What a training script imports to publish weights to the engines of a coordinator."""
+"""What a training script imports to publish weights, and a program with engines to get them."""
 
+from megatron_runtime.checkpoints.source import Trainer
 from megatron_runtime.trainer.weight_server import PublishError, WeightServer
 
-__all__ = ["PublishError", "WeightServer"]
+__all__ = ["PublishError", "Trainer", "WeightServer"]

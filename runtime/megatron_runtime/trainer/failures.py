@@ -43,14 +43,16 @@ class UpdateOutcome:
     retry: str
 
 
-_ENGINE = UpdateOutcome(epoch="new", publish="returns", retry="the engine, when it restarts: it waits for the trainer")
+_ENGINE = UpdateOutcome(
+    epoch="new", publish="returns", retry="the engine, when it restarts: from another engine, or the trainer"
+)
 _COORDINATOR = UpdateOutcome(epoch="new", publish="returns", retry="the trainer's connection, to the next coordinator")
 _OPERATOR = UpdateOutcome(epoch="new", publish="returns", retry="none: it has no part in the update")
 _BEFORE = UpdateOutcome(
     epoch="old", publish="is lost with its process", retry="the trainer: publish() after its restart"
 )
 _AFTER = UpdateOutcome(
-    epoch="new", publish="is lost with its process", retry="the trainer: the same publish() serves engines that restart"
+    epoch="new", publish="is lost with its process", retry="none: engines that restart get them from another engine"
 )
 
 FAILURES: dict[tuple[Lost, PublishPhase], UpdateOutcome] = {

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from megatron_runtime.checkpoints.checkpoint import is_finite
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.checkpoints.published import block_digest
-from megatron_runtime.protocol.published_weights import VALUE_BYTES, PublishedTensor, WeightsManifest, digest_of
-
-_HASHING_THREADS = 4
+from megatron_runtime.distributed.weight_port import OfferedTensors
+from megatron_runtime.protocol.published_weights import VALUE_BYTES, digest_of
 
 
-class PublishedWeights:
+class PublishedWeights(OfferedTensors):
     """The weights of one epoch. The constructor copies them, so the program may continue training.
 
     model: a causal language model of transformers in eval mode, a GPTModel of Megatron-Core on one rank, or a mapping
@@ -26,22 +23,12 @@ class PublishedWeights:
     """
 
     def __init__(self, model: Any, *, epoch: int) -> None:
-        self._tensors = [(name, _on_host(name, tensor)) for name, tensor in _whole_tensors(model)]
-        with ThreadPoolExecutor(_HASHING_THREADS) as pool:
-            self._entries = tuple(pool.map(_entry, self._tensors))
-        self.epoch = epoch
-        self.manifest = WeightsManifest(epoch, self._entries).to_bytes()
+        super().__init__([(name, _on_host(name, tensor)) for name, tensor in _whole_tensors(model)], epoch=epoch)
         self.digest = digest_of(self.manifest)
 
     @property
     def session(self) -> str:
         return f"{self.epoch}-{self.digest}"
-
-    def block(self, tensor: int, block: int) -> torch.Tensor:
-        """Return a block, a view. Raises IndexError for numbers that the manifest does not have."""
-        if not 0 <= tensor < len(self._entries) or not 0 <= block < self._entries[tensor].num_blocks:
-            raise IndexError(f"there is no block {block} of tensor {tensor}")
-        return self._tensors[tensor][1][self._entries[tensor].rows(block)]
 
 
 def _whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -62,10 +49,3 @@ def _on_host(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if not is_finite(tensor):
         raise ValueError(f"tensor {name!r} has values that are not finite: they are not published")
     return tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-
-
-def _entry(item: tuple[str, torch.Tensor]) -> PublishedTensor:
-    name, tensor = item
-    entry = PublishedTensor(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    digests = b"".join(block_digest(tensor[entry.rows(block)]) for block in range(entry.num_blocks))
-    return PublishedTensor(entry.name, entry.shape, entry.dtype, digests)

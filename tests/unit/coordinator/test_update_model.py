@@ -52,6 +52,7 @@ class Engine:
             state=EngineState.RUNNING,
             epoch=self.epoch,
             source=self.source,
+            copies=(self.name,) if self.serving and self.source is not None else None,
         )
 
 
@@ -133,14 +134,19 @@ class World:
                 self.adopt(engine, message)
 
     def adopt(self, engine: Engine, ack: HelloAck) -> None:
-        """As EngineWorker._enter(): an engine without the weights gets them from the trainer, or waits."""
+        """As EngineWorker._enter(): an engine without the weights gets them from another engine, else from the trainer,
+        or waits.
+        """
+        is_copied = any(
+            other.serving and other.source == ack.source for other in self.engines if other.name in (ack.copies or ())
+        )
         if ack.source is not None and ack.source != engine.source:
             engine.staged = None
-            if engine.serving and not self.available(ack.source):  # it ends, and starts again
+            if engine.serving and not is_copied and not self.available(ack.source):  # it ends, and starts again
                 self.restart(engine)
                 return
             engine.source = ack.source
-        if not engine.serving and (engine.source is None or self.available(engine.source)):
+        if not engine.serving and (engine.source is None or is_copied or self.available(engine.source)):
             engine.serving = True
             self.driver.say(engine.peer, engine.hello())
 
@@ -256,6 +262,9 @@ def test_engines_serve_what_the_table_says_whenever_a_process_is_lost() -> None:
             expected = OLD if outcome.epoch == "old" else NEW
             assert {engine.source for engine in world.engines} == {expected}, path
             assert all(engine.serving for engine in world.engines), path
+            world.restart(world.engines[0])  # while the trainer is gone
+            world.settle()
+            assert {(engine.source, engine.serving) for engine in world.engines} == {(expected, True)}, path
             continue
         assert world.published == outcome.publish, path
         assert {(engine.source, engine.serving) for engine in world.engines} == {(NEW, True)}, path

@@ -55,7 +55,7 @@ def _children(**fields: Any) -> dict[tuple[str, str], Any]:
     return {(each["kind"], each["metadata"]["name"]): each for each in children}
 
 
-def test_a_trainer_is_accepted_by_the_coordinator_and_exchanges_weights_with_engines_only() -> None:
+def test_a_trainer_is_accepted_by_the_coordinator_and_engines_connect_to_it_and_to_each_other() -> None:
     before, after = _children(), _children(weights=TRAINER)
     added = {}
     for key, old in before.items():
@@ -66,11 +66,23 @@ def test_a_trainer_is_accepted_by_the_coordinator_and_exchanges_weights_with_eng
             for way in ("ingress", "egress")
         }
         assert all(rule in after[key]["spec"][way] for way in added[key[1]] for rule in old["spec"].get(way, ()))
-    peers, tcp = [PODS, FAR], [{"protocol": "TCP"}]
+    peers, weights = [PODS, FAR], [{"protocol": "TCP", "port": 5560}]
+    engines = after["NetworkPolicy", "demo-coordinator"]["spec"]["ingress"][1]["from"]
     assert added == {
         "demo-coordinator": {"ingress": [{"from": peers, "ports": [{"protocol": "TCP", "port": 5557}]}], "egress": []},
-        "demo-engines": {"ingress": [{"from": peers, "ports": tcp}], "egress": [{"to": peers, "ports": tcp}]},
+        "demo-engines": {
+            "ingress": [{"from": engines, "ports": weights}],
+            "egress": [{"to": peers, "ports": [{"protocol": "TCP", "port": 7000}]}, {"to": engines, "ports": weights}],
+        },
     }
+    args = after["StatefulSet", "demo-engine-0"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[args.index("--weights-port") + 1] == "5560"
+    two = _children(
+        weights={"trainer": {"from": [FAR], "port": 9}}, parallelism={"tensor": 2}, engine={"ranksPerPod": 2}
+    )
+    egress = two["NetworkPolicy", "demo-engines"]["spec"]["egress"]
+    assert {"to": [FAR], "ports": [{"protocol": "TCP", "port": 9}]} in egress
+    assert {"to": engines, "ports": [{"protocol": "TCP", "port": 5560, "endPort": 5561}]} in egress
 
 
 def test_a_coordinator_and_engines_mount_the_trainers_public_key_and_servers_do_not_restart() -> None:

@@ -1,11 +1,11 @@
-"""The weights that a trainer publishes, read as an engine's rank reads them, over CURVE and gloo."""
+"""The weights that a trainer publishes, read as an engine's rank reads them, over CURVE and plain TCP."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,15 +23,18 @@ from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints import published as published_module
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.published import PublishedCheckpoint
-from megatron_runtime.checkpoints.source import ModelInMemory, resolve
+from megatron_runtime.checkpoints.source import IN_MEMORY, ModelInMemory, resolve
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.distributed import pair_group
-from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.distributed import weight_port
+from megatron_runtime.distributed.shard import ParallelSizes, Shard
+from megatron_runtime.distributed.weight_port import WeightPort
+from megatron_runtime.models.layers.cpu import PackedLinears
+from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Control
-from megatron_runtime.protocol.published_weights import WeightsUnavailableError
+from megatron_runtime.protocol.published_weights import WeightsUnavailableError, with_copies
 from megatron_runtime.trainer import PublishError, WeightServer
 from megatron_runtime.trainer.published import PublishedWeights
 from megatron_runtime.transport.control_calls import ControlRejectedError
@@ -136,14 +139,14 @@ async def test_bytes_that_were_not_published_are_not_used(serve, keys, monkeypat
     """Two blocks of the same shape arrive in each other's place."""
     server = await serve({name: torch.full((4, 8), float(number)) for number, name in enumerate("ab")})
     source = await asyncio.to_thread(server.publish, 1)
-    held = next(iter(server._held.values()))
+    held = next(iter(server._held.values())).tensors
     held._tensors.reverse()
     with pytest.raises(WeightsUnavailableError, match="other bytes than were published"):
         await read(source, keys)
     held._tensors.reverse()
     assert (await read(source, keys))["b"][0, 0] == 1.0
     forged = PublishedWeights({"a": torch.ones(2, 2)}, epoch=1)
-    held.manifest = forged.manifest
+    monkeypatch.setattr(PublishedWeights, "manifest", forged.manifest)
     with pytest.raises(WeightsUnavailableError, match="its manifest has another digest"):
         await read(source, keys)
 
@@ -182,8 +185,79 @@ async def test_the_last_copy_of_published_weights_is_not_released(serve, keys) -
 
     await asyncio.to_thread(receive)
     assert not await asyncio.to_thread(release_and_load)
-    server._held.clear()
+    server._offer({})
     assert await asyncio.to_thread(release_and_load)
+
+
+def holder(keys: Path, linears: Callable[[], LinearFactory], shard: Shard, *, offers: bool) -> WeightStore:
+    """Return the weights of a rank, not loaded. offers: other ranks may get them."""
+    base = ModelInMemory(random_model(MODEL, seed=5), name="base")
+    port = partial(WeightPort, "127.0.0.1", 0, keys_dir=keys, role="engine")
+    return WeightStore(base, torch.float32, linears, shard=shard, keys_dir=keys, open_port=port if offers else None)
+
+
+@pytest.mark.parametrize(
+    ("linears", "sizes"),
+    [
+        (LinearFactory, ParallelSizes()),
+        (partial(PackedLinears, "float32"), ParallelSizes(tensor=2)),
+        (partial(PackedLinears, "int4"), ParallelSizes(pipeline=2)),
+    ],
+    ids=["dense", "float32 panels of two tensor ranks", "int4 panels of two stages"],
+)
+async def test_ranks_get_the_weights_of_an_engine_when_the_trainer_is_gone(
+    serve, keys, linears, sizes, monkeypatch
+) -> None:
+    """Bytes, digest and the next update are those of the engine, and the new rank offers them, too."""
+    server = await serve(random_tensors(MODEL))
+    source = await asyncio.to_thread(server.publish, 1)
+    shard = sizes.shard(sizes.world - 1)
+    living = holder(keys, linears, shard, offers=True)
+    await asyncio.to_thread(living.load)
+    assert living.copies == ()
+    await asyncio.to_thread(living.stage, source)
+    await asyncio.to_thread(living.swap)
+    await asyncio.to_thread(server.close)
+    for _ in range(2):
+        started = holder(keys, linears, shard, offers=True)
+        started.use_source(with_copies(source, living.copies * sizes.world))
+        await asyncio.to_thread(started.load)
+        assert started.digest == living.digest
+        for (name, ours), (other, theirs) in zip(started.weights.stored(), living.weights.stored(), strict=True):
+            assert name == other
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        living = started
+    monkeypatch.setattr(published_module, "ANSWER_SECONDS", 0.5)
+    await asyncio.to_thread(living.release)
+    assert living.weights is None
+    await asyncio.to_thread(living.load)  # the last copy was kept
+    await asyncio.to_thread(living.stage, IN_MEMORY)
+    await asyncio.to_thread(living.swap)
+    late = holder(keys, linears, shard, offers=False)
+    late.use_source(with_copies(source, living.copies * sizes.world))
+    with pytest.raises(WeightsUnavailableError, match=r"no trainer .*; the engine at .* does not hold session"):
+        await asyncio.to_thread(late.load)
+
+
+async def test_a_rank_gets_no_weights_of_another_part_or_format(serve, keys, caplog) -> None:
+    """It gets them from the trainer instead."""
+    server = await serve(random_tensors(MODEL))
+    source = await asyncio.to_thread(server.publish, 1)
+    living = holder(keys, LinearFactory, ParallelSizes(tensor=2).shard(0), offers=True)
+    living.use_source(source)
+    await asyncio.to_thread(living.load)
+    for linears, shard, cause in (
+        (LinearFactory, ParallelSizes(tensor=2).shard(1), "it holds 'rank 0 of tensor 2"),
+        (partial(PackedLinears, "bfloat16"), ParallelSizes(tensor=2).shard(0), "it stores other tensors"),
+    ):
+        store = holder(keys, linears, shard, offers=False)
+        store.use_source(with_copies(source, living.copies * 2))
+        await asyncio.to_thread(store.load)
+        assert cause in caplog.text
+        alone = holder(keys, linears, shard, offers=False)
+        alone.use_source(source)
+        await asyncio.to_thread(alone.load)
+        assert store.digest == alone.digest
 
 
 async def test_a_trainer_is_known_by_the_keys_that_its_files_have_now(serve, keys) -> None:
@@ -214,12 +288,11 @@ async def test_a_client_key_does_not_open_the_trainer(serve, keys, tmp_path, mon
 
 
 async def test_a_reader_that_stops_ends_its_connection_only(serve, keys, monkeypatch) -> None:
-    """The trainer's thread of a silent reader ends after the deadline, and others are served."""
-    monkeypatch.setattr(pair_group, "EXCHANGE_SECONDS", 0.5)
+    """The connection of a silent reader ends after the deadline, and others are served."""
+    monkeypatch.setattr(weight_port, "EXCHANGE_SECONDS", 0.5)
     source = await asyncio.to_thread((await serve({"a": torch.ones(2, 2)})).publish, 1)
     silent = await asyncio.to_thread(PublishedCheckpoint, source, config=MODEL, keys_dir=keys)
-    (sender,) = [thread for thread in threading.enumerate() if thread.name.startswith("send ")]
-    await asyncio.to_thread(sender.join)
+    assert await asyncio.to_thread(silent._stream._socket.recv, 1) == b"", "the trainer closes it"
     with pytest.raises(WeightsUnavailableError, match="the connection ended at tensor 'a'"):
         await asyncio.to_thread(silent.read, "a")
     assert (await read(source, keys))["a"].sum() == 4

@@ -349,6 +349,10 @@ class NativeBackend(EngineBackend):
     async def discard_weights(self) -> None:
         await self.call(lambda core: core.executor.drop_staged())
 
+    @property
+    def copies(self) -> tuple[str, ...]:
+        return self.core.executor.copies
+
     async def adopt_weights(self, source: str, epoch: int) -> None:
         executor = self.core.executor
         if executor.has_weights:

@@ -110,6 +110,12 @@ class Executor(Protocol):
     def digest(self) -> str:
         """Digest of the last loaded weights; empty before the first load. May be read from any thread."""
 
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """Address of each rank at which other engines get the weights of a trainer; empty if there is none. May be read
+        from any thread.
+        """
+
     def load(self) -> None:
         """Load and verify the weights, and allocate the KV cache with the kept pages. Does nothing for what is loaded
         already.

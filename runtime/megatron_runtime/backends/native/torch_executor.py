@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Required, TypedDict
+from typing import TYPE_CHECKING, Any, Required, TypedDict
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,9 @@ from megatron_runtime.models.weights import require_divisible
 from megatron_runtime.requests.config import LogprobsMode
 from megatron_runtime.sampling.batch import Float32, SamplingBatch
 from megatron_runtime.sampling.sampler import LogProbs, log_probs, sample_rows, sample_step
+
+if TYPE_CHECKING:
+    from megatron_runtime.distributed.weight_port import WeightPort
 
 Parts = list[tuple[Rows, StepResult]]
 
@@ -125,7 +129,7 @@ class TorchOptions(TypedDict, total=False):
     logprobs_mode:   "raw_logprobs" are computed from the model's logits, "processed_logprobs" after temperature and
                      filters.
     records_routing: return the experts of each token.
-    keys_dir:        as in WeightStore.
+    keys_dir, open_port: as in WeightStore.
     """
 
     kv_cache_memory: Required[int | None]
@@ -137,6 +141,7 @@ class TorchOptions(TypedDict, total=False):
     logprobs_mode: LogprobsMode
     records_routing: bool
     keys_dir: Path | None
+    open_port: Callable[[], WeightPort] | None
 
 
 class TorchExecutor(ABC):
@@ -172,6 +177,7 @@ class TorchExecutor(ABC):
         logprobs_mode: LogprobsMode = "raw_logprobs",
         records_routing: bool = False,
         keys_dir: Path | None = None,
+        open_port: Callable[[], WeightPort] | None = None,
     ) -> None:
         self.controller = controller or ModelText.of_model(source)
         self.device, self.dtype, self.page_size = device, dtype, page_size
@@ -188,6 +194,8 @@ class TorchExecutor(ABC):
             shard=shard,
             staging=staging,
             keys_dir=keys_dir,
+            open_port=open_port,
+            reading=self._reading,
         )
         self.model_config = config = self._store.config
         if records_routing and config.moe is None:
@@ -245,6 +253,10 @@ class TorchExecutor(ABC):
         Return None in all pipeline stages except the last.
         """
 
+    def _reading(self) -> AbstractContextManager[None]:
+        """Return a context in which another thread may copy weights from the device."""
+        return nullcontext()
+
     @abstractmethod
     def _trim_memory(self) -> None:
         """Return freed memory to the operating system or the device."""
@@ -278,6 +290,10 @@ class TorchExecutor(ABC):
     @property
     def digest(self) -> str:
         return self._store.digest or ""
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        return self._store.copies
 
     @torch.inference_mode()
     def load(self) -> None:
@@ -319,6 +335,10 @@ class TorchExecutor(ABC):
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
         self._pool.write(pages, data)
+
+    def use_keys(self, keys_dir: Path | None) -> None:
+        """Use these keys towards trainers from now on."""
+        self._store.keys_dir = keys_dir
 
     def use_memory(self, model: ModelInMemory) -> None:
         """Make the reference IN_MEMORY name `model` from now on."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +29,10 @@ from megatron_runtime.models.layers.cpu import PackedLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import Checkpoint, num_parameters
 from megatron_runtime.models.weights import load_weights
-from megatron_runtime.protocol.published_weights import is_published
+from megatron_runtime.protocol.published_weights import PublishedSource, WeightsUnavailableError, is_published
+
+if TYPE_CHECKING:
+    from megatron_runtime.distributed.weight_port import WeightPort
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +48,10 @@ class WeightStore:
     staging: given the weights in use, returns a factory of staged matrices in host memory; swap() copies them over the
              weights in use. None stages with `linears`.
     shard:   the part of the model that this rank holds; None means all of it.
-    keys_dir: directory of engine.key and trainer.pub, for weights of a trainer; None: no encryption.
+    keys_dir: directory of engine.key, engine.pub and trainer.pub, for weights of a trainer; None: no encryption.
+    open_port: opens the port on which this rank offers weights of a trainer to other engines, when it has the first
+               ones; None: it offers none.
+    reading: returns a context in which the port's threads may copy weights from the device.
     """
 
     def __init__(
@@ -57,8 +64,11 @@ class WeightStore:
         shard: Shard | None = None,
         staging: Callable[[DecoderWeights], LinearFactory] | None = None,
         keys_dir: Path | None = None,
+        open_port: Callable[[], WeightPort] | None = None,
+        reading: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.config = open_checkpoint(source).config
+        checkpoint = open_checkpoint(source)
+        self.config = checkpoint.config
         self.source = source
         self.in_memory = source if isinstance(source, ModelInMemory) else None
         """The model that the reference IN_MEMORY names. The program may set another one of the same architecture."""
@@ -68,7 +78,13 @@ class WeightStore:
         self._require_memory = require_memory
         self._shard = shard or Shard()
         self._staging = staging
-        self._keys_dir = keys_dir
+        self.keys_dir = keys_dir
+        self._open_port = open_port
+        self._reading = reading
+        self._port: WeightPort | None = None
+        self._kinds: Kinds | None = checkpoint.kinds
+        """Kinds that the tensors of files must have; None: any. The kinds of a trainer's tensors do not matter, because
+        the matrices have the engine's type."""
         self._signature: Signature | None = None
         self._staged: tuple[ModelSource, DecoderWeights, Signature] | None = None
         self._kept: DecoderWeights | None = None
@@ -86,6 +102,11 @@ class WeightStore:
         """Digest of the last loaded weights; None before the first load."""
         return self._signature.digest if self._signature is not None else None
 
+    @property
+    def copies(self) -> tuple[str, ...]:
+        """The address at which other engines get the weights of this rank; empty if there is none."""
+        return (self._port.address,) if self._port is not None else ()
+
     def load(self) -> None:
         """Read the weights if they are not loaded. After release(), the files must still hold the same weights; a model
         that the program trains may have others.
@@ -97,9 +118,8 @@ class WeightStore:
         if self._kept is not None:
             self.weights, self._kept = self._kept, None
             return
-        weights, signature = self._read(
-            self.source, self._signature, self._linears(), self._require_memory, what="loading the weights"
-        )
+        what = "loading the weights"
+        weights, signature = self._read(self.source, self._linears(), self._require_memory, what=what)
         is_trained = isinstance(self.source, ModelInMemory) and self.source.reopen is not None
         if self._signature is not None and signature.digest != self._signature.digest and not is_trained:
             raise UnusableWeightsError(
@@ -107,6 +127,7 @@ class WeightStore:
                 f"{self._signature.digest[:12]}: restore the files, or update the weights under a new epoch"
             )
         self.weights, self._signature = weights, signature
+        self._offer()
 
     def release(self) -> None:
         """Release the weights in use and the staged ones.
@@ -120,12 +141,20 @@ class WeightStore:
             logger.warning("keeping the weights in memory: the trainer does not offer %s", source)
             self._kept = self.weights
         self.weights = None
+        if self._kept is None:
+            self._withdraw()
 
     def use_source(self, source: str) -> None:
         """Make load() read these weights from now on. Only while no weights are loaded."""
         assert self.weights is None, "weights are in use: stage() and swap()"
-        self.source = self._resolve(source)
+        before, self.source = self.source, self._resolve(source)
+        if isinstance(before, PublishedModel) and isinstance(self.source, PublishedModel):
+            if _session(before) == _session(self.source):  # only the engines that have copies are others
+                return
+        elif not isinstance(self.source, PublishedModel):
+            self._kinds = None
         self._signature = self._kept = None
+        self._withdraw()
 
     def stage(self, source: str) -> None:
         """Read and verify new weights of the same model. Current weights stay in use. Raises the errors of load()."""
@@ -135,38 +164,104 @@ class WeightStore:
         if self._staging is not None and self.weights is not None:
             linears, require_memory = self._staging(self.weights), require_host_memory
         what = "staging the new weights"
-        self._staged = resolved, *self._read(resolved, self._signature, linears, require_memory, what=what)
+        self._staged = resolved, *self._read(resolved, linears, require_memory, what=what)
 
     def swap(self, adopt: Callable[[DecoderWeights], DecoderWeights] = lambda staged: staged) -> None:
         """Use the staged weights from now on. adopt: returns the weights to use, given the staged ones."""
         if self._staged is None:
             raise RuntimeError("swap_weights() without staged weights: stage_weights() first")
+        self._withdraw()  # adopt() may write to the memory of the weights in use
         self.source, staged, self._signature = self._staged
         self._staged = None
         self.weights = adopt(staged)
+        self._offer()
 
     def drop_staged(self) -> None:
         self._staged = None
 
     def _resolve(self, source: str) -> ModelSource:
         if is_published(source):
-            return PublishedModel(source, self.config, self._keys_dir)
+            return PublishedModel(source, self.config, self.keys_dir)
         return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
+
+    def _offer(self) -> None:
+        """Offer the weights in use to the same rank of other engines, if they are of a trainer."""
+        if self._open_port is None or self.weights is None or not isinstance(self.source, PublishedModel):
+            return
+        # Loading from files does not need the connection code.
+        from megatron_runtime.distributed.weight_port import Offer, OfferedTensors
+
+        try:
+            self._port = self._port or self._open_port()
+        except (OSError, ValueError) as error:
+            logger.error("other engines cannot get weights from this one: %s", error)
+            return
+        source = PublishedSource.parse(self.source.source)
+        tensors = OfferedTensors(self.weights.stored(), epoch=source.epoch, reading=self._reading)
+        self._port.offer(Offer(source.session, tensors, part=self._part, digest=self.digest or ""))
+
+    def _withdraw(self) -> None:
+        if self._port is not None:
+            self._port.offer()
+
+    @property
+    def _part(self) -> str:
+        return f"rank {self._shard.rank} of {self._shard.sizes.product}"
 
     @torch.inference_mode()
     def _read(
+        self, source: ModelSource, linears: LinearFactory, require_memory: Callable[..., None], *, what: str
+    ) -> tuple[DecoderWeights, Signature]:
+        if not isinstance(source, PublishedModel):
+            with closing(open_checkpoint(source)) as opened:
+                weights, signature = self._read_checkpoint(opened, self._kinds, linears, require_memory, what=what)
+            self._kinds = signature.kinds
+            return weights, signature
+        copies = PublishedSource.parse(source.source).copies
+        if not copies:
+            return self._read_published(source, linears, require_memory, what=what)
+        try:
+            return self._receive(source, copies, linears, require_memory, what=what)
+        except WeightsUnavailableError as error:
+            logger.warning("asking the trainer instead: %s", error)
+            try:
+                return self._read_published(source, linears, require_memory, what=what)
+            except WeightsUnavailableError as other:
+                raise WeightsUnavailableError(f"{other}; {error}") from error
+
+    def _read_published(
+        self, source: PublishedModel, linears: LinearFactory, require_memory: Callable[..., None], *, what: str
+    ) -> tuple[DecoderWeights, Signature]:
+        with closing(open_checkpoint(source)) as opened:
+            return self._read_checkpoint(opened, None, linears, require_memory, what=what)
+
+    def _receive(
         self,
-        source: ModelSource,
-        like: Signature | None,
+        source: PublishedModel,
+        copies: tuple[str, ...],
         linears: LinearFactory,
         require_memory: Callable[..., None],
         *,
         what: str,
     ) -> tuple[DecoderWeights, Signature]:
-        with closing(open_checkpoint(source)) as opened:
-            # A trainer may publish another type than the files have; the matrices are of the engine's type.
-            expected = like.kinds if like is not None and not isinstance(source, PublishedModel) else None
-            return self._read_checkpoint(opened, expected, linears, require_memory, what=what)
+        """Receive the weights from this rank of an engine that has them, as it stores them."""
+        from megatron_runtime.checkpoints.published import NoValues, WeightStream, receive_stored
+
+        engine = copies[min(self._shard.rank, len(copies) - 1)]
+        reference = PublishedSource.parse(source.source)
+        with WeightStream(reference, keys_dir=source.keys_dir, engine=engine, part=self._part) as stream:
+            require_memory(self.num_bytes, what=what)
+            weights = self._load(NoValues(self.config), linears)
+            receive_stored(stream, weights.stored())
+            return weights, Signature(NoValues(self.config).kinds, stream.digest)
+
+    def _load(self, checkpoint: Checkpoint, linears: LinearFactory) -> DecoderWeights:
+        threads = torch.get_num_threads() if isinstance(linears, PackedLinears) else 1
+        with _one_thread():
+            weights = load_weights(checkpoint, self._dtype, shard=self._shard, linears=linears, threads=threads)
+        if isinstance(linears, PackedLinears):
+            linears.settle()
+        return weights
 
     def _read_checkpoint(
         self,
@@ -184,11 +279,8 @@ class WeightStore:
         )
         if not _is_mapped(opened, linears):
             require_memory(self.num_bytes, what=what)
-        threads = torch.get_num_threads() if uses_kernels else 1
-        with _one_thread(), with_progress(checkpoint, what=what) as shown:
-            weights = load_weights(shown, self._dtype, shard=self._shard, linears=linears, threads=threads)
-        if isinstance(linears, PackedLinears):
-            linears.settle()
+        with with_progress(checkpoint, what=what) as shown:
+            weights = self._load(shown, linears)
         if not linears.checks_values and not all(map(is_finite, weights.tensors())):
             raise self._not_finite(opened)
         return weights, checkpoint.signature()
@@ -231,3 +323,7 @@ def _is_offered(source: PublishedModel) -> bool:
     from megatron_runtime.checkpoints.published import is_offered
 
     return is_offered(source.source, keys_dir=source.keys_dir)
+
+
+def _session(source: PublishedModel) -> str:
+    return PublishedSource.parse(source.source).session

@@ -185,6 +185,7 @@ class Engine:
     task:      what its pooling model computes instead of tokens; empty: it generates tokens.
     started_ms: when its process started; 0: unknown.
     weights_unavailable: why it waits for the weights of a trainer; None: it does not.
+    copies:    addresses of its ranks at which other engines get the weights of a trainer; empty: it serves none.
     limits:    the limits (LIMITS) that it announced, for STATUS.
     role:      "prefill" or "decode", the stage that it is preferred for; empty: both.
     kv:        the port of its KV cache; None: it neither exports nor imports.
@@ -231,6 +232,7 @@ class Engine:
     task: str = ""
     started_ms: int = 0
     weights_unavailable: str | None = None
+    copies: tuple[str, ...] = ()
     max_requests: int = UNLIMITED_REQUESTS
     limits: Mapping[str, int] = field(default_factory=dict)
     block_size_tokens: int = 0
@@ -387,6 +389,7 @@ class Engine:
         self.weights_unavailable = hello.weights_unavailable
         self.role = hello.engine_role or ""
         self.kv = hello.kv
+        self.copies = hello.copies or ()
         if hello.state is not None:
             self.state = hello.state
 

@@ -203,6 +203,21 @@ class Verbs:
         is_theirs = is_published(self.source) or engine.revision in self._source_revisions
         return self.source if is_theirs else None
 
+    def _copies_for(self, engine: Engine) -> tuple[str, ...] | None:
+        """Return the addresses at which a living engine of the same revision and ranks serves the weights that `engine`
+        must hold; None if there is none.
+        """
+        holders = [
+            other
+            for other in self._engines.serving()
+            if other is not engine
+            and other.copies
+            and other.source == self.source
+            and (other.revision, other.ranks) == (engine.revision, engine.ranks)
+        ]
+        holder = min(holders, key=lambda other: (other.suspect, len(other.in_flight), other.name), default=None)
+        return holder.copies if holder is not None else None
+
     def adapter_report(self) -> list[AdapterStatus]:
         serving = self._engines.serving()
         return [
@@ -226,7 +241,10 @@ class Verbs:
         """Send an engine the state, epoch, weights and adapters that it must adopt."""
         engine.welcomed = self._context.now
         size, source = limits.MAX_ENGINE_MESSAGE_BYTES, self.source_for(engine)
-        self.acknowledge_hello(engine.peer, state=self.target_state, max_message_bytes=size, source=source)
+        copies = self._copies_for(engine) if is_published(source) else None
+        self.acknowledge_hello(
+            engine.peer, state=self.target_state, max_message_bytes=size, source=source, copies=copies
+        )
 
     def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
         """Send HELLO_ACK with these fields and the fields that all peers receive."""

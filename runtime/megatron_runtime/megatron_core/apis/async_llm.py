@@ -83,9 +83,10 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     async def update_weights(self, source: Any, epoch: int | None = None) -> None:
         """Switch to the weights of `source`, labelled `epoch`. Allowed when running or paused.
 
-        source: a model reference, or a model in memory as in `model=`. The engines copy the current weights of a model
-                in memory. Every rank makes the call, and may continue training when it returns.
-        epoch:  None means the current epoch plus one.
+        source: a model reference, a model in memory as in `model=`, or a Trainer: the weights that it has published
+                last. The engines copy the current weights of a model in memory. Every rank makes the call, and may
+                continue training when it returns.
+        epoch:  None means the current epoch plus one, or the epoch of the trainer.
         """
         await self._manager().run_async(self._lifecycle().update_weights(source, epoch))
 

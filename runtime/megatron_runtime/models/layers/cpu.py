@@ -62,6 +62,9 @@ class PackedLinear(Linear):
         """Return weight_NK in float32, with the values that the packed format stores."""
         return torch.cat([matrix.dequantize() for matrix in self.matrices])
 
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        return [(f"panels of format {matrix.format}", matrix.data) for matrix in self.matrices]
+
 
 def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
     y_TN = torch.empty(len(x_TK), matrix.outputs)

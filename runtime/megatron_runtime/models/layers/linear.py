@@ -37,6 +37,10 @@ class Linear:
         """Return weight_NK."""
         return self._weight
 
+    def stored(self) -> list[tuple[str, torch.Tensor]]:
+        """Return (format, memory) of each part of the matrix, as views."""
+        return [("dense", self._weight)]
+
 
 class LinearFactory:
     """Creates a model's matrices one after the other while weights are loaded. This base class creates dense matrices.

@@ -46,6 +46,8 @@ class Router:
     on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
     check_seconds: interval of PING. A connection without a byte in two to three intervals is closed.
     may_be_silent: returns whether a silent connection is kept, because its process has announced that it is busy.
+    first:        returns the protocol of each new TCP connection, given a function that returns a Connection, which it
+                  may put in its place. None: each is a Connection.
     type, last_endpoint: the same as the attributes of a zmq.Socket.
     rejected:     number of connections that were closed because their keys do not open the port.
     """
@@ -61,6 +63,7 @@ class Router:
     send_buffer_bytes: int
     check_seconds: float
     may_be_silent: Callable[[PeerId], bool] = lambda peer: False
+    first: Callable[[Callable[[], Connection]], asyncio.Protocol] | None = None
 
     def __post_init__(self) -> None:
         self.type = _ROUTER
@@ -89,7 +92,9 @@ class Router:
         listener = listening_socket("" if host == "*" else host, port, backlog=_BACKLOG)
         name, bound = listener.getsockname()[:2]
         address = f"tcp://[{name}]:{bound}" if ":" in name else f"tcp://{name}:{bound}"
-        return self._listen(listener, address, self._loop.create_server(self._connection, sock=listener))
+        first = self.first
+        protocol = self._connection if first is None else lambda: first(self._connection)
+        return self._listen(listener, address, self._loop.create_server(protocol, sock=listener))
 
     def bind_path(self, path: Path) -> str:
         """Listen on a Unix socket to which only this user may connect, and return its address. Raises OSError."""

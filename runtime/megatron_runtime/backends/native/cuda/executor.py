@@ -7,7 +7,8 @@ from __future__ import annotations
 import gc
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Unpack
@@ -142,7 +143,7 @@ class CudaExecutor(TorchExecutor):
         self.graphs: DecodeGraphs | None = None
         self._is_warm = False
         self._exclusive = threading.Lock()
-        """Held during captures, and while another thread stages weights."""
+        """Held during captures, and while another thread stages or reads weights."""
         super().__init__(
             source,
             controller,
@@ -185,22 +186,26 @@ class CudaExecutor(TorchExecutor):
         with self._exclusive, self._functions.aside():
             super().stage_weights(source)
 
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        with self._exclusive, self._functions.aside():
+            yield
+
     @torch.inference_mode()
     def swap_weights(self) -> None:
-        weights = self._store.weights
-        if weights is None:
+        if self._store.weights is None:
             super().swap_weights()
         else:
-            self._store.swap(partial(self._copy_into, weights))
+            self._store.swap(self._copy_into)
         self._trim_memory()
 
-    def _copy_into(self, weights: DecoderWeights, staged: DecoderWeights) -> DecoderWeights:
-        """Copy staged weights to the tensors of the model, and return `weights`, which share its matrices."""
+    def _copy_into(self, staged: DecoderWeights) -> DecoderWeights:
+        """Copy staged weights to the tensors of the model, and return these."""
         assert self.model is not None, "it has the weights in use"
         with self._functions.aside():
             for target, source in zip(self.model.weights.tensors(), staged.tensors(), strict=True):
                 target.copy_(source, non_blocking=True)
-        return weights
+        return self.model.weights
 
     def _select_device(self) -> None:
         if self.device.index is not None:

@@ -79,6 +79,7 @@ class EnginePart:
             "use_pages": executor.use_pages,
             "sizes": lambda: {name: getattr(executor, name) for name in _SIZES},
             "digest": lambda: executor.digest,
+            "copies": lambda: executor.copies,
             "load": executor.load,
             "unload": executor.unload,
             "prepare": executor.prepare,
@@ -102,6 +103,7 @@ class RankedExecutor(Ranks):
     """Implements Executor. Every rank acknowledges each order; an error names the rank that failed.
 
     digest:   digest of the digests of all ranks.
+    copies:   as in Executor.
     local:    the executor of rank 0's part.
     progress: progress of rank 0's steps.
     warm_up:  returns the steps to run once after the first load, given the number of pages.
@@ -127,6 +129,7 @@ class RankedExecutor(Ranks):
         last_stage = (sizes.pipeline - 1) * sizes.expert * sizes.tensor
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
         self.digest = ""
+        self.copies: tuple[str, ...] = ()
         self.kv_layout = ""
         self.controller = local.controller
         self.count = sizes.world
@@ -175,6 +178,10 @@ class RankedExecutor(Ranks):
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
         raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
+
+    def use_keys(self, keys_dir: Path | None) -> None:
+        """Use these keys towards trainers from now on, on this rank."""
+        self._local.use_keys(keys_dir)
 
     def use_memory(self, model: ModelInMemory) -> None:
         """Make the reference IN_MEMORY name `model` on this rank; the other ranks have models of their own."""
@@ -280,6 +287,9 @@ class RankedExecutor(Ranks):
     def _update_digest(self) -> None:
         digests = self._everywhere("digest")
         self.digest = hashlib.sha256("".join(digests[rank] for rank in range(self.count)).encode()).hexdigest()
+        copies = self._everywhere("copies")
+        addresses = tuple(address for rank in range(self.count) for address in copies[rank])
+        self.copies = addresses if len(addresses) == self.count else ()
 
 
 @dataclass(frozen=True, slots=True)
