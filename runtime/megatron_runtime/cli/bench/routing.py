@@ -18,11 +18,10 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from megatron_runtime.backends.native.scheduler import Scheduler
-from megatron_runtime.cli.bench.report import json_file, write_figures
+from megatron_runtime.cli.bench.report import json_file, print_table, write_figures
 from megatron_runtime.cli.bench.simulated_pool import FirstComeScheduler, SimulatedPool, StepModel, TraceRequest
 from megatron_runtime.cli.options import COUNT
 from megatron_runtime.process.options import FiniteRange
@@ -280,6 +279,6 @@ def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> Non
             figures[f"{name}_{chunk}"] = by_key = {key: [row[key] for row in rows] for key in rows[0]}
             cells = (f"{median(by_key[key]):.4g}" for key in _COLUMNS.values())
             table.add_row(name, str(chunk), *cells, f"{median(by_key['hit_rate']):.0%}")
-    Console().print(table)
+    print_table(table)
     if json_file is not None:
         write_figures("routing", {"trace": str(trace), **options}, figures, json_file)
