@@ -304,15 +304,15 @@ class Engine:
         entry = self.in_flight.pop(dispatch_id, None)
         if entry is not None:
             self.held -= entry.size
-            self.computed(entry, entry.uncached)
+            if entry.uncached:
+                self.computed(entry, entry.uncached)
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that the engine has computed `tokens` of a request's tokens."""
-        if tokens:
-            entry.uncached -= tokens
-            self.queued -= tokens
-            self.waiting -= not entry.uncached
+        """Record that the engine has computed `tokens` of a request's uncached tokens; at least one."""
+        entry.uncached -= tokens
+        self.queued -= tokens
+        self.waiting -= not entry.uncached
 
     def report(self, heartbeat: Heartbeat) -> bool:
         """Take over its report about its queue. Return whether `queued` changed.
