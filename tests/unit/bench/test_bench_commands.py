@@ -50,6 +50,12 @@ def test_the_help_names_every_benchmark() -> None:
     assert all(name in output for name in ("coordinator", "engine", "routing", "serve"))
 
 
+def test_a_table_in_a_pipe_is_as_wide_as_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    output = bench("routing", "--engines", "2", "--requests", "4", "--seeds", "1", "--policy", "LongestPrefix")
+    assert all(text in output for text in ("LongestPrefix", "first token p50", "hit rate")), output
+
+
 def routing_figures(path: Path, *arguments: str) -> dict[str, dict[str, list[float]]]:
     bench("routing", *arguments, "--json", str(path))
     return json.loads(path.read_text())["figures"]

@@ -9,7 +9,14 @@ from soak import SOAK
 
 from megatron_runtime.coordinator.core.context import EnginesByLoad
 from megatron_runtime.coordinator.core.records import Engine
-from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, EngineRouter, PromptHashes, load_by
+from megatron_runtime.coordinator.core.routing import (
+    MAX_COMPARED,
+    MAX_HOLDERS,
+    MAX_KNOWN_BLOCKS,
+    EngineRouter,
+    PromptHashes,
+    load_by,
+)
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import tokens_to_bytes
@@ -115,12 +122,12 @@ def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(ha
         choose = router(RoutingPolicy.LEAST_COST)
         by_load = EnginesByLoad(Engine.cost)
         pool = []
-        for number in range(rng.randint(2, 12)):
+        for number in range(rng.randint(2, MAX_COMPARED)):
             engine = Engine(f"engine-{number}", (1, bytes([number])), 1, number, 0.0, serving=True)
             engine.state, engine.max_requests = EngineState.RUNNING, rng.choice([4, 8, 12])
             pool.append(engine)
         chains = [[rng.getrandbits(60) for _ in range(rng.randint(1, 6))] for _ in range(4)]
-        chains += [[*chains[0][:2], rng.getrandbits(60)], chains[1][:1] + chains[0][1:]]
+        chains += [[*chains[0][:2], rng.getrandbits(60)], [chains[1][0], rng.getrandbits(60)]]
         for _ in range(60):
             engine, chain = rng.choice(pool), rng.choice(chains)
             load(engine, rng.randint(0, engine.max_requests))
@@ -131,21 +138,40 @@ def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(ha
             for each in pool:
                 by_load.put(each)
             choose.learn(rng.choice(pool), chain[: rng.randint(1, len(chain))])
-            choose.evicted(rng.choice(pool), chain[rng.randrange(len(chain)) :])
+            evicted = rng.choice(chain)  # engines evict no block before those that follow it
+            after = [block for each in chains if evicted in each for block in each[each.index(evicted) :]]
+            choose.evicted(rng.choice(pool), after)
             open_engines = [each for each in by_load if each.has_room()]
             if not open_engines:
                 continue
             tokens, fastest = len(chain) * BLOCK + rng.randint(0, 3), min(each.prefill_cost for each in pool)
             found = choose.cheapest(
-                open_engines, {BLOCK: chain}, tokens=tokens, min_prefill_cost=fastest, fits=Engine.has_room
+                open_engines[:MAX_COMPARED],
+                {BLOCK: chain},
+                tokens=tokens,
+                min_prefill_cost=fastest,
+                fits=Engine.has_room,
             )
             costs = {}
             for each in open_engines:
-                depth = next(
-                    (n for n in range(len(chain), 0, -1) if choose._blocks.holds(each, chain[n - 1])), 0
-                ) * choose._blocks.holds(each, chain[0])
+                depth = next((n for n in range(len(chain), 0, -1) if choose._blocks.holds(each, chain[n - 1])), 0)
                 costs[each.index] = each.cost_of(tokens - depth * BLOCK)
             assert costs[found.index] == pytest.approx(min(costs.values()))
+
+
+def test_a_block_that_many_engines_hold_counts_for_the_least_loaded_engines(engines) -> None:
+    pool = engines(2 * MAX_HOLDERS)
+    choose = router(RoutingPolicy.LEAST_COST)
+    blocks = hashes_of(choose, PROMPT)[BLOCK]
+    for engine in pool:
+        have_rates(engine, prefill=1000, decode=1e6, queued=engine.index + 5, held=0)
+        engine.step_tokens = 100
+        if engine.index >= 4:
+            choose.learn(engine, blocks[:2])
+    assert cheapest(choose, pool, PROMPT) is pool[4], "17 tokens; 21 at the first engine"
+    choose.learn(pool[-1], blocks)
+    have_rates(pool[-1], prefill=1000, decode=1e6, queued=8, held=0)
+    assert cheapest(choose, pool, PROMPT) is pool[-1], "few engines hold the whole prompt"
 
 
 def cheapest(choose: EngineRouter, pool: list[Engine], prompt: list[int], *, session: str = "") -> Engine:
@@ -155,7 +181,12 @@ def cheapest(choose: EngineRouter, pool: list[Engine], prompt: list[int], *, ses
     hashes = hashes_of(choose, prompt)
     fastest = min(engine.prefill_cost for engine in pool)
     chosen = choose.cheapest(
-        by_load, hashes, tokens=len(prompt), min_prefill_cost=fastest, fits=lambda _: True, session=session
+        list(by_load)[:MAX_COMPARED],
+        hashes,
+        tokens=len(prompt),
+        min_prefill_cost=fastest,
+        fits=lambda _: True,
+        session=session,
     )
     choose.assigned(chosen, hashes, request=b"a", session=session)
     return chosen

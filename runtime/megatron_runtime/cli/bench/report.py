@@ -19,6 +19,8 @@ import megatron_runtime
 from megatron_runtime.cli.options import NEW_FILE
 from megatron_runtime.protocol import strict_json as json
 
+MAX_WIDTH = 1000
+"""Maximum number of characters in a line of a table that is printed to a file or a pipe."""
 json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the results to this JSON file.")
 
 
@@ -64,9 +66,17 @@ def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequenc
     table = Table("measured", Column(justify="right"), "unit", "goal", title=title, title_justify="left")
     for figure in figures:
         table.add_row(figure.what, f"{figure.value:,.4g}", figure.unit, figure.goal)
-    Console().print(table)
+    print_table(table)
     if path is not None:
         write_figures(benchmark, options, {figure.key: figure.value for figure in figures}, path)
+
+
+def print_table(table: Table) -> None:
+    """Print a table. In a file or a pipe it is as wide as its content."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = MAX_WIDTH
+    console.print(table)
 
 
 def write_figures(benchmark: str, options: dict[str, Any], figures: dict[str, Any], path: Path) -> None:

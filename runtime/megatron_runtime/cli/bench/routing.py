@@ -19,11 +19,10 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from megatron_runtime.backends.native.scheduler import Scheduler
-from megatron_runtime.cli.bench.report import json_file, write_figures
+from megatron_runtime.cli.bench.report import json_file, print_table, write_figures
 from megatron_runtime.cli.bench.simulated_pool import FirstComeScheduler, SimulatedPool, StepModel, TraceRequest
 from megatron_runtime.cli.options import COUNT
 from megatron_runtime.process.options import FiniteRange
@@ -325,6 +324,6 @@ def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> Non
         cells = (f"{median(by_key[key]):.4g}" for key in _COLUMNS.values())
         shares = (f"{median(by_key[key]):.0%}" for key in ("hit_rate", "split_share"))
         table.add_row(name, str(chunk), str(split), *cells, *shares)
-    Console().print(table)
+    print_table(table)
     if json_file is not None:
         write_figures("routing", {"trace": str(trace), **options}, figures, json_file)

@@ -86,30 +86,27 @@ class EnginesByLoad:
 
     def __init__(self, load: Callable[[Engine], float]) -> None:
         self._load = load
-        self._engines: dict[int, Engine] = {}
         self._loads: dict[int, float] = {}
-        self._order: list[tuple[float, int]] = []
+        self._order: list[tuple[float, int, Engine]] = []
 
     def __iter__(self) -> Iterator[Engine]:
         """All engines that are not full. The order must not change meanwhile."""
-        for load, index in self._order:
+        for load, _, engine in self._order:
             if load == math.inf:
                 return
-            yield self._engines[index]
+            yield engine
 
     def put(self, engine: Engine) -> None:
         """Add an engine, or move it to its place."""
-        load = engine.load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
+        load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
         if self._loads.get(engine.index) != load:
             self.remove(engine)
-            self._engines[engine.index] = engine
             self._loads[engine.index] = load
-            bisect.insort(self._order, (load, engine.index))
+            bisect.insort(self._order, (load, engine.index, engine))
 
     def remove(self, engine: Engine) -> None:
         load = self._loads.pop(engine.index, None)
         if load is not None:
-            del self._engines[engine.index]
             del self._order[bisect.bisect_left(self._order, (load, engine.index))]
 
 
@@ -163,7 +160,7 @@ class EngineRegistry:
         changed = self._changed
         while changed:
             self._by_load.put(changed.popitem()[1])
-        return (engine for engine in self._by_load if engine.has_room())
+        return filter(Engine.has_room, self._by_load)
 
     def load_changed(self, engine: Engine) -> None:
         """Call after every change of what Engine.cost() reads, or of `engine.max_requests`."""

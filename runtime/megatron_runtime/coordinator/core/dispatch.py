@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import islice
 
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
@@ -254,10 +254,9 @@ class Dispatcher:
         by_load = (engine for engine in with_room if engine.runs(entry)) if needs_match else with_room
         if accepts is not None:
             by_load = filter(accepts, by_load)
-        first = next(by_load, None)
-        second = next(by_load, None) if self._router.by_prefix else None
-        if first is None or second is None:
-            return first
+        least_loaded = list(islice(by_load, self._router.num_compared))
+        if len(least_loaded) < 2:
+            return least_loaded[0] if least_loaded else None
         if entry.hashes is None:
             entry.hashes = self._hashes_of(entry)
 
@@ -267,7 +266,7 @@ class Dispatcher:
 
         if self._router.by_cost:
             return self._router.cheapest(
-                chain((first, second), by_load),
+                least_loaded,
                 entry.hashes,
                 tokens=entry.num_tokens,
                 min_prefill_cost=self._engines.min_prefill_cost,
@@ -277,8 +276,8 @@ class Dispatcher:
         if not entry.hashes:
             # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
             # policy.
-            return self._router.select([first, second, *by_load], {})
-        return self._router.with_prefix(entry.hashes, min_loaded=first, fits=fits)
+            return self._router.select([*least_loaded, *by_load], {})
+        return self._router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=fits)
 
     def _offer(self, entry: Entry) -> bool:
         """Dispatch, or reject, a request at the head of the queue. Return False if it has to wait for an engine."""

@@ -201,7 +201,6 @@ class Engine:
     held:      tokens of its requests at the time of their dispatch.
     step_tokens: maximum number of tokens that it computes in a step; 0: not announced.
     prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0: requests are counted.
-    load:      its sort key among the engines, set by EnginesByLoad.
     heartbeat: the last heartbeat.
     relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
     reserved:  it runs one suspect request alone, or is being emptied for one, and gets no other work.
@@ -253,7 +252,6 @@ class Engine:
     step_tokens: int = 0
     prefill_cost: float = 0.0
     held_cost: float = 0.0
-    load: float = 0.0
     heartbeat: Heartbeat = _NO_HEARTBEAT
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
@@ -285,13 +283,12 @@ class Engine:
 
     def cost_of(self, tokens: int) -> float:
         """Return the cost of a request with `tokens` uncached tokens; see EngineRouter."""
-        if not self.prefill_cost:
-            return len(self.in_flight)
-        queued = self.queued
-        if queued > tokens:
-            queued = min(queued, self.waiting * tokens + self.step_tokens)
-        used = len(self.in_flight) / self.max_requests
-        return (queued + tokens + tokens * used) * self.prefill_cost + self.held * self.held_cost
+        prefill_cost, requests, ahead = self.prefill_cost, len(self.in_flight), self.queued
+        if not prefill_cost:
+            return requests
+        if ahead > tokens and (shared := self.waiting * tokens + self.step_tokens) < ahead:
+            ahead = shared
+        return (ahead + tokens + tokens * requests / self.max_requests) * prefill_cost + self.held * self.held_cost
 
     def give(self, entry: Entry, cached: int) -> None:
         """Add a request under its dispatch id. cached: number of its tokens in the engine's cache."""
@@ -308,15 +305,15 @@ class Engine:
         entry = self.in_flight.pop(dispatch_id, None)
         if entry is not None:
             self.held -= entry.size
-            self.computed(entry, entry.uncached)
+            if entry.uncached:
+                self.computed(entry, entry.uncached)
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that the engine has computed `tokens` of a request's tokens."""
-        if tokens:
-            entry.uncached -= tokens
-            self.queued -= tokens
-            self.waiting -= not entry.uncached
+        """Record that the engine has computed `tokens` of a request's uncached tokens; at least one."""
+        entry.uncached -= tokens
+        self.queued -= tokens
+        self.waiting -= not entry.uncached
 
     def report(self, heartbeat: Heartbeat) -> bool:
         """Take over its report about its queue. Return whether `queued` changed.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any
 
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
@@ -14,12 +13,10 @@ from megatron_runtime.protocol.media import MediaItem, media_of_blocks
 from megatron_runtime.requests.config import RoutingPolicy
 
 PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX, RoutingPolicy.LEAST_COST)
-MAX_COMPARED = 16
-"""Engines without a matching block that LeastCost compares for a request, the least loaded first. Of engines of one
-speed, the first has the least cost."""
-MAX_HOLDERS = 24
-"""Engines with one matching block that LeastCost compares. A prefix that more engines hold is common, and most of them
-are as good."""
+MAX_COMPARED = 8
+"""Engines that LeastCost compares whether or not they hold a block of the prompt: the least loaded ones."""
+MAX_HOLDERS = 16
+"""A block that more engines hold is common: LeastCost then looks for it at the least loaded engines only."""
 MAX_SESSIONS = 1 << 16
 """Sessions whose engine is remembered; the least recently used is forgotten first."""
 MAX_KNOWN_BLOCKS = 1 << 16
@@ -149,12 +146,6 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
     return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
 
 
-def _load_limit(cost: float, own: float) -> float:
-    """Return the highest load of an engine that may have this cost for a request whose tokens take `own` seconds. Of
-    its queue, at least as many tokens count as the request has. own: 0: requests are counted."""
-    return math.inf if 0 < 2 * own <= cost else cost - own
-
-
 class EngineRouter:
     """Chooses engines. With LEAST_COST an engine's cost for a request, in seconds, is
 
@@ -195,6 +186,8 @@ class EngineRouter:
         self.by_prefix = policy in PREFIX_POLICIES
         self.by_cost = policy is RoutingPolicy.LEAST_COST
         self._by_first_block = policy is RoutingPolicy.FIRST_PREFIX_BLOCK
+        # Of the least loaded engines.
+        self.num_compared = MAX_COMPARED if self.by_cost else 2 if self.by_prefix else 1
         self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
@@ -265,7 +258,7 @@ class EngineRouter:
 
     def cheapest(
         self,
-        by_load: Iterable[Engine],
+        least_loaded: Sequence[Engine],
         hashes: PromptHashes,
         *,
         tokens: int,
@@ -273,51 +266,32 @@ class EngineRouter:
         fits: Callable[[Engine], bool],
         session: str = "",
     ) -> Engine:
-        """Return the engine of least cost for a prompt. Engines that hold no block of it are compared while they may
-        be cheaper than the best one, at most MAX_COMPARED, and of those that hold a block at most MAX_HOLDERS.
+        """Return the engine of least cost for a prompt, among `least_loaded` and the engines that hold one of its
+        blocks. Of a block that more than MAX_HOLDERS hold, only `least_loaded` count.
 
-        by_load:  the engines that fit, in the order of load_by(); not empty.
+        least_loaded: the first engines that fit, in the order of load_by(); not empty.
         tokens:   number of tokens of the prompt, and of an answer that another engine began.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
         """
-        best, rank, min_load, left = None, (math.inf, 0), 0.0, MAX_COMPARED
-        own = tokens * min_prefill_cost
-        for engine in by_load:
-            load = engine.load
-            if best is None:
-                min_load = load
-            elif not left or load >= _load_limit(rank[0], own):
-                to_search: Iterable[tuple[int, Sequence[int]]] = hashes.items()
-                break
-            left -= 1
-            if (found := self._cost_rank(engine, hashes, tokens)) < rank:
-                best, rank = engine, found
-        else:
-            to_search = ()  # all engines are compared
-        assert best is not None
-        for size, blocks in to_search:
+        best, cost = least_loaded[0], math.inf
+        compared: Collection[Engine] = ()  # with a longer prefix
+        for size, blocks in hashes.items():
             for depth, engines in self._blocks.by_depth(blocks):
-                uncached = max(0, tokens - depth * size)
-                own = (uncached or 1) * min_prefill_cost
-                limit = _load_limit(rank[0], own)
-                if min_load > limit or (min_load == limit and uncached >= rank[1]):
+                uncached = tokens - depth * size
+                if cost <= uncached * min_prefill_cost:
                     break
-                for engine in islice(engines, MAX_HOLDERS):
-                    # A common prefix has many holders, of which most are busier than the best one: skip those.
-                    if engine.load > limit or engine is best or not fits(engine):
-                        continue
-                    if (found := self._cost_rank(engine, hashes, tokens)) < rank:
-                        best, rank = engine, found
-                        limit = _load_limit(rank[0], own)
-                        if min_load >= limit:
-                            break
-        return self._session_engine(session, best, rank[0], hashes, tokens, fits) if session else best
-
-    def _cost_rank(self, engine: Engine, hashes: PromptHashes, tokens: int) -> tuple[float, int]:
-        """Return the sort key of LEAST_COST, the lowest wins: the cost, then the tokens to compute."""
-        uncached = self.uncached(engine, hashes, tokens)
-        return engine.cost_of(uncached), uncached
+                if len(engines) > MAX_HOLDERS:
+                    engines = tuple(engine for engine in least_loaded if engine in engines)
+                for engine in engines:
+                    if engine not in compared and (found := engine.cost_of(uncached)) < cost and fits(engine):
+                        best, cost = engine, found
+                compared = engines
+        if cost > tokens * min_prefill_cost:
+            for engine in least_loaded:
+                if engine not in compared and (found := engine.cost_of(tokens)) < cost:
+                    best, cost = engine, found
+        return self._session_engine(session, best, cost, hashes, tokens, fits) if session else best
 
     def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
         """Return how many of the tokens of a request an engine would have to compute."""
@@ -343,9 +317,9 @@ class EngineRouter:
         engine, block = self._sessions.get(session, (best, 0))
         if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
             return best
-        own_cost, uncached = self._cost_rank(engine, hashes, tokens)
+        uncached = self.uncached(engine, hashes, tokens)
         maximum = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
-        return engine if own_cost <= maximum else best
+        return engine if engine.cost_of(uncached) <= maximum else best
 
     def _of_engine(self, hashes: PromptHashes, engine: Engine) -> Sequence[int]:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
