@@ -113,7 +113,7 @@ class Rendered:
         deployments = [manifest for manifest in self.shared[0] if manifest["kind"] == "Deployment"]
         return [*deployments, *filter(None, map(self.engine_manifest, engines))]
 
-    @property
+    @cached_property
     def named_objects(self) -> frozenset[ChildRef]:
         """The objects that the pods of the resource need and that the operator does not create."""
         return frozenset(each.ref for manifest in self.workloads for each in pod_references(self.ctx, manifest))
