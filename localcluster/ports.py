@@ -15,7 +15,7 @@ from megatron_runtime.protocol import strict_json as json
 
 def take(port: int) -> bool:
     """Reserve a port until this process ends. Return False if a server listens on it or another process reserved it."""
-    return _can_listen(port) and reserve_port(port)
+    return reserve_port(port) and _can_listen(port)
 
 
 def _can_listen(port: int) -> bool:

@@ -24,7 +24,7 @@ from .conftest import percentile_ms
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 REQUESTS = size(100, soak=1000)
-PAUSES = size(5, soak=100)
+PAUSES = size(1, soak=100)
 LOOK_SECONDS = 0.01
 STEP_SECONDS = "0.02"
 TOKENS = 90_000

@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -129,49 +130,61 @@ def test_roles_of_kubernetes_include_the_resource(kube: Kubectl, role: str, verb
 
 
 SWITCHES = {
-    "podPolicy.hostPaths={/dev/infiniband}": ["--allow-host-path", "/dev/infiniband"],
-    "podPolicy.modelCachePaths={/var/cache/models}": ["--allow-model-cache-path", "/var/cache/models"],
-    "podPolicy.capabilities={IPC_LOCK}": ["--allow-capability", "IPC_LOCK"],
-    "podPolicy.hostNetwork=true": ["--allow-host-network"],
-    "podPolicy.sidecars=true": ["--allow-sidecars"],
-    "podPolicy.serviceAccounts={trainer}": ["--allow-service-account", "trainer"],
-    "podPolicy.imageRepositories={registry.example/}": ["--allow-image-repository", "registry.example/"],
-    "podPolicy.environment={HF_ENDPOINT}": ["--allow-environment", "HF_ENDPOINT"],
-    "podPolicy.profile=trusted": ["--pod-policy-profile", "trusted"],
-    "podPolicy.profile=restricted": [],
-    "podPolicy.secretEnvironment={A_TOKEN}": ["--allow-secret-environment", "A_TOKEN"],
-    "podPolicy.metadata={example.org/a}": ["--allow-metadata", "example.org/a"],
-    "podPolicy.hostnames={*.example.org}": ["--allow-hostname", "*.example.org"],
-    "podPolicy.tlsSecrets={models-tls}": ["--allow-tls-secret", "models-tls"],
-    "podPolicy.quotedImageRepositories={registry.example/a}": ["--quote-image-repository", "registry.example/a"],
-    "networkPolicy.egress=false": ["--no-egress-policies"],
-    "networkPolicy.apiServer={10.0.0.0/28}": ["--api-server-range", "10.0.0.0/28"],
-    "vllm.allowCode=true": ["--allow-vllm-code"],
-    "imagePullSecrets[0].name=registry": ["--image-pull-secret", "registry"],
-    "runtime.logFormat=json": ["--runtime-log-format", "json"],
-    "runtime.logFormat=null": [],
-    "podPolicy=null": [],
-    "networkPolicy.egress=null": [],
+    "podPolicy.hostPaths={/dev/infiniband}": ("--allow-host-path", "/dev/infiniband"),
+    "podPolicy.modelCachePaths={/var/cache/models}": ("--allow-model-cache-path", "/var/cache/models"),
+    "podPolicy.capabilities={IPC_LOCK}": ("--allow-capability", "IPC_LOCK"),
+    "podPolicy.hostNetwork=true": ("--allow-host-network",),
+    "podPolicy.sidecars=true": ("--allow-sidecars",),
+    "podPolicy.serviceAccounts={trainer}": ("--allow-service-account", "trainer"),
+    "podPolicy.imageRepositories={registry.example/}": ("--allow-image-repository", "registry.example/"),
+    "podPolicy.environment={HF_ENDPOINT}": ("--allow-environment", "HF_ENDPOINT"),
+    "podPolicy.profile=trusted": ("--pod-policy-profile", "trusted"),
+    "podPolicy.secretEnvironment={A_TOKEN}": ("--allow-secret-environment", "A_TOKEN"),
+    "podPolicy.metadata={example.org/a}": ("--allow-metadata", "example.org/a"),
+    "podPolicy.hostnames={*.example.org}": ("--allow-hostname", "*.example.org"),
+    "podPolicy.tlsSecrets={models-tls}": ("--allow-tls-secret", "models-tls"),
+    "podPolicy.quotedImageRepositories={registry.example/a}": ("--quote-image-repository", "registry.example/a"),
+    "networkPolicy.egress=false": ("--no-egress-policies",),
+    "networkPolicy.apiServer={10.0.0.0/28}": ("--api-server-range", "10.0.0.0/28"),
+    "vllm.allowCode=true": ("--allow-vllm-code",),
+    "imagePullSecrets[0].name=registry": ("--image-pull-secret", "registry"),
+    "runtime.logFormat=json": ("--runtime-log-format", "json"),
+}
+"""Values of the chart, and the options of the operator that they set."""
+DEFAULTS = {
+    ("--lease-name", "megatron-operator"),
+    ("--runtime-image", DEFAULT_RUNTIME_IMAGE),
+    ("--vllm-runtime-image", DEFAULT_VLLM_RUNTIME_IMAGE),
+    ("--coordinator-image", DEFAULT_OPERATOR_IMAGE),
+    ("--image-pull-policy", "IfNotPresent"),
 }
 
 
-@pytest.mark.parametrize("value", SWITCHES)
-def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: str) -> None:
+def options_of_operator(platform: Platform, values: Iterable[str]) -> list[tuple[str, ...]]:
+    """Render the chart with values, and return the options of the operator but the peers of monitoring."""
     command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
-    show = ["--show-only", "templates/deployment.yaml", "--set", value]
-    rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
+    command += ["--show-only", "templates/deployment.yaml", *(part for value in values for part in ("--set", value))]
+    rendered = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
-    settings = [
-        *("--lease-name", "megatron-operator"),
-        *("--runtime-image", DEFAULT_RUNTIME_IMAGE),
-        *("--vllm-runtime-image", DEFAULT_VLLM_RUNTIME_IMAGE),
-        *("--coordinator-image", DEFAULT_OPERATOR_IMAGE),
-    ]
-    arguments = container["args"]
-    peers = arguments.index("--monitoring-peers")
-    assert json.loads(arguments[peers + 1]) == [MONITORING_NAMESPACE], "the defaults of operator and chart are equal"
-    del arguments[peers : peers + 2]
-    assert arguments == ["run", *settings, "--image-pull-policy", "IfNotPresent", *SWITCHES[value]]
+    run, *arguments = container["args"]
+    assert run == "run"
+    starts = [index for index, argument in enumerate(arguments) if argument.startswith("--")]
+    options = [tuple(arguments[start:end]) for start, end in zip(starts, [*starts[1:], None], strict=True)]
+    (peers,) = [option for option in options if option[0] == "--monitoring-peers"]
+    assert json.loads(peers[1]) == [MONITORING_NAMESPACE], "the defaults of operator and chart are equal"
+    return [option for option in options if option != peers]
+
+
+def test_every_switch_of_the_chart_reaches_the_operator_once(platform: Platform) -> None:
+    assert sorted(options_of_operator(platform, SWITCHES)) == sorted([*DEFAULTS, *SWITCHES.values()])
+
+
+@pytest.mark.parametrize(
+    "values",
+    [("podPolicy.profile=restricted", "runtime.logFormat=null", "networkPolicy.egress=null"), ("podPolicy=null",)],
+)
+def test_defaults_of_the_chart_and_removed_values_set_no_option(platform: Platform, values: tuple[str, ...]) -> None:
+    assert sorted(options_of_operator(platform, values)) == sorted(DEFAULTS)
 
 
 @pytest.mark.parametrize(
@@ -185,19 +198,12 @@ def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: s
 def test_coordinators_run_the_operators_image_unless_another_is_set(
     platform: Platform, values: list[str], image: str
 ) -> None:
-    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
-    chosen = [part for value in values for part in ("--set", value)]
-    show = ["--show-only", "templates/deployment.yaml", *chosen]
-    rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
-    (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
-    assert container["args"][container["args"].index("--coordinator-image") + 1] == image
+    assert ("--coordinator-image", image) in options_of_operator(platform, values)
 
 
 def test_values_of_a_chart_without_vllm_still_render(platform: Platform) -> None:
-    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
-    show = ["--show-only", "templates/deployment.yaml", "--set", "vllm=null"]
-    rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
-    assert "vllm" not in rendered
+    options = options_of_operator(platform, ["vllm=null"])
+    assert not [option for option in options if "vllm" in "".join(option)]
 
 
 @pytest.mark.parametrize(

@@ -359,7 +359,10 @@ class Cluster:
         return ChildRef("Secret", f"{self.name}-keys")
 
     def step(self, *, crash_after: int | None = None) -> Decision:
-        """Make one pass: decide, persist, act. crash_after: number of actions after which the operator is killed."""
+        """Make one pass: decide, persist, act. Objects are replaced, not changed.
+
+        crash_after: number of actions after which the operator is killed.
+        """
         decision = decide(self.world())
         MegatronInferenceStatus.model_validate(decision.status)
         if decision.status != self.status:
@@ -381,8 +384,13 @@ class Cluster:
             patch = rotation_patch(self.objects[self.secret], action, self.admin, now=stamp_seconds(self.now))
             if patch is not None:
                 secret = self.objects[self.secret]
-                secret["data"] = patch["data"]
-                secret["metadata"]["annotations"] |= patch["metadata"]["annotations"]
+                metadata = secret["metadata"]
+                annotations = metadata["annotations"] | patch["metadata"]["annotations"]
+                self.objects[self.secret] = {
+                    **secret,
+                    "data": patch["data"],
+                    "metadata": {**metadata, "annotations": annotations},
+                }
         elif isinstance(action, ApplyChild | VetChild):
             if action.ref in self.reject:
                 self.rejections[action.ref] = ApplyRejection(action.hash, 422, "spec.template is wrong", self.now)

@@ -83,15 +83,19 @@ class Pool:
         return prompt, await asyncio.wait_for(answer, LONG_SECONDS)
 
     async def settle(self) -> StatusReply:
-        """Wait until both engines serve the same weights, and return the status."""
+        """Wait until both engines serve the weights of the coordinator's epoch, and return the status.
+
+        A heartbeat that an engine sent before it committed an epoch still has the epoch before.
+        """
 
         def agrees(status: StatusReply) -> bool:
             weights = {(engine.epoch, engine.source, engine.digest) for engine in status.engines}
             is_idle = all(operation.phase != "InProgress" for operation in status.operations)
             serving = [engine.serving and bool(engine.digest) for engine in status.engines]
-            return is_idle and status.state == "RUNNING" and serving == [True, True] and len(weights) == 1
+            is_current = len(weights) == 1 and status.engines[0].epoch == status.epoch
+            return is_idle and status.state == "RUNNING" and serving == [True, True] and is_current
 
-        return await until_status(self.link, agrees, what="both engines serve the same weights")
+        return await until_status(self.link, agrees, what="both engines serve the weights of the epoch")
 
     async def update(self, fault: str) -> None:
         """Publish the next epoch with a fault, then without one if that did not commit it. Check every answer."""

@@ -66,18 +66,15 @@ def _claims(pod: Manifest) -> Iterator[PodReference]:
                 yield PodReference(ChildRef(kind, name, "resource.k8s.io/v1"))
 
 
-def _references(node: Any) -> Iterator[PodReference]:
+def _references(node: dict[str, Any] | list[Any]) -> Iterator[PodReference]:
     """Walk a part of a pod, which a podTemplate may have made of any form."""
-    if isinstance(node, list):
-        for entry in node:
-            yield from _references(entry)
-    if not isinstance(node, dict):
-        return
-    for field, value in node.items():
-        for entry in value if field == "imagePullSecrets" and isinstance(value, list) else [value]:
-            if field in _KINDS and isinstance(entry, dict):
-                yield from _named(_KINDS[field], entry)
-        yield from _references(value)
+    for field, value in node.items() if isinstance(node, dict) else enumerate(node):
+        if field in _KINDS:
+            for entry in value if field == "imagePullSecrets" and isinstance(value, list) else [value]:
+                if isinstance(entry, dict):
+                    yield from _named(_KINDS[field], entry)
+        if isinstance(value, dict | list):
+            yield from _references(value)
 
 
 def _named(kind: str, source: dict[str, Any]) -> Iterator[PodReference]:

@@ -118,7 +118,7 @@ class Rendered:
             found += [self.engine_manifest(index, role=role) for index in indexes]
         return [manifest for manifest in found if manifest is not None]
 
-    @property
+    @cached_property
     def named_objects(self) -> frozenset[ChildRef]:
         """The objects that the pods of the resource need and that the operator does not create."""
         return frozenset(each.ref for manifest in self.workloads for each in pod_references(self.ctx, manifest))

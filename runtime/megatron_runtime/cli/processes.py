@@ -72,13 +72,16 @@ def free_ports(count: int) -> list[int]:
     """
     ports: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
+        # First: a probe of a port that another process has reserved could keep its server from binding the port.
+        if port in _reservations or not reserve_port(port):
+            continue
         with socket.socket() as probe:
             try:
                 probe.bind(("127.0.0.1", port))
             except OSError:
+                _reservations.pop(port).close()
                 continue
-        if port not in _reservations and reserve_port(port):
-            ports.append(port)
+        ports.append(port)
         if len(ports) == count:
             return ports
     raise OSError(f"fewer than {count} of the ports {_PORTS.start} to {_PORTS.stop - 1} are free")

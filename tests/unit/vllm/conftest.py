@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from random_checkpoint import write_speaking_model
 
 from megatron_runtime.engine.backend import CacheEvents
@@ -40,8 +40,10 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]
     monkeypatch.setenv("PYTHONPATH", str(FAKE))
     monkeypatch.syspath_prepend(str(FAKE))
     from megatron_runtime.backends.vllm import process
+    from megatron_runtime.sampling import grammar_compiler
 
     monkeypatch.setattr(process, "subprocess", warm_popen)
+    monkeypatch.setattr(grammar_compiler, "COMPILE_SECONDS", LONG_SECONDS)  # an answer of calls is free after that
     yield log
     _forget()
 
