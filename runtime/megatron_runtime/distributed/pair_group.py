@@ -1,6 +1,6 @@
 """Transfers tensors between processes of two programs over gloo, independently of torch's default group.
 
-gloo authenticates no peer. The caller compares what it receives with a digest from an authenticated connection.
+gloo does not authenticate peers. The caller compares the received data with a digest from an authenticated connection.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ import torch
 import torch.distributed as dist
 
 MEETING_SECONDS = 60.0
-"""Timeout of the constructor: the other side may have to import torch first."""
+"""Timeout of the constructor, in seconds. The other side may have to import torch first."""
 EXCHANGE_SECONDS = 30.0
-"""Timeout of a transfer. A peer that exits is noticed at once; a peer that is stopped or cut off is noticed after this
-time."""
+"""Timeout of a transfer, in seconds.
+
+The exit of a peer is detected at once; a stopped or unreachable peer after this time.
+"""
 SENDER, RECEIVER = 0, 1
 _READY, _LOOK_SECONDS = "ready", 0.02
 
 
 class PairLostError(RuntimeError):
-    """The other side exited, did not answer in time, or never connected."""
+    """The other process exited, did not answer in time, or never connected."""
 
 
 def local_address(host: str, port: int) -> str:
-    """Return the address of this machine from which `host` is reached. Nothing is sent. Raises OSError."""
+    """Return the address that this machine uses to reach `host`, without sending anything. Raises OSError."""
     family, kind, *_, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)
@@ -55,9 +57,10 @@ def connect_store(host: str, port: int) -> dist.TCPStore:
 
 
 def wait_for_receiver(store: dist.Store, *, closing: threading.Event) -> None:
-    """Return when the receiver is about to connect. Raises PairLostError after a deadline, or if `closing` is set.
+    """Wait until the receiver is about to connect. Raises PairLostError after a timeout, or if `closing` is set.
 
-    If a thread waits in gloo when the interpreter exits, the process aborts. This wait can be cancelled.
+    Unlike a wait in gloo, this wait can be cancelled. If a thread waits in gloo when the interpreter exits, the process
+    aborts.
     """
     deadline = time.monotonic() + MEETING_SECONDS
     while not store.check([_READY]):

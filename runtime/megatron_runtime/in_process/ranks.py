@@ -1,4 +1,4 @@
-"""The ranks of a program under torchrun: how many an engine has, which of them this process is, what they share."""
+"""The ranks of a program under torchrun: how they form engines, which one this process is, and what they share."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARA
 """The error of one adapter. A longer text is truncated, not rejected."""
 Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
-"""Adapter name -> error."""
+"""Error of each adapter, by its name."""
 PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
 """The name of a registered peer in a coordinator's reports. A plain engine's name is its routing id."""
 
@@ -506,7 +506,7 @@ ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
 
 
 class Disconnect(ControlMessage):
-    """The peer leaves. Its requests are dispatched to others, or aborted, at once."""
+    """The peer leaves. Its requests are dispatched to other engines, or aborted, at once."""
 
     header = Header.DISCONNECT
     reason: Words = ""
@@ -590,7 +590,7 @@ class PartialEntry(NamedTuple):
 
 _ENTRY = struct.Struct("<16sQII")
 DIGEST_BYTES = 32
-"""Of a block of the prefix cache."""
+"""Size of the digest of a block of the prefix cache."""
 
 
 class Partial(NamedTuple):
@@ -876,7 +876,7 @@ class Plain:
 
 
 StageMessage: TypeAlias = Prefill | Exported | Transfer | Imported | ReleaseBlocks
-"""Of requests whose prompt another engine computes."""
+"""The messages of requests whose prompt another engine computes."""
 RequestMessage: TypeAlias = Submit | Dispatch | StageMessage | Partial | Final | Abort | CachedBlocks
 NativeMessage: TypeAlias = ControlMessage | RequestMessage
 Message: TypeAlias = NativeMessage | Plain
@@ -917,9 +917,9 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
-"""Header -> the elements that follow it, and the function that reads them. Further elements are ignored."""
+"""By header: names of the elements that follow it, and the function that reads them. Further elements are ignored."""
 _MIN_FIELDS = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
-"""Header -> minimum number of elements, including the header."""
+"""Minimum number of elements, including the header, of each message of the request path."""
 
 _KINDS = (
     *(Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState),

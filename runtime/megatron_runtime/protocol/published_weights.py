@@ -1,8 +1,8 @@
 """Weights that a trainer publishes: the reference that names them, their manifest, and the two messages that open a
 session.
 
-An engine connects to the trainer with CURVE and asks for the session of a reference. The answer has the manifest and
-the address of the tensors. The tensors travel in blocks, over a connection without keys. So the manifest has the
+An engine connects to the trainer with CURVE, and opens a session for a reference. The answer contains the manifest and
+the address of the tensors. The tensors are sent in blocks, over a connection without keys. So the manifest has the
 SHA-256 of each block, and the reference has the SHA-256 of the manifest.
 """
 
@@ -30,11 +30,14 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """The trainer does not answer, does not hold these weights, or sent wrong bytes. The message names the remedy."""
+    """The trainer does not answer, does not hold these weights, or has sent wrong bytes.
+
+    The message names the remedy.
+    """
 
 
 def is_published(source: str | None) -> bool:
-    """Return whether a source of weights is a trainer."""
+    """Return whether a source of weights names a trainer."""
     return source is not None and source.startswith(TRAINER_PREFIX)
 
 
@@ -73,10 +76,10 @@ class PublishedSource:
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """One tensor, whole, with the name and layout of transformers.
+    """A whole tensor, with the name and layout of transformers.
 
     dtype:   a key of VALUE_BYTES.
-    digests: SHA-256 of each block, one after the other.
+    digests: SHA-256 of all blocks, joined in order.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A coordinator's core and cores of native engines at a simulated time: only the model is simulated.
+"""Runs a coordinator's core and cores of native engines in simulated time. Only the model is simulated.
 
 Engines run the real scheduler, slots and prefix cache. A step takes as long as StepModel says.
 """
@@ -65,7 +65,7 @@ class StepModel:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TraceRequest:
-    """A request of a trace and, after a run, its times in seconds.
+    """A request of a trace, and after a run its times in seconds.
 
     prompt:  int32 [n].
     tokens:  tokens of the answer.
@@ -83,9 +83,7 @@ class TraceRequest:
 
 
 class _Model:
-    """An Executor without a model.
-
-    now:           the end of the last step.
+    """An Executor that computes no model. now: simulated time at the end of the last step.
     prompt_tokens: number of prompt tokens of the last step.
     """
 
@@ -114,14 +112,14 @@ class _Model:
 
 
 class FirstComeScheduler(Scheduler):
-    """Computes prompts in the order of their rank, each as fast as it can, for comparison."""
+    """A scheduler for comparison: computes prompts in the order of their rank, each as fast as possible."""
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
         return sum(super()._budgets(num_decodes)), 0
 
 
 class _Engine:
-    """One engine of the pool. `received`: dispatches that its next step begins with."""
+    """One engine of the pool. received: dispatches that arrive before its next step."""
 
     def __init__(
         self, number: int, model: StepModel, config: InferenceConfig, *, longest: int, scheduler: type[Scheduler]
@@ -203,12 +201,12 @@ class SimulatedPool:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that engines had in their prefix cache."""
+        """The share of all prompt tokens that were in an engine's prefix cache."""
         stats = [engine.core.stats() for engine in self._engines.values()]
         return sum(one.prefix_cache_hits for one in stats) / max(1, sum(one.prefix_cache_queries for one in stats))
 
     def run(self, trace: Sequence[TraceRequest]) -> None:
-        """Serve all requests, and write their times."""
+        """Serve all requests of a trace, and store their times."""
         for index, request in enumerate(trace):
             self._at(request.arrival, lambda index=index, request=request: self._submit(index, request))  # type: ignore[misc]
         for place, engine in enumerate(self._engines.values()):
