@@ -137,7 +137,7 @@ class Hello(ControlMessage):
     max_tokens: Count | None = None
     """Engines: limit of tokens of one step. None: unknown."""
     kv_cache_bytes: U64 | None = None
-    """Engines: KV cache of each rank. None: unknown."""
+    """Engines: size of each rank's KV cache, in bytes. None: unknown."""
     block_size_tokens: Count = 0
     source: Text | None = None
     """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
@@ -214,7 +214,7 @@ class Heartbeat(ControlMessage):
     running: Count = 0
     waiting: Count = 0
     steps: U64 = 0
-    """Engine steps so far. If it does not change while `running` > 0, the engine is stalled."""
+    """Number of engine steps so far. If it does not change while `running` > 0, the engine is stalled."""
     busy_for: Seconds = 0.0
     """Seconds for which the engine sends no heartbeat (load, capture, compile)."""
     digest: Label = ""
@@ -782,7 +782,7 @@ def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
 
 
 def _epochs(rest: list[Any]) -> TokenEpochs:
-    """Return the optional last element, the epochs of tokens."""
+    """Return the epochs of tokens, the optional last element of a message; empty if it is absent."""
     return epochs_from_bytes(rest[0]) if rest else ()
 
 
