@@ -97,7 +97,10 @@ class Election:
         self._silent_since, self._other = now, None
 
     def leave(self, now: float) -> bool:
-        """Prepare for the exit of this process: if the other coordinator is alive, become the standby and return True."""
+        """Prepare for the exit of this process: become the standby if the other coordinator is alive.
+
+        Return whether it is.
+        """
         self._leaves = self._hears(now) is not None
         self.active = self.active and not self._leaves
         return self._leaves

@@ -97,9 +97,12 @@ class AnswerFormats(_Map):
     """The formats of answers that an OpenAI server reads, by the names of protocol/answer_formats.py."""
 
     tool_calls: Label = ""
-    """Empty: unknown, or tools are not offered. Calls that the model chooses to make are then text."""
+    """Format of tool calls.
+
+    Empty: it is unknown, or tools are not offered; calls that the model chooses to make are text.
+    """
     reasoning: Label = ""
-    """Empty: reasoning is part of the text."""
+    """Format of reasoning. Empty: reasoning is part of the text."""
 
 
 class KVPort(_Map):
@@ -145,7 +148,7 @@ class Hello(ControlMessage):
     """Engines: the list of adapters set last. A recovering coordinator takes it from here. None: the engine's release
     has no adapters."""
     adapter_errors: AdapterErrors | None = None
-    """Engines: adapter name -> why it is not loaded."""
+    """Engines: reasons why adapters are not loaded, by their names."""
     term: U64 | None = None
     """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
     tokenizes: bool = False
@@ -186,7 +189,7 @@ class HelloAck(ControlMessage):
     """Clients: the number by which engines group partials."""
     heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS
     max_message_bytes: Annotated[int, Field(ge=1, le=limits.MAX_ENGINE_MESSAGE_BYTES)] = limits.MAX_CLIENT_MESSAGE_BYTES
-    """The size limit of one message that the peer sends."""
+    """Maximum size, in bytes, of a message from the peer."""
     source: Text | None = None
     """Engines: load the weights of `epoch` from this source instead of the configured one. None: there was no
     update."""
@@ -223,7 +226,7 @@ class Heartbeat(ControlMessage):
     """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine that is behind; a client that is
     behind sends HELLO."""
     tasks: Tasks | None = None
-    """From the coordinator: as in HELLO_ACK."""
+    """From the coordinator: the same as in HELLO_ACK."""
     prefill_rate: Rate | None = None
     """Engines: prompt tokens that they compute per second. None: unknown."""
     decode_rate: Rate | None = None
@@ -262,10 +265,10 @@ class Control(ControlMessage):
     adapters: AdapterList | None = None
     """SET_ADAPTERS: the complete list of adapters of the engines. The coordinator assigns the generation."""
     tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
-    """SUSPEND: the memory to release, "weights" and "kv_cache"; None means both."""
+    """SUSPEND: kinds of memory to release, "weights" and "kv_cache"; None means both."""
 
     kind: Header = Header.PAUSE
-    """Which control message this is. It travels as the header, not in the map."""
+    """The kind of this control message. It is the header of the message, not an entry of the map."""
 
     def to_frames(self) -> Frames:
         body = self.model_dump(exclude_none=True, exclude={"kind", "epoch"})
@@ -300,7 +303,7 @@ class ControlAck(ControlMessage):
     fence: U64 | None = None
     """With STALE_FENCE: the highest fence that the coordinator has received."""
     adapter_errors: AdapterErrors | None = None
-    """SET_ADAPTERS failed: adapter name -> why it could not be loaded."""
+    """If SET_ADAPTERS failed: reasons why adapters could not be loaded, by their names."""
     must_load: bool | None = None
     """From an engine, in answer to UPDATE_WEIGHTS: the weights are verified, but loading them will overwrite the
     weights in use. The coordinator sends the message again with `load` when every engine has acknowledged."""
@@ -332,40 +335,45 @@ class EngineStatus(_Map):
     in_flight: Count = 0
     silent_seconds: float = 0.0
     suspect: bool = False
-    """It has sent no heartbeat for SUSPECT_SECONDS and announced no long step: it gets no new requests."""
+    """The engine has sent no heartbeat for SUSPECT_SECONDS and announced no long step, so it gets no new requests."""
     draining: bool = False
     digest: Label = ""
-    """Digest of its weights, from its last heartbeat. Empty: unknown, for example between an update and the next
-    heartbeat."""
+    """Digest of the engine's weights, from its last heartbeat.
+
+    Empty: unknown, for example until the first heartbeat after an update.
+    """
     source: Text | None = None
-    """Source of its weights, if an UPDATE_WEIGHTS or HELLO_ACK set it; "" if none did. None: unknown."""
+    """Source of the engine's weights, if an UPDATE_WEIGHTS or HELLO_ACK has set it, otherwise "". None: unknown."""
     max_requests: Count | None = None
     max_sequence_length: Count | None = None
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
-    """The limits from its HELLO. None: unknown."""
+    """Size of each rank's KV cache, in bytes. It and the limits above come from the engine's HELLO. None: unknown."""
     weights_unavailable: Words | None = None
-    """Why it waits for the weights of a trainer, from its HELLO. None: it does not."""
+    """Reason why the engine waits for the weights of a trainer, from its HELLO. None: it does not wait."""
     role: Label | None = None
-    """`engine_role` of its HELLO."""
+    """The `engine_role` in the engine's HELLO."""
     recomputes: Words | None = None
-    """Why it computes prompts that a prefill engine has computed. None: it imports them, or there is no such engine."""
+    """Reason why the engine computes prompts that a prefill engine has computed.
+
+    None: it imports them, or there is no prefill engine.
+    """
 
 
 class AdapterStatus(_Map):
     name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_CHARACTERS)]
     source: Text
     engines: Count = 0
-    """Serving engines that have loaded it."""
+    """Number of serving engines that have loaded the adapter."""
     error: Cause | None = None
-    """Why the first engine without this adapter did not load it."""
+    """Reason why the first engine without this adapter has not loaded it."""
 
 
 class KeyReport(_Map):
-    """Public keys, Z85: the state of a key rotation."""
+    """The public keys in use, in Z85, which show the state of a key rotation."""
 
     server: Key
-    """The coordinator's own key, in use since its start."""
+    """The coordinator's own public key, in use since its start."""
     admitted: list[Key] = Field(default_factory=list, max_length=1024)
     """Keys that open one of the ports."""
     connected: list[Key] = Field(default_factory=list, max_length=1024)
@@ -395,7 +403,7 @@ class Operation(_Map):
     code: Count | None = None
     error: Words | None = None
     adapter_errors: AdapterErrors | None = None
-    """As in CONTROL_ACK, of the last operation only."""
+    """The `adapter_errors` of CONTROL_ACK, for the last operation only."""
 
 
 class StatusReply(ControlMessage):
@@ -409,12 +417,12 @@ class StatusReply(ControlMessage):
     in_flight: Count = 0
     engines: list[EngineStatus] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
     operations: list[Operation] = Field(default_factory=list, max_length=256)
-    """The last operations, oldest first."""
+    """Records of the last operations, oldest first."""
     rejected_frames: U64 = 0
     drained_all: bool = False
     """All engines were drained: no engine, registered now or later, gets a request until UNPAUSE or STOP."""
     keys: KeyReport | None = None
-    """None: without encryption."""
+    """The keys in use. None: connections are not encrypted."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
     """The last requests that failed because engines crashed, oldest first; None if there are none."""
     adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None
