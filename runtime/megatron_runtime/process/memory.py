@@ -10,8 +10,7 @@ _VERSIONS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By controller in /proc/self/cgroup (cgroups v2 and v1): mount point, files of limit and usage, and the counter of the
-page cache that the kernel drops first.
+"""Mount point, files of limit and usage, and counter of the droppable page cache, by controller of cgroups v2 and v1.
 """
 
 

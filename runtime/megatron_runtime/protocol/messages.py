@@ -106,7 +106,10 @@ class AnswerFormats(_Map):
 
 
 class KVPort(_Map):
-    """Where an engine exports and imports blocks of its prefix cache. Engines exchange blocks of equal layouts only."""
+    """The port at which an engine exports blocks of its prefix cache.
+
+    Engines exchange only blocks with equal layouts.
+    """
 
     address: Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
     """`tcp://HOST:PORT`."""
@@ -201,7 +204,7 @@ class HelloAck(ControlMessage):
     other: Text | None = None
     """Host of the other coordinator of a pair, with the same port. None: there is none."""
     tasks: Tasks | None = None
-    """Clients: the tasks of the serving engines, "generate" for those that announce none."""
+    """Clients: the tasks of the serving engines. Engines that announce none have the task "generate"."""
 
 
 class Heartbeat(ControlMessage):
@@ -211,7 +214,7 @@ class Heartbeat(ControlMessage):
     incarnation: U64
     state: EngineState | CoordinatorState | None = None
     epoch: Epoch | None = None
-    """Engines: the current epoch. The coordinator sends HELLO_ACK to an engine that is behind the others."""
+    """Engines: the current epoch. The coordinator sends HELLO_ACK to an engine whose epoch is not the latest."""
     source: Text | None = None
     """Engines: source of the weights in use, if an UPDATE_WEIGHTS or HELLO_ACK set it."""
     running: Count = 0
@@ -286,7 +289,10 @@ class EngineOutcome(_Map):
 
 
 class ControlAck(ControlMessage):
-    """From an engine: the work of a control message is done, or failed. To the sender: the outcome."""
+    """Acknowledges a control message.
+
+    An engine reports that its work is done or failed, the coordinator the whole outcome.
+    """
 
     header = Header.CONTROL_ACK
     operation_id: OperationId
@@ -468,9 +474,9 @@ class Reserve(ControlMessage):
     """Id of the reservation. If it is sent again, it counts once."""
     tenant: TenantName
     requests_per_minute: PerMinute | None = None
-    """None: no limit, and nothing is counted."""
+    """Limit per minute. None: there is no limit, and nothing is counted."""
     tokens_per_minute: PerMinute | None = None
-    """None: no limit, and nothing is counted."""
+    """Limit per minute. None: there is no limit, and nothing is counted."""
     requests: Count = 0
     """With at least one, a tenant that has no tokens left is rejected as well."""
     tokens: Count = 0
@@ -491,7 +497,7 @@ class Quota(ControlMessage):
     tokens_left: Count | None = None
     tokens_reset_seconds: Seconds = 0.0
     retry_after_seconds: Seconds | None = None
-    """If it was rejected: time until the same reservation fits, if nothing else is counted until then."""
+    """Seconds until a rejected reservation fits the limit, if nothing else is counted until then."""
 
 
 class Charge(ControlMessage):
@@ -611,7 +617,7 @@ class Partial(NamedTuple):
     extras: bytes = b""
     """msgpack `{uid: {"log_probs": […], …}}`, or empty."""
     epochs: TokenEpochs = ()
-    """Of the weights that sampled `tokens`, by their number in this message."""
+    """Epochs of the weights that sampled `tokens`, by the index of the token in this message."""
 
     def to_frames(self) -> Frames:
         index = b"".join(_ENTRY.pack(e.uid, e.dispatch_id, e.offset, e.count) for e in self.entries)
@@ -925,7 +931,10 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
-"""By header: names of the elements that follow it, and the function that reads them. Further elements are ignored."""
+"""Names of the elements that follow a header, and the function that reads them, by header.
+
+Further elements are ignored.
+"""
 _MIN_FIELDS = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
 """Minimum number of elements, including the header, of each message of the request path."""
 

@@ -28,7 +28,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """How one argument of vLLM is classified.
+    """The classification of one argument of vLLM.
 
     kind:   what the argument can do.
     values: for a harmless argument, the values that load no code; empty: all values.
@@ -302,8 +302,8 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 
 
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
-    """Return whether speculative_config.model names a model; with a method that can load code, it may name something
-    else.
+    """Return whether speculative_config.model names a model; with a method that can load code, the field may name
+    something else.
     """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:

@@ -145,8 +145,10 @@ FEW_TOKENS = 64
 
 
 def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
-    """Return the warm-up plans: prompts with as many tokens as a step may have; prompts with FEW_TOKENS tokens, if that
-    is fewer; decodes; a single decode. Every row is sampled with log-probabilities, and one row has a bias. The plans
+    """Return the warm-up plans.
+
+    These are prompts with the maximum number of tokens of a step, prompts with FEW_TOKENS tokens if that is fewer,
+    several decodes, and a single decode. Every row is sampled with log-probabilities, and one row has a bias. The plans
     may read any page, and write to the dummy page only.
     """
     rows = min(limits.rows, limits.tokens)

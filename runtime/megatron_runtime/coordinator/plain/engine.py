@@ -279,7 +279,7 @@ class EngineTranslator:
         self._epoch = self._epoch if epoch is None else epoch
 
     def _join(self, ack: HelloAck) -> None:
-        """Bring the engine to the state and epoch of the others."""
+        """Bring the engine to the state and epoch of the other engines."""
         self._source = ack.source
         for signal in signals_to_join(self._state, ack.state):
             self._signal(signal, None)

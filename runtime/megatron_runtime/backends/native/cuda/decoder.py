@@ -28,7 +28,7 @@ _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
 
 class StackedLinear(Linear):
-    """A Linear whose matrix is number `number` of `stack_YNK`."""
+    """A Linear with the matrix `stack_YNK[number]`."""
 
     def __init__(self, stack_YNK: torch.Tensor, number: int) -> None:
         super().__init__(stack_YNK[number])

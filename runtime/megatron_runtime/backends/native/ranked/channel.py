@@ -344,8 +344,9 @@ class LeaderChannel(_Channel):
         return answers
 
     def blame(self, number: int) -> RankError:
-        """Return the error of the rank that made a collective of order `number` fail: the rank that is lost within
-        BLAME_SECONDS, else the rank that the others waited for.
+        """Return the error of the rank that made a collective of order `number` fail.
+
+        This is the rank that is lost within BLAME_SECONDS, or otherwise the rank for which the other ranks waited.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
