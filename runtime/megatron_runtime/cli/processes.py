@@ -120,7 +120,7 @@ class Supervisor:
     are_ready: set when the children have started. From then on, a child that exits is restarted, at most RESTARTS times
                within RESTART_WINDOW_SECONDS.
     failed:    called with ChildFailedError when a child exits and is not restarted. Children have their own session, so
-    that Ctrl-C reaches only the supervisor, which ends them in order.
+               that Ctrl-C reaches only the supervisor, which ends them in order.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking the values of other requests."""
+"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking the other requests."""
 
 from __future__ import annotations
 

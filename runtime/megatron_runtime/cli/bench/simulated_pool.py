@@ -83,7 +83,9 @@ class TraceRequest:
 
 
 class _Model:
-    """An Executor that computes no model. now: simulated time at the end of the last step.
+    """An Executor that computes no model.
+
+    now:           simulated time at the end of the last step.
     prompt_tokens: number of prompt tokens of the last step.
     """
 

@@ -241,7 +241,7 @@ class _MegatronLLMBase:
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether generate() may be called on this rank: on every rank in direct mode, otherwise only on global rank 0."""
+        """Whether generate() may be called on this rank: in direct mode on every rank, otherwise only on rank 0."""
         return not self._use_coordinator or global_rank() == 0
 
     @property
