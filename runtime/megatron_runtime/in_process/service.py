@@ -140,7 +140,7 @@ class FollowedService(ServedEngine):
         self._thread.start()
 
     def _wait_at_exit(self) -> None:
-        """Perform orders until the first rank exits, unless an error ends this process."""
+        """Execute orders until the first rank exits, unless an error ends this process."""
         if getattr(sys, "last_value", None) is None:
             self._thread.join()
 

@@ -20,7 +20,7 @@ def epochs_to_bytes(spans: TokenEpochs) -> bytes:
 
 
 def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
-    """Raises MalformedMessageError."""
+    """Return the spans that epochs_to_bytes() encoded. Raises MalformedMessageError."""
     if type(data) is not bytes or len(data) % _SPAN.size:
         raise MalformedMessageError(f"epochs of tokens: want bytes, a multiple of {_SPAN.size} of them")
     spans, last = tuple(_SPAN.iter_unpack(data)), -1

@@ -390,9 +390,9 @@ class FailedRequest(_Map):
     """A request that the coordinator failed because engines crashed while they ran it."""
 
     uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
-    """The uid in hexadecimal digits."""
+    """The uid of the request, in hexadecimal digits."""
     engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
-    """Engines that crashed while they ran it, in order."""
+    """Names of the engines that crashed while they ran the request, in the order of the crashes."""
     at: float = Field(default=0.0, ge=0, le=1e11)
     """Time of the failure, in seconds since 1970."""
 

@@ -55,7 +55,7 @@ class PublishedSource:
 
     @classmethod
     def parse(cls, source: str) -> PublishedSource:
-        """Raises ValueError."""
+        """Return the parts of a reference. Raises ValueError."""
         match = _SOURCE.fullmatch(source)
         if match is None:
             raise ValueError(f"source {shown(source)}: want trainer://HOST:PORT/EPOCH-DIGEST, as publish() returns it")
@@ -122,7 +122,7 @@ class WeightsManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightsManifest:
-        """Raises MalformedMessageError."""
+        """Return the manifest that `data` encodes. Raises MalformedMessageError."""
         try:
             epoch, tensors = unpack(data, _MANIFEST)
             manifest = cls(epoch, tuple(_tensor(*items) for items in tensors))
@@ -162,7 +162,7 @@ class OpenSession:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> OpenSession:
-        """Raises MalformedMessageError."""
+        """Return the message that `data` encodes. Raises MalformedMessageError."""
         items = unpack(data, _OPENING)
         if type(items) is not list or len(items) < 1 or type(items[0]) is not str or len(items[0]) > MAX_SESSION_BYTES:
             raise MalformedMessageError(f"{shown(items)}: want a list with a session")
@@ -187,7 +187,7 @@ class SessionOpened:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SessionOpened:
-        """Raises MalformedMessageError."""
+        """Return the message that `data` encodes. Raises MalformedMessageError."""
         items = unpack(data, _OPENING)
         if type(items) is not list or [type(item) for item in items[:4]] != [str, bytes, int, str]:
             raise MalformedMessageError("the trainer's answer is not [error, manifest, store port, token]")

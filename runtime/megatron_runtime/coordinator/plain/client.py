@@ -89,7 +89,7 @@ class ClientTranslator:
     # --- from the client ----------------------------------------------------------------------------------------
 
     def receive(self, frames: Frames) -> None:
-        """Raises MalformedMessageError."""
+        """Handle a message of the client. Raises MalformedMessageError."""
         header = header_of(frames[0])
         if header == Header.SUBMIT_REQUEST:
             self._submit(frames)

@@ -129,7 +129,7 @@ class EngineTranslator:
     # --- from the engine ----------------------------------------------------------------------------------------
 
     def receive(self, frames: Frames) -> None:
-        """Raises MalformedMessageError."""
+        """Handle a message of the engine. Raises MalformedMessageError."""
         header = header_of(frames[0]) if frames[0] else None
         if header == Header.ENGINE_REPLY:
             for output in read_outputs(frames, is_final=True):

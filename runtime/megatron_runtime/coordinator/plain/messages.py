@@ -94,7 +94,7 @@ class PlainParams(NamedTuple):
 
     @classmethod
     def read(cls, packed: bytes) -> Self:
-        """Raises MalformedMessageError. A value of a wrong type is ignored."""
+        """Return the parameters of a packed map. A value of a wrong type is ignored. Raises MalformedMessageError."""
         params = unpack(packed, PARAMETERS)
         if type(params) is not dict:
             raise MalformedMessageError(f"SUBMIT_REQUEST with parameters {shown(params)}: want a map")
