@@ -166,8 +166,11 @@ class LocalCluster:
     def freeze_node(self, index: int) -> None:
         """Suspend all processes of a node, as if its machine hung: kubelet, container runtime, Services and containers.
 
-        Its kernel still accepts connections. With `cut_network` as well, the node is lost. index: 2 or higher, because
-        node 1 also runs the control plane. Raises ClusterError if the node does not exist.
+        Its kernel still accepts connections. With `cut_network` as well, the node is lost.
+
+        index: 2 or higher, because node 1 also runs the control plane.
+
+        Raises ClusterError if the node does not exist.
         """
         node = self._further_node(index)
         # Suspend the node's processes first, otherwise the kubelet would report containers that do not answer.

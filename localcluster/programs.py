@@ -25,7 +25,9 @@ from localcluster.shell import follow, run, tail
 
 MODULE = Path(__file__).resolve().parent / "go"
 LINK_PACKAGES = 30
-"""Number of packages that take about as long to compile as one program takes to link. It serves to estimate durations.
+"""Number of packages that take about as long to compile as one program takes to link.
+
+It serves to estimate durations.
 """
 _PACKAGE = re.compile(r"[\w.~+/-]+", re.ASCII)
 """Matches a line of `go build -v` that is the path of a package."""

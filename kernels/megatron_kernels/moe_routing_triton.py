@@ -3,11 +3,12 @@
 The sizes of the launches depend only on shapes, and there are no atomic operations and no reads from the device. So the
 order is deterministic, and CUDA graphs can capture the launches.
 
-Up to 64 tokens take one launch of one program. More tokens take three launches: 1. One program per block of tokens:
-probabilities, chosen experts, and the number of choices of each expert. 2. One program: sums over blocks and experts
-give the start of each expert's part, and the start of each block in it. 3. One program per block of tokens: the place
-of each pair. A token chooses an expert once, so the rank of a pair is the number of earlier tokens of the block that
-chose the same expert.
+Up to 64 tokens take one launch of one program. More tokens take three launches:
+
+1. One program per block of tokens: probabilities, chosen experts, and the number of choices of each expert.
+2. One program: sums over blocks and experts give the start of each expert's part, and the start of each block in it.
+3. One program per block of tokens: the place of each pair. A token chooses an expert once, so the rank of a pair is the
+   number of earlier tokens of the block that chose the same expert.
 """
 
 from __future__ import annotations

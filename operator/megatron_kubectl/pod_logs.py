@@ -71,7 +71,8 @@ def _states(pod: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def selected_pods(client: ResourceClient, selection: Selection) -> list[Object]:
     """Return the pods of a selection, sorted by name.
 
-    Raises: ClusterError: the selection is empty; the message names the existing pods.
+    Raises:
+        ClusterError: the selection is empty; the message names the existing pods.
     """
     known = client.pods(selection.resource)
     matching = sorted(filter(selection.has, known), key=lambda pod: str(pod["metadata"]["name"]))

@@ -66,7 +66,8 @@ class ContextQuery:
     def result(self) -> tuple[str, str]:
         """Return the name and the namespace of the context.
 
-        Raises: ClusterError: the context or the kubeconfig does not exist.
+        Raises:
+            ClusterError: the context or the kubeconfig does not exist.
         """
         output, errors = self._process.communicate()
         if self._process.returncode:

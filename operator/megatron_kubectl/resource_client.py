@@ -134,7 +134,8 @@ class ResourceClient:
     def versions(self, name: str, *, timeout_seconds: float) -> Iterator[Object]:
         """Yield the resource, then each of its new versions, until the timeout.
 
-        Raises: ClusterError: the resource is deleted, or a request fails.
+        Raises:
+            ClusterError: the resource is deleted, or a request fails.
         """
         deadline = time.monotonic() + timeout_seconds
         resource = self.get(name)
@@ -162,8 +163,10 @@ class ResourceClient:
     def wait(self, name: str, done: Callable[[Object], bool], *, goal: str, timeout_seconds: float) -> Object:
         """Wait until `done` is true for the resource, and return the resource.
 
-        goal: description of the goal that can follow "not" in a message. Raises: ClusterError: timeout; the message
-        names what the resource waits for.
+        goal: description of the goal that can follow "not" in a message.
+
+        Raises:
+            ClusterError: timeout; the message names what the resource waits for.
         """
         resource: Object = {}
         for resource in self.versions(name, timeout_seconds=timeout_seconds):

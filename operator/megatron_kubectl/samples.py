@@ -109,8 +109,10 @@ class Sample:
 
 
 def parse_page(text: str) -> PodMetrics:
-    """Return the shown metrics of a page in the Prometheus text format. Values that are not finite are left out.
-    Raises: ValueError: the text is not in this format.
+    """Return the shown metrics of a page in the Prometheus text format.
+
+    Values that are not finite are left out. Raises:
+        ValueError: the text is not in this format.
     """
     values: defaultdict[str, float] = defaultdict(float)
     buckets: dict[str, dict[float, float]] = {}

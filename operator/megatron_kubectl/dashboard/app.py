@@ -491,8 +491,11 @@ async def serve(
         context:       context of the kubeconfig; None means the current one.
         shown_context: name of the context, for the page.
         port:          port on loopback; 0 means any free port.
-        say:           function that prints a line. Raises: ClusterError: no usable kubeconfig, or kubectl has exited.
-                       OSError:      the port is taken.
+        say:           function that prints a line.
+
+    Raises:
+        ClusterError: no usable kubeconfig, or kubectl has exited.
+        OSError: the port is taken.
     """
     with socket.create_server((HOST, port)) as listener, KubectlProxy(context=context) as proxy:
         settings = DashboardSettings(listener.getsockname()[1], namespace, shown_context)

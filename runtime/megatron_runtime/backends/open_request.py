@@ -1,4 +1,7 @@
-"""What every backend keeps of a request that it works on: limits, deadline, times, weight epochs, events. No torch."""
+"""The record that every backend keeps of an open request: limits, deadline, times, weight epochs and events.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 class BackendRequest:
     """A request that a backend works on. Times are on one clock of the backend.
 
-    max_total_tokens: tokens of prompt and answer at which the request ends.
-    stop_ids:    tokens of the vocabulary that end the answer.
+    max_total_tokens: number of tokens of prompt and answer at which the request ends.
+    stop_ids:    ids of the tokens that end the answer.
     deadline:    infinite if there is none.
-    admitted:    when it first had a slot; first_token: when it had its first token here.
+    admitted: time at which the request first had a slot; first_token: time of its first token on this engine.
     policy_epoch, kv_cache_epoch: see RequestSummary.
     """
 
@@ -56,9 +59,11 @@ class BackendRequest:
         epoch: int,
         **fields: Any,
     ) -> Self:
-        """Return the record of a request that arrives.
+        """Return the record of a new request.
 
-        longest: limit of prompt plus answer, in tokens. now: time on the backend's clock. epoch: epoch of its weights.
+        longest: limit of prompt plus answer, in tokens.
+        now:     time on the backend's clock.
+        epoch:   epoch of its weights.
         fields:  fields of the subclass.
 
         Raises the errors of EngineRequest.max_total_tokens().
@@ -95,7 +100,7 @@ class BackendRequest:
         self.events.append(DynamicInferenceEvent(kind, payload=payload))
 
     def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
-        """Note that later tokens are computed with weights of `epoch`.
+        """Record that later tokens are computed with weights of `epoch`.
 
         total_tokens: tokens of prompt and answer so far, of which `num_computed` are in the KV cache.
         """
@@ -104,7 +109,7 @@ class BackendRequest:
         self.kv_cache_epoch = with_epoch(self.kv_cache_epoch, num_computed, epoch)
 
     def finish_reason(self, token: int, total_tokens: int) -> Literal["stop", "length"] | None:
-        """Return why a request with the newest token `token` is complete; None if it continues."""
+        """Return the reason why a request ends after its newest token `token`; None if it continues."""
         if token in self.stop_ids and total_tokens - self.prompt_length >= self.params.min_tokens:
             return "stop"
         return "length" if total_tokens >= self.max_total_tokens else None

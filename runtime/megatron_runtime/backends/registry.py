@@ -1,6 +1,6 @@
-"""Builds the backend that `--backend` names. This module alone imports backends, each when it is chosen.
+"""Builds the backend that `--backend` names.
 
-A backend from outside is passed to worker.run() as a factory.
+Only this module imports backends, and only the chosen one. An external backend is passed to worker.run() as a factory.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def check_backend(settings: EngineSettings) -> None:
 
     Raises:
         ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
-        OSError: the model cannot be read at present, such as HubUnavailableError.
+        OSError: the model cannot be read now, for example HubUnavailableError.
         VllmError: vLLM ended while it checked them; VllmKilledError if it was killed.
     """
     with _described(settings) as described:
@@ -61,7 +61,7 @@ def check_backend(settings: EngineSettings) -> None:
 
 @contextmanager
 def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
-    """Yield the settings with a directory of the model's metadata instead of a model that is downloaded."""
+    """Yield the settings, in which a directory with the model's metadata replaces a model that would be downloaded."""
     if not settings.model.startswith(REMOTE_PREFIXES):
         yield settings
         return

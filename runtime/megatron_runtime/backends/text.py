@@ -32,14 +32,13 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 LARGE_VOCABULARY = 100_000
-"""Tokens. Indexing 50,000 tokens takes 0.3 s, indexing 260,000 several seconds."""
+"""Minimum number of tokens of a large vocabulary. Indexing 50,000 tokens takes 0.3 s, 260,000 several seconds."""
 
 COMPILE_SECONDS_PER_MINUTE = 20.0
-"""Compile time for new grammars that each tenant gets per minute in each engine. Usual grammars take less than their
-charge."""
+"""Seconds of compile time for new grammars that each tenant gets per minute in each engine. Usual grammars are free."""
 
 LISTS_OF_BAD_WORDS = 32
-"""Number of lists that stay tokenized. To tokenize a list of the largest size takes 4 ms."""
+"""Number of tokenized lists of bad words that are cached. The largest list takes 4 ms to tokenize."""
 
 
 class ModelText:
@@ -111,7 +110,7 @@ class ModelText:
         """Return the state of an answer after its tokens `generated`; None if it may have any tokens.
 
         tenant:      the masks of tenants are computed round robin.
-        begin_calls: begins the grammar of tool calls; None compiles it in this thread.
+        begin_calls: starts to compile the grammar of tool calls; None compiles it in this thread.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
@@ -171,10 +170,10 @@ class ModelText:
 
 
 class GrammarQueue:
-    """Begins the grammars of requests: one new grammar at a time, round robin over tenants.
+    """Compiles the grammars of requests, one new grammar at a time, round robin over tenants.
 
-    A grammar that was compiled before does not wait for new ones. Requests without a tenant get a share like the
-    others, and have no budget. All methods run on the event loop.
+    A grammar that was compiled before does not wait for new ones. Requests without a tenant share the queue as one
+    tenant, and have no budget. All methods run on the event loop.
     """
 
     def __init__(self, text: ModelText | None) -> None:
@@ -226,7 +225,7 @@ class GrammarQueue:
         structure: Mapping[str, Any],
         tokens: Sequence[int],
     ) -> Future[AnswerState]:
-        """Begin the grammar of calls. Called in any thread."""
+        """Start to compile the grammar of calls. Called in any thread."""
         begun: Future[AnswerState] = Future()
 
         def done(task: asyncio.Task[AnswerState]) -> None:

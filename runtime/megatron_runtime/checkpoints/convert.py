@@ -152,7 +152,7 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
     It is renamed to `directory` when the block ends, and removed on failure.
 
     replace: remove an existing `directory` at the end; without `replace` it must be absent or empty. Files of a process
-    that was killed are removed by the next one.
+             that was killed are removed by the next one.
 
     Raises DestinationError.
     """

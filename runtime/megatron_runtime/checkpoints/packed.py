@@ -145,8 +145,7 @@ def write_packed(checkpoint: Checkpoint, directory: Path, *, numbers: Format, wr
     """Write the weights of a checkpoint to `directory`.
 
     numbers: number format of the matrices; quantized matrices keep their blocks if it is int8 or int4.
-    written: called
-    with the size of each tensor of the checkpoint.
+    written: called with the size of each tensor of the checkpoint.
     """
     family, shapes = FAMILIES[checkpoint.config.family], tensor_shapes(checkpoint.config)
     formats = {

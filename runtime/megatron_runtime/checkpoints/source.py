@@ -113,9 +113,9 @@ def resolve(model: str) -> StoredModel:
 
     Weights at a hub or in an object store are fetched if they are not cached.
 
-    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file, or a directory: with
-           config.json and safetensors or model.packed, with the .gguf files of one model, a Megatron-Core checkpoint,
-           or the directory that Megatron-LM loads one from. For a model in several .gguf files, any of them.
+    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file (any one if the model has
+           several), or a directory. The directory contains config.json with safetensors or model.packed, the .gguf
+           files of one model, a Megatron-Core checkpoint, or the checkpoints of a Megatron-LM training run.
 
     Raises ModelSourceError, ModelFileError, and for a hub or a store HubError and HubUnavailableError.
     """

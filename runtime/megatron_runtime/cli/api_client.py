@@ -1,4 +1,4 @@
-"""A client of the OpenAI API for the terminal commands. It checks the lines, types and characters of the server."""
+"""A client of the OpenAI API for the terminal commands. It checks the size, types and characters of answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_runtime.process.options import API_KEY, environment_option
 from megatron_runtime.protocol import strict_json as json
 
 MAX_EVENT_BYTES = 16 << 20
-"""Limit of one line of a stream."""
+"""Maximum size of one line of a stream."""
 MAX_ERROR_BYTES = 64 << 10
-"""Limit of an answer that is not a stream; the rest is not read."""
+"""Maximum number of bytes that are read of an answer that is not a stream."""
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
@@ -29,7 +29,7 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class StreamFormatError(ValueError):
-    """The server sent something other than a list of models or a stream of completions. The message has the reason."""
+    """The server's answer is not a list of models or a stream of completions. The message gives the reason."""
 
 
 class StreamFailedError(Exception):
@@ -44,7 +44,7 @@ class EventReader:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the events that `data` completes, and none after the end of the stream.
+        """Yield the events that `data` completes. After the end of the stream, yield none.
 
         Raises StreamFormatError, and StreamFailedError for an error event.
         """
@@ -90,7 +90,7 @@ class Part:
 
 
 def parts_of(event: dict[str, Any]) -> Iterator[Part]:
-    """Yield the part of each choice of an event, of a completion or of a chat. Raises StreamFormatError."""
+    """Yield the part of each choice in an event of a completion or a chat. Raises StreamFormatError."""
     choices = event.get("choices")
     for choice in choices if isinstance(choices, list) else [None]:
         text: Any = None
@@ -145,7 +145,7 @@ def readable_failures(url: str) -> Iterator[None]:
 
 
 class ApiClient:
-    """One server. Every failure is a ClickException with a readable message."""
+    """A client of one server. Every failure is a ClickException with a readable message."""
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -169,7 +169,7 @@ class ApiClient:
         request = {**{key: value for key, value in body.items() if value is not None}, "stream": True}
         with self._reply("POST", path, request) as reply:
             events = EventReader()
-            for data in reply.iter_raw():  # not decompressed: a few bytes could become gigabytes
+            for data in reply.iter_raw():  # the data is not decompressed, because a few bytes could become gigabytes
                 for event in events.feed(data):
                     yield from parts_of(event)
                 if events.is_done:
@@ -191,12 +191,12 @@ class ApiClient:
 
 
 def echo_text(text: str, *, dim: bool = False) -> None:
-    """Print a part of an answer, for a terminal without its control sequences."""
+    """Print a part of an answer. On a terminal, its control characters are escaped."""
     click.secho(terminal_text(text) if sys.stdout.isatty() else text, nl=False, dim=dim or None)
 
 
 def _content(reply: httpx.Response) -> bytes:
-    """Return the beginning of a body that is not a stream."""
+    """Return the first MAX_ERROR_BYTES bytes of a body that is not a stream."""
     content = b""
     for data in reply.iter_raw():
         content += data

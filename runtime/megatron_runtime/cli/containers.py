@@ -291,7 +291,7 @@ def engine(
         _check(settings)
         return
     is_launcher = settings.backend != "vllm" and sizes.world > 1 and rank_identity(sizes) is None
-    if device.gpus is not None and not is_launcher:  # once: the launcher's ranks have its environment
+    if device.gpus is not None and not is_launcher:  # only once: ranks inherit the launcher's environment
         assign_gpus(device, engines=1, ranks=len(device.gpus), gpus=count_gpus())
         show_only(device.gpus)
 
@@ -358,7 +358,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     except RankError as error:
         end_with(error)
     except (OSError, ValueError) as error:
-        if identity.rank != 0:  # rank 0 has written its own
+        if identity.rank != 0:  # rank 0 has written its own termination message
             write_termination_message(error)
         raise
 

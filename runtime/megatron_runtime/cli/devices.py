@@ -1,6 +1,6 @@
-"""The GPUs of engines on one machine: the option `--device`, and the assignment of GPUs to engines. No torch.
+"""The option `--device`, and the assignment of a machine's GPUs to engines. No torch.
 
-An engine sees its GPUs only (CUDA_VISIBLE_DEVICES), and its ranks take them in order. This works for every backend.
+An engine sees only its GPUs (CUDA_VISIBLE_DEVICES), and its ranks use them in order. This works for every backend.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _GPUS = re.compile(r"cuda:\d+(,cuda:\d+)*")
 class Device:
     """The value of `--device`.
 
-    kind: "auto" is a GPU if there is one.
-    gpus: numbers of the GPUs to use, in this order, as CUDA counts those that the process sees. None: from 0 on.
+    kind: "auto" means a GPU if there is one.
+    gpus: numbers of the GPUs to use, in this order, among the GPUs that the process sees. None: from 0 on.
     """
 
     kind: Literal["auto", "cpu", "cuda"]
@@ -75,7 +75,7 @@ def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[
     ranks: number of ranks of each engine.
     gpus:  number of GPUs of this machine.
 
-    Raises click.UsageError: there are fewer than that; the message has the options, the numbers and the remedy.
+    Raises click.UsageError: the machine has too few GPUs; the message has the options, the numbers and the remedy.
     """
     if device.kind == "cpu" or (device.kind == "auto" and gpus == 0):
         return [None] * engines

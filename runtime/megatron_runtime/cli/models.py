@@ -1,4 +1,4 @@
-"""`megatron convert` and `fetch`: models on the disk."""
+"""`megatron convert` and `megatron fetch`: convert models, and download them."""
 
 from __future__ import annotations
 

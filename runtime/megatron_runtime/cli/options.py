@@ -1,4 +1,4 @@
-"""Shared by the subcommands: groups of lazily imported commands, readable errors, option types, logging."""
+"""Code that the subcommands share: groups of lazily imported commands, readable errors, option types, and logging."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def _adapter(text: str) -> Adapter:
     if not separator:
         raise click.BadParameter(f"{text!r} is not an adapter: use NAME=SOURCE, such as sql=hf:org/sql-lora.")
     if not source.startswith("hf:"):
-        source = str(Path(source).expanduser().resolve())  # an engine may run in another directory
+        source = str(Path(source).expanduser().resolve())  # engines may run in another directory
     try:
         return Adapter(name, source)
     except ValueError as error:
@@ -233,7 +233,7 @@ json_output = click.option("-o", "--output", type=click.Choice(["json"]), help="
 
 
 def say_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns as wide as their longest cell."""
+    """Print a table whose columns are as wide as their longest cell."""
     lines = [headers, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     for line in lines:

@@ -31,19 +31,25 @@ RESTART_WINDOW_SECONDS = 60.0
 _LINES_KEPT = 20
 RENDEZVOUS_SECONDS = 900
 OUTLIVE_SECONDS = 4.0
-"""Ranks that still run this long after another rank has exited are killed."""
+"""Seconds after the exit of a rank after which the remaining ranks are killed."""
 _UNUSED_SIGNAL = "SIGUSR2"
-"""On the signals that it handles, the agent kills its ranks at once. But rank 0 must drain on SIGTERM first."""
+"""A signal that is never sent.
+
+It replaces the agent's signals, on which the agent would kill ranks before rank 0 has drained.
+"""
 
 
 _PORTS = range(20_000, 29_500)
-"""Below the ports that Linux assigns to outgoing connections: a connection could take the port before its process binds
-it."""
+"""Ports to choose from, below the ports that Linux assigns to outgoing connections, which could take a port before its
+process binds it.
+"""
 
 
 _reservations: dict[int, socket.socket] = {}
-"""UDP sockets on the ports that this process has reserved. A process that chooses a port skips the ports that another
-process has reserved, because their servers may not listen yet."""
+"""UDP sockets on the ports that this process has reserved.
+
+A process skips ports that another process has reserved, because their servers may not listen yet.
+"""
 
 
 def reserve_port(port: int) -> bool:
@@ -107,17 +113,17 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS + 1))
-    """Times of its exits."""
+    """Times at which the process has exited."""
 
 
 class Supervisor:
     """Runs children until stop().
 
     say:       called with a child's name, or None for the supervisor itself, and a line to print.
-    are_ready: the children have started. From then on a child that exits is restarted, at most RESTARTS times within
-               RESTART_WINDOW_SECONDS.
+    are_ready: set when the children have started. From then on, a child that exits is restarted, at most RESTARTS times
+               within RESTART_WINDOW_SECONDS.
     failed:    called with ChildFailedError when a child exits and is not restarted. Children have their own session, so
-    that Ctrl-C reaches only the supervisor, which ends them in order.
+               that Ctrl-C reaches only the supervisor, which ends them in order.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:
@@ -192,7 +198,7 @@ class Supervisor:
         while True:
             try:
                 line = await output.readline()
-            except ValueError:  # a line beyond the stream's limit; the reader has dropped it
+            except ValueError:  # the line exceeds the stream's limit, and the reader has dropped it
                 continue
             if not line:
                 return
@@ -231,7 +237,7 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
         if node.nodes == 1:
             folder = stack.enter_context(private_folder())
             os.environ[FOLDER_VARIABLE] = str(folder)
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the agent opens no store on TCP
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # keep the agent from opening a store on TCP
             backend, endpoint = "c10d", str(folder / "agent")
             configs: dict[str, object] = {"store_type": "file"}
         else:
@@ -260,9 +266,9 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that failed first among the ranks that the agent found exited at the same time.
+    """Return the rank that probably failed first, among ranks whose exits the agent has detected at the same time.
 
-    A rank that was killed by a signal is the cause. A rank that exited with a status may have done so as a consequence.
+    A rank that a signal has killed is the cause. A rank that exited with a status may have exited as a consequence.
     """
     return min(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[1].timestamp))
 

@@ -23,7 +23,7 @@ from megatron_runtime.transport.peer_link import PeerLink
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 60.0
 _ADAPTER_SECONDS = 3600.0
-"""Time to fetch and load the adapters."""
+"""Timeout, in seconds, for fetching and loading the adapters."""
 
 
 async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
@@ -46,7 +46,7 @@ async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, a
     if options.adapters.adapters:
         await _set_adapters(options.adapters, admin=admin)
         say(None, f"adapters: {', '.join(adapter.name for adapter in options.adapters.adapters)}")
-    # The socket listens already. The first answer arrives when the server process has started.
+    # The socket already listens, so the first answer arrives when the server process has started.
     while not await _is_ready(url):  # noqa: ASYNC110 - another process's state
         await asyncio.sleep(_POLL_SECONDS)
 

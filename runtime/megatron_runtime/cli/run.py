@@ -54,7 +54,7 @@ def run(context: click.Context, reference: str, **options: Any) -> None:
                 click.secho(line.rstrip(), dim=True, err=True)
             else:
                 raise click.ClickException(f"the server ended with status {server.wait()}")
-            threading.Thread(target=server.stdout.read, daemon=True).start()  # otherwise its pipe would fill up
+            threading.Thread(target=server.stdout.read, daemon=True).start()  # otherwise the pipe would fill up
             context.invoke(chat, url=ready[1], model=None, api_key=None, **conversation)
         finally:
             server.send_signal(END_SIGNAL)

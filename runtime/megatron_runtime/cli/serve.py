@@ -110,7 +110,7 @@ def serve(**options: Any) -> None:
     options["gpus"] = assign_gpus(
         options["device"], engines=options["engines"], ranks=options["tensor_parallel"], gpus=count_gpus()
     )
-    options["device"] = options["device"].kind  # the GPUs are in the environment of the engine processes
+    options["device"] = options["device"].kind  # the environment of each engine process selects its GPUs
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
         asyncio.run(_serve(SimpleNamespace(**options)))
@@ -155,7 +155,7 @@ async def _serve(options: SimpleNamespace) -> None:
         try:
             try:
                 stack.enter_context(listed(server))
-            except OSError as error:  # such as a cache folder that cannot be written
+            except OSError as error:  # for example a cache folder that cannot be written
                 say(None, f"'megatron status' does not show this server: {error}")
             for child in _children(options, sockets=sockets, listener=listener):
                 await supervisor.start(child)
@@ -174,7 +174,7 @@ async def _serve(options: SimpleNamespace) -> None:
 
 
 def _address(sockets: Path, role: str) -> str:
-    """Return the coordinator's address for a role. Only this user may enter the folder."""
+    """Return the coordinator's address for a role, a socket in a folder that only this user may enter."""
     return f"ipc://{sockets}/{role}"
 
 

@@ -49,7 +49,7 @@ def _directory() -> Path:
 
 @contextmanager
 def listed(server: Server) -> Iterator[None]:
-    """List the server until the block ends."""
+    """Keep the server in the list of running servers until the block ends."""
     directory = _directory()
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / f"{server.pid}.json"
@@ -73,7 +73,7 @@ def running_servers() -> list[Server]:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                with suppress(ValueError, TypeError):  # written by another release
+                with suppress(ValueError, TypeError):  # the file may be written by another release
                     servers.append(Server(**json.loads(file.read())))
             else:
                 path.unlink(missing_ok=True)

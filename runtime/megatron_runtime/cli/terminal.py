@@ -28,7 +28,7 @@ SETTINGS: Mapping[str, click.ParamType] = {
     "top-p": FiniteRange(0, 1),
     "seed": click.INT,
 }
-"""Names of /set, and their values."""
+"""The settings that /set accepts, with the types of their values."""
 
 chat_options = together(
     click.option("--system", help="System message at the start of the conversation."),
@@ -143,7 +143,7 @@ _COMMANDS: Mapping[str, tuple[str, str, Callable[[Conversation, str], None]]] = 
     "load": ("FILE", "Continue the conversation in FILE.", Conversation.load),
     "exit": ("", "End the chat, as does Ctrl-D.", Conversation.leave),
 }
-"""By name: arguments, help, action."""
+"""Arguments, help text and action of each command, by name."""
 
 
 @click.command()
@@ -196,7 +196,7 @@ def _read_message(*, is_terminal: bool) -> str | None:
 
 
 def _note(text: str) -> None:
-    """Print a line of the program, apart from the answers."""
+    """Print a message of the program to standard error, separate from answers."""
     click.secho(text, dim=True, err=True)
 
 

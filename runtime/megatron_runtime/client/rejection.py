@@ -93,5 +93,5 @@ _CLASSES: dict[int, type[RequestRejectedError]] = {
 def rejection(
     code: int, message: str, retry_after_seconds: float | None = None, field: str | None = None
 ) -> RequestRejectedError:
-    """Return the error of the class for an ErrorCode. field: the sampling parameter at fault."""
+    """Return the exception for an ErrorCode. field: the sampling parameter at fault."""
     return _CLASSES.get(int(code), RequestRejectedError)(int(code), message, retry_after_seconds, field)

@@ -1,4 +1,4 @@
-"""The core's interface to its environment: which keys are accepted, and how texts are tokenized."""
+"""The interfaces through which the core checks keys and tokenizes texts."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ logger = logging.getLogger(__name__)
 PeerId: TypeAlias = tuple[int, bytes]
 """Port number and routing id, which identify one connection."""
 MAX_TEXT_CHARACTERS = 512 * 1024
-"""Maximum length of a prompt that is sent as text. Other requests wait while it is tokenized, here or at an engine."""
+"""Maximum length of a prompt that is sent as text. Other requests wait while a prompt is tokenized."""
 
 
 class Access:
-    """What the shell knows about keys and connections. This base class is for operation without encryption; the shell
-    overrides it.
+    """The keys of connections.
+
+    This base class is for operation without encryption; Transport overrides it.
     """
 
     def key_of(self, peer: PeerId) -> bytes:
-        """Return the public key that the connection was accepted with."""
+        """Return the public key of a connection."""
         return b""
 
     def admits(self, peer: PeerId, key: bytes) -> bool:
-        """Whether a connection with this key may stay."""
+        """Return whether the key of a connection is still accepted, so that the connection may stay open."""
         return True
 
     def is_trainer(self, key: bytes) -> bool:
-        """Whether a connection of the admin port with this key is a trainer's, which may send only some messages."""
+        """Return whether this key is a trainer's. A trainer may send only some messages to the admin port."""
         return False
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
@@ -51,16 +52,16 @@ class Access:
 
 
 class PromptTokenizer(Protocol):
-    """Tokenizes text prompts. With `detokenize(tokens)` too, clients of Megatron-Core get the text of their answers."""
+    """Tokenizes text prompts. If it also has `detokenize(tokens)`, answers to Megatron-Core's clients contain text."""
 
     def tokenize(self, text: str) -> list[int]: ...
 
 
 class PromptReader:
-    """Accepts prompts, and reads the tokens of text prompts and of plain clients' prompts where they are needed.
+    """Checks prompts, and converts text prompts and prompts of Megatron-Core's clients to tokens if needed.
 
-    tokenizer: None sends every text to an engine.
-    needs_tokens: whether the choice of the engine needs the tokens.
+    tokenizer:    tokenizes text prompts; None: engines tokenize them.
+    needs_tokens: whether the routing policy needs the tokens of prompts.
     """
 
     def __init__(self, tokenizer: PromptTokenizer | None, *, needs_tokens: bool) -> None:
@@ -68,7 +69,10 @@ class PromptReader:
         self.needs_tokens = needs_tokens
 
     def accept(self, meta: RequestMeta, prompt: bytes) -> tuple[RequestMeta, bytes]:
-        """Return the prompt of a request as it is kept. Raises MalformedMessageError."""
+        """Return the metadata and the prompt of a request in the form in which the coordinator keeps them.
+
+        Raises MalformedMessageError.
+        """
         if not meta.text:
             return meta, self.tokens_of(meta, prompt)
         characters = len(prompt.decode("utf-8", "replace"))

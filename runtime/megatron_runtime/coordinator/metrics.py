@@ -17,7 +17,7 @@ _PREFIX = "megatron_coordinator_"
 class CoordinatorMetrics(Collector):
     """Metrics of one coordinator process.
 
-    core: returns the current core. A standby replaces its core.
+    core: returns the current core, which changes when a standby takes over.
     """
 
     def __init__(self, core: Callable[[], CoordinatorCore]) -> None:

@@ -38,17 +38,17 @@ _HELLO, _PAIR_STATE = int(Header.HELLO), int(Header.PAIR_STATE)
 
 
 class Answer(Enum):
-    """What to do with a message of a peer."""
+    """How a coordinator of a pair treats a message of a peer."""
 
     SERVE = "serve"
     REDIRECT = "redirect"
-    """The other coordinator is active."""
+    """The peer must connect to the other coordinator, which is active."""
     WAIT = "wait"
-    """No answer: the peer asks again."""
+    """The message gets no answer, so that the peer sends it again."""
 
 
 class Election:
-    """The state of one coordinator of a pair. Begins on standby.
+    """The state of one coordinator of a pair, which starts as the standby.
 
     now:         time of creation, seconds on the clock of all calls.
     incarnation: a random number of 64 bits.
@@ -71,7 +71,7 @@ class Election:
         return PairState(incarnation=self._incarnation, term=self.term, active=self.active)
 
     def heard(self, now: float, other: PairState) -> None:
-        """The other coordinator reports its state."""
+        """Handle the state that the other coordinator has reported."""
         self._silent_since, self._other = now, other
         if self.active and other.active and (other.term, other.incarnation) > (self.term, self._incarnation):
             self.active = False
@@ -97,7 +97,10 @@ class Election:
         self._silent_since, self._other = now, None
 
     def leave(self, now: float) -> bool:
-        """Prepare for the exit of this process: stand by, if the other coordinator is alive and can take over."""
+        """Prepare for the exit of this process: become the standby if the other coordinator is alive.
+
+        Return whether it is.
+        """
         self._leaves = self._hears(now) is not None
         self.active = self.active and not self._leaves
         return self._leaves
@@ -190,7 +193,7 @@ class Pair:
         self._send(peer, self._redirect)
 
     def hand_over(self) -> bool:
-        """Let the other coordinator take over before this process exits. Return False if it cannot be notified."""
+        """Let the other coordinator take over before this process exits. Return False if it cannot be reached."""
         was_active = self._election.active
         if not self._report():
             return False

@@ -42,10 +42,13 @@ __all__ = ["Coordinator", "PromptTokenizer", "run", "serve"]
 logger = logging.getLogger(__name__)
 
 HAND_OVER_SECONDS = 1.0
-"""After SIGTERM, the time for a connection to the other coordinator of a pair, which may be restarting."""
+"""Maximum seconds after SIGTERM for connecting to the other coordinator of a pair, which may be restarting."""
 _HAND_OVER_RETRY_SECONDS = 0.1
 DRAIN_SECONDS = 5.0
-"""After SIGTERM, the time for open requests to end. Clients submit the rest again to the next coordinator."""
+"""Maximum seconds after SIGTERM for open requests to end.
+
+Clients submit the remaining requests to the next coordinator.
+"""
 
 OnBound: TypeAlias = Callable[[dict[Role, str]], None]
 OnMessage: TypeAlias = Callable[[PeerId, Frames], None]

@@ -83,8 +83,9 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Send this process END_SIGNAL when its parent exits. The pipe may outlive the parent, because other processes may
-    hold copies.
+    """Send this process END_SIGNAL when its parent exits.
+
+    The end of the pipe would not show this, because other processes may hold copies of it.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,1 +1,1 @@
-"""Engines of many ranks: shards, rendezvous, collectives, and detection of lost or stalled ranks."""
+"""Support for engines of several ranks: shards, rendezvous, collectives, and detection of lost or stalled ranks."""

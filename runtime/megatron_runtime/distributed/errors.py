@@ -1,4 +1,4 @@
-"""Failures of an engine of many ranks. Each names a rank and a cause. No torch."""
+"""Errors of engines of several ranks. Each names a rank and a cause. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class RankError(RuntimeError):
     """One rank failed.
 
-    rank:   its number, also in the message.
+    rank: number of the rank, which the message contains too.
     reason: the machine-readable cause in the termination message.
     remedy: what the user can do.
     """
@@ -23,7 +23,8 @@ class RankError(RuntimeError):
 class RankLostError(RankError):
     """A rank exited or is stalled. Its engine exits and is started again with all ranks.
 
-    by_silence: no failure of its process or its step is known, so its node or the network may be lost.
+    by_silence: the rank sends nothing, and no failure of its process or its step is known. Its node or the network may
+                be lost.
     """
 
     reason = "RankLost"

@@ -21,9 +21,9 @@ from megatron_runtime.distributed.watch import StepProgress
 
 
 class Collectives:
-    """The exchanges between the ranks of one model in a forward pass. This base class is for a single rank.
+    """The communication between the ranks of one model in a forward pass. This base class is for a single rank.
 
-    Every rank of a group calls the methods in the same order. A result may be the argument, changed in place.
+    Every rank of a group calls the methods in the same order. A method may change its argument in place, and return it.
     """
 
     def begin_layer(self, number: int) -> None:
@@ -45,7 +45,7 @@ class Collectives:
         return x_TD
 
     def own_tokens(self, y_AD: torch.Tensor) -> torch.Tensor:
-        """Return y_TD, the rows of this rank's tokens."""
+        """Return y_TD, the rows of y_AD that belong to this rank's tokens."""
         return y_AD
 
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class _ProcessGroup:
         dist.recv(tensor, rank, group=self._group)
 
     def close(self) -> None:
-        """destroy_process_group() closes all groups."""
+        """Do nothing: destroy_process_group() closes all groups."""
 
 
 class Groups(Collectives):
@@ -122,7 +122,7 @@ class Groups(Collectives):
                 timeout=timeout,
                 device_id=device if backend == "nccl" else None,
             )
-        shape = (engines, sizes.pipeline, sizes.expert, sizes.tensor)  # as in Shard.rank
+        shape = (engines, sizes.pipeline, sizes.expert, sizes.tensor)  # the order of Shard.rank
         numbers = torch.arange(engines * sizes.world).view(shape)
 
         def group(dimension: int, name: str) -> _ProcessGroup | LocalGroup | None:
@@ -143,7 +143,10 @@ class Groups(Collectives):
         self._pipeline, self._expert, self._tensor = group(1, "pipeline"), group(2, "expert"), group(3, "tensor")
 
     def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
-        """Begin a forward pass. Every rank knows the number of tokens on each expert rank from the plan."""
+        """Begin a forward pass.
+
+        tokens_of_experts: number of tokens on each expert rank, which every rank knows from the plan.
+        """
         self._tokens_of_experts = tokens_of_experts
         self.progress.reach("the input")
 
@@ -214,7 +217,7 @@ class Groups(Collectives):
         return self.own_tokens(y_AD)
 
     def send_to_next_stage(self, x_TD: torch.Tensor) -> None:
-        """Start sending. `x_TD` must not change until flush()."""
+        """Start to send hidden states to the next pipeline stage. `x_TD` must not change until flush()."""
         assert self._pipeline is not None
         x_TD = x_TD.contiguous()
         with self._exchange():
@@ -228,7 +231,7 @@ class Groups(Collectives):
         return x_TD
 
     def flush(self) -> None:
-        """Wait until everything has been sent."""
+        """Wait until all hidden states have been sent."""
         while self._sending:
             with self._exchange():
                 self._sending.pop(0)[0]()

@@ -1,7 +1,7 @@
 """Collectives on CPU tensors between the ranks of one host, over Unix sockets in a private folder.
 
-gloo listens on TCP and authenticates no peer, so any user of the host could pose as a rank. Here, only the owner of the
-folder can connect.
+gloo listens on TCP and does not authenticate peers, so any user of the host could pose as a rank. Here, only the owner
+of the folder can connect.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 LARGE_BYTES = 64 * 1024
-"""A larger tensor is summed in parts: each rank sums one part and receives the others."""
+"""Size above which a tensor is summed in parts: each rank sums one part, and receives the sums of the other parts."""
 _RETRY_SECONDS = 0.01
 
 
@@ -45,7 +45,7 @@ class LocalGroup:
         deadline = time.monotonic() + timeout_seconds
         try:
             with contextlib.ExitStack() as stack:
-                # A rank listens for the ranks after it and connects to the ranks before it.
+                # A rank listens for the ranks with higher numbers, and connects to the ranks with lower numbers.
                 listeners = {}
                 for other in self._ranks[self._place + 1 :]:
                     listener = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -85,7 +85,7 @@ class LocalGroup:
         self._exchange([(rank, flat, parts[place]) for place, rank in self._others()])
 
     def _sum(self, sent: Sequence[torch.Tensor], *, into: torch.Tensor) -> None:
-        """Send each rank its tensor, and add the received tensors to `into`, this rank's own."""
+        """Send each other rank its tensor, and add the received tensors to `into`, in the order of the ranks."""
         size = into.numel()
         if self._received.dtype != into.dtype or self._received.shape[1] < size:
             self._received = torch.empty(len(self._ranks), size, dtype=into.dtype)
@@ -131,11 +131,11 @@ class LocalGroup:
 
 
 Transfer = tuple[int, socket.socket, memoryview, memoryview]
-"""Rank, its socket, the bytes to send and the buffer to receive into."""
+"""A transfer in progress: rank, socket, bytes still to send, and buffer still to fill."""
 
 
 def _advance(transfer: Transfer) -> Transfer:
-    """Send and receive what is possible now."""
+    """Send and receive the bytes that the socket accepts and has now. Return the rest of the transfer."""
     rank, link, unsent, missing = transfer
     try:
         if unsent:
@@ -153,7 +153,7 @@ def _advance(transfer: Transfer) -> Transfer:
 
 
 def _connect(path: Path, deadline: float) -> socket.socket:
-    """Connect as soon as the other rank listens. Raises OSError at the deadline."""
+    """Connect to a Unix socket as soon as the other rank listens on it. Raises OSError at the deadline."""
     while True:
         link = socket.socket(socket.AF_UNIX)
         try:

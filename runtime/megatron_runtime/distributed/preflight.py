@@ -1,9 +1,9 @@
 """The network check of an engine's pods, before its ranks load: every two pods must reach each other.
 
 Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later, and exchanges a block
-of data with every other pod on both. A pod that is reachable but takes no part passes: its image may still be pulled,
-or its ranks may run already. A pod that is silent fails the check: packets are dropped, its host is lost, or the name
-service does not answer. One deadline bounds the whole check.
+of data with every other pod on both. A pod that is reachable but does not run the check passes: its image may still be
+pulled, or its ranks may run already. A silent pod fails the check: packets are dropped, its host is lost, or the name
+service does not answer. The whole check has one deadline.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
 
 MAGIC = b"megatron-preflight-1\n"
 BLOCK_BYTES = 1 << 18
-"""Larger than a packet and than a small socket buffer, so that a wrong MTU is detected."""
+"""Number of bytes that two pods exchange: more than a packet or a small socket buffer has, to detect a wrong MTU."""
 RETRY_SECONDS = 0.25
 GREETING_SECONDS = 2.0
-"""A peer that accepts a connection and sends nothing for this time is another program, such as the ranks' store."""
+"""Seconds after which a peer that accepts a connection but sends nothing counts as another program, such as the store.
+"""
 NAMED = 4
 """Maximum number of pairs in an error message."""
 SILENT_SHARE = 0.3
-"""A connection that has been opening for this share of the timeout when the deadline comes counts as unanswered."""
+"""If a connection attempt takes more than this share of the timeout when the deadline comes, the peer counts as silent.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class PreflightError(RuntimeError):
 
 
 class Outcome(StrEnum):
-    """Whether one pod reached another."""
+    """The outcome of one pod's attempts to reach another pod."""
 
     ANSWERED = "answered"
     REACHABLE = "is reachable and takes no part"
@@ -83,7 +85,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
         if len(outcomes) < len(others):
             errors = [each for each in results if not isinstance(each, Outcome)]
             raise PreflightError("; ".join(errors[:NAMED]), rank=settings.node)
-        # The other pods need an answer from this pod as well. A pod that receives none reports that itself.
+        # Wait until the other pods have reached this pod. If one cannot, it reports that itself.
         partners = [number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -94,7 +96,10 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
 
 @contextlib.asynccontextmanager
 async def _listening(settings: PreflightSettings, called: Mapping[int, asyncio.Event]) -> AsyncIterator[None]:
-    """Answer on both ports. Set the event in `called` of each pod that has exchanged its data."""
+    """Answer on both ports until the block ends.
+
+    called: events, by pod, which are set when the pod has exchanged its data.
+    """
 
     async def on_second_port(reader: StreamReader, writer: StreamWriter) -> None:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
@@ -125,8 +130,9 @@ async def _answer(reader: StreamReader, writer: StreamWriter) -> None:
 
 
 async def _resolve_own_name(settings: PreflightSettings, until: float) -> None:
-    """Wait until this pod's own name resolves. This pod certainly has an address, so a failure to resolve it is an
-    error of the name service.
+    """Wait until this pod's own name resolves.
+
+    This pod has an address, so a failure to resolve its name is an error of the name service.
     """
     name, loop = settings.names[settings.node], asyncio.get_running_loop()
     cause: object = "no answer"
@@ -147,7 +153,7 @@ async def _resolve_own_name(settings: PreflightSettings, until: float) -> None:
 
 
 async def _reach(settings: PreflightSettings, number: int, until: float) -> Outcome | str:
-    """Connect until the pod answers. At the deadline the last completed try counts. Return an error as text."""
+    """Try to connect until the pod answers. Return the outcome of the last completed attempt, or an error as text."""
     loop, name = asyncio.get_running_loop(), settings.names[number]
     result: Outcome | str | None = None
     connecting_since: float | None = None
@@ -180,7 +186,7 @@ async def _reach(settings: PreflightSettings, number: int, until: float) -> Outc
 
 
 async def _exchange(settings: PreflightSettings, host: str) -> None:
-    """Send a block to both ports of another pod and check the digests that it returns."""
+    """Send a block to both ports of another pod, and check the digests that the pod returns."""
     block = os.urandom(BLOCK_BYTES)
     reader, writer = await asyncio.open_connection(host, settings.port)
     with contextlib.closing(writer):

@@ -35,20 +35,25 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 KEY_LOOK_SECONDS = 1.0
-"""Interval of reading engine.pub again if it lacks a rank's key: pods receive a rotated key at different times."""
+"""Seconds between two reads of engine.pub if it lacks a rank's key, because pods receive a rotated key at different
+times.
+"""
 REPORT_SECONDS = 1.0
-"""Interval of the reports of a rank that is preparing."""
+"""Seconds between two reports of a rank that is preparing."""
 PREPARED_LOOK_SECONDS = 0.2
 _AT_WORK, _PREPARED, _FAILED = "preparing", "prepared", "preparation failed"
 """Keys of the store: the reports of all ranks, the ranks that have prepared, and the first failure."""
 SILENCE_SECONDS = 3.0
-"""ZeroMQ closes a connection after this time without traffic. Its I/O thread sends heartbeats without Python."""
+"""Seconds without traffic after which ZeroMQ closes a connection.
+
+Its I/O thread sends heartbeats even if Python is blocked.
+"""
 
 
 def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
     """Return the store of this engine's ranks. Raises RendezvousError if rank 0 does not open it in time."""
     prefix = f"megatron/{identity.build_index}/{identity.engine}"
-    if dist.is_initialized():  # a program that uses torch.distributed has a store already
+    if dist.is_initialized():  # a program that uses torch.distributed already has a store
         return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
     if identity.folder is not None:
         return dist.PrefixStore(prefix, dist.FileStore(str(identity.folder / "store"), identity.world))
@@ -74,8 +79,9 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
 def prepare_together(
     store: dist.Store, identity: RankIdentity, prepare: Callable[[], T], *, timeout_seconds: float
 ) -> T:
-    """Run `prepare`, such as the download of the model, and wait until every rank has done the same. Return the result
-    of `prepare`.
+    """Run `prepare`, wait until every rank has done the same, and return the result.
+
+    It may download the model, for example.
 
     A rank reports while it is preparing, so the others wait for a slow rank without a limit. They wait for
     `timeout_seconds` after the last report of any rank.
@@ -224,7 +230,7 @@ class Meeting:
         return self._accepted_keys is not None and _is_accepted(key, self._accepted_keys)
 
     def close(self) -> None:
-        """End the rendezvous, after the channel has closed its sockets."""
+        """Close the sockets of the rendezvous. Call it after the channel has closed its sockets."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self.context.destroy(linger=0)
@@ -240,7 +246,7 @@ def _is_accepted(key: bytes, file: Path) -> bool:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
-    """Return a socket without a limit of queued messages, which closes silent connections."""
+    """Return a socket that queues any number of messages, and closes silent connections."""
     socket = context.socket(kind)
     for option, value in (
         (zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0),
@@ -254,7 +260,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -
 
 
 def _own_address(identity: RankIdentity) -> str:
-    """Return the address of the network interface towards rank 0; an IPv6 address in brackets."""
+    """Return this host's address on the route to rank 0; an IPv6 address is in brackets."""
     if identity.address in (LOOPBACK, "localhost"):
         return LOOPBACK
     family, *_, address = socket.getaddrinfo(identity.address, identity.port, type=socket.SOCK_DGRAM)[0]

@@ -1,4 +1,4 @@
-"""The part of a model that each rank holds, and the rank of this process. No torch, no communication.
+"""Computes the part of a model that each rank holds, and the rank of this process. No torch, no communication.
 
 Ranks of an engine are numbered tensor first, then expert, then pipeline, as in Megatron-Core: ranks of one tensor
 group, which exchange the most data, have adjacent numbers.
@@ -16,7 +16,7 @@ from megatron_runtime.process.secrets import integer
 
 RENDEZVOUS_PORT = 29500
 FOLDER_VARIABLE = "MEGATRON_RANKS_FOLDER"
-"""The launcher sets it for the ranks of an engine on one host; see RankIdentity."""
+"""Environment variable that the launcher sets for the ranks of an engine on one host; see RankIdentity.folder."""
 
 
 class IndivisibleError(ValueError):
@@ -48,7 +48,7 @@ class ParallelSizes:
 
     @property
     def product(self) -> str:
-        """The dimensions whose product is the number of ranks, as text for errors."""
+        """The product of the dimensions that gives the number of ranks, as text for errors."""
         if self.data > 1:
             return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
         return f"tensor {self.tensor} x pipeline {self.pipeline} x expert {self.expert}"
@@ -68,9 +68,9 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """One rank's part of a model; Shard() is the whole model.
+    """The part of a model that one rank holds; Shard() is the whole model.
 
-    Every method takes a size of the whole model and returns the half-open range of it that this rank holds.
+    Most methods take a size of the whole model, and return the half-open range of it that this rank holds.
     """
 
     sizes: ParallelSizes = ParallelSizes()
@@ -94,7 +94,10 @@ class Shard:
         return self.pipeline_rank == self.sizes.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
-        """Layers of this rank's stage. If they do not divide evenly, each of the first stages has one layer more."""
+        """Return the layers of this rank's stage.
+
+        If they do not divide evenly, the first stages have one layer more.
+        """
         if num_layers < self.sizes.pipeline:
             raise IndivisibleError(
                 f"pipeline_parallel_size={self.sizes.pipeline}: the model has {num_layers} layers: use at most that"
@@ -102,11 +105,14 @@ class Shard:
         return _part(num_layers, self.pipeline_rank, self.sizes.pipeline)
 
     def heads(self, num_heads: int) -> range:
-        """Range of query heads."""
+        """Return the range of query heads."""
         return self._even(num_heads, "query heads", "tensor")
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Range of key-value heads. If there are fewer heads than ranks, several ranks hold the same head."""
+        """Return the range of key-value heads.
+
+        If there are fewer heads than ranks, several ranks hold the same head.
+        """
         if num_kv_heads >= self.sizes.tensor:
             return self._even(num_kv_heads, "key-value heads", "tensor")
         if self.sizes.tensor % num_kv_heads:
@@ -119,11 +125,11 @@ class Shard:
         return range(head, head + 1)
 
     def feed_forward(self, intermediate_size: int) -> range:
-        """Range of the rows of gate and up, which are the columns of down."""
+        """Return the range of the rows of gate and up, which are the columns of down."""
         return self._even(intermediate_size, "feed-forward size", "tensor")
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Range of the rows of embedding and head: `vocabulary_width` rows, fewer on the last ranks."""
+        """Return the range of the rows of embedding and head: `vocabulary_width` rows, fewer on the last ranks."""
         width = self.vocabulary_width(vocab_size)
         start = min(vocab_size, self.tensor_rank * width)
         return range(start, min(vocab_size, start + width))
@@ -133,7 +139,7 @@ class Shard:
         return -(-vocab_size // self.sizes.tensor)
 
     def experts(self, num_experts: int) -> range:
-        """Experts of each layer. Each expert is divided among the tensor ranks, like a dense feed-forward."""
+        """Return the range of experts in each layer. The tensor ranks divide each expert, like a dense feed-forward."""
         return self._even(num_experts, "experts", "expert")
 
     def _even(self, size: int, what: str, dimension: Literal["tensor", "expert"]) -> range:
@@ -159,7 +165,7 @@ def _divisors(size: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankIdentity:
-    """A rank in its engine of `world` ranks.
+    """The rank of a process in its engine, which has `world` ranks.
 
     local_rank, local_world: rank and number of ranks on this host or pod.
     address, port:           address and port on which rank 0 listens.
@@ -184,7 +190,7 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """One of the engine's hosts or pods. A single node has port None: its ranks use no port."""
+    """One of an engine's hosts or pods. The port of a single node is None, because its ranks use no port."""
 
     node_rank: int = 0
     nodes: int = 1

@@ -16,19 +16,19 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 BEAT_SECONDS = 0.5
-"""Time between two heartbeats of a rank."""
+"""Seconds between two heartbeats of a rank."""
 HEARTBEAT_SECONDS = 10.0
-"""A rank is lost after this time without a heartbeat."""
+"""Seconds without a heartbeat after which a rank is lost."""
 LONG_ORDER_SECONDS = 600.0
-"""HEARTBEAT_SECONDS during an order that may hold the rank's interpreter lock, such as loading weights."""
+"""Replaces HEARTBEAT_SECONDS during an order that may hold the rank's interpreter lock, such as loading weights."""
 COLLECTIVE_SECONDS = 30.0
-"""A step is stalled after all ranks have waited for each other for this time."""
+"""Seconds after which a step is stalled if all ranks wait for each other."""
 WARM_UP_SECONDS = 300.0
-"""Timeout of each part of a warm-up step, which compiles kernels and reads pages of weights for the first time."""
+"""Timeout, in seconds, of each part of a warm-up step, which compiles kernels and first reads the weights."""
 
 
 class HeartbeatTimer:
-    """The time of a peer's last heartbeat. All times are of time.monotonic().
+    """Tracks the time of a peer's last heartbeat. All times are on the clock of time.monotonic().
 
     allowed_seconds: longest allowed silence, as announced by the peer's last heartbeat.
     """
@@ -38,11 +38,13 @@ class HeartbeatTimer:
         self._last_heartbeat = time.monotonic()
 
     def restart(self, now: float) -> None:
-        """Restart the timer: a message of the peer arrived, or this process was late and cannot judge the peer."""
+        """Restart the timer, because a message of the peer has arrived, or this process was late and cannot judge the
+        peer.
+        """
         self._last_heartbeat = now
 
     def expired(self, now: float) -> str | None:
-        """Return the cause of the loss if the peer is silent for longer than allowed, else None."""
+        """Return the cause of the loss if the peer has been silent for longer than allowed; otherwise None."""
         silence = now - self._last_heartbeat
         return f"its interpreter has sent no heartbeat for {silence:.1f} s" if silence > self.allowed_seconds else None
 
@@ -52,14 +54,14 @@ class Phase(IntEnum):
 
     IDLE = 0
     COMPUTING = 1
-    EXCHANGING = 2  # in a collective: it may wait for other ranks
+    EXCHANGING = 2  # in a collective, in which it may wait for other ranks
 
 
 class Report(NamedTuple):
-    """The progress of a rank at one moment.
+    """The progress of a rank at the time of a heartbeat.
 
     done:      number of the last order that the rank completed.
-    marks:     a counter that rises whenever the rank makes progress.
+    marks:     counter that increases whenever the rank makes progress.
     exchanges: number of collectives that the rank has entered.
     place:     the rank's position in the step, for log messages.
     """
@@ -125,7 +127,7 @@ class Stall(NamedTuple):
     """A step that makes no progress.
 
     rank:         the rank that the others wait for.
-    is_computing: a rank computes; else all ranks wait in collectives.
+    is_computing: a rank computes; otherwise all ranks wait in collectives.
     """
 
     rank: int
@@ -146,7 +148,7 @@ def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
 
 
 class StepWatch:
-    """Finds the rank that stalls a step, based on the reports of all ranks. Runs on rank 0."""
+    """Determines the rank that stalls a step, from the reports of all ranks. Runs on rank 0."""
 
     def __init__(self, step_timeout_seconds: float) -> None:
         self._step_timeout = step_timeout_seconds

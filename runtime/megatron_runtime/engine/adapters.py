@@ -20,8 +20,8 @@ class AdapterSet:
     """The adapters of one engine. Used on the event loop. The caller makes one change of the list at a time.
 
     current: the list set last.
-    errors:  adapter name -> why it is not loaded.
-    rejected: adapter name -> why an adapter of the list staged last could not be loaded.
+    errors:  why an adapter is not loaded, by its name.
+    rejected: why an adapter in the last staged list could not be loaded, by its name.
     """
 
     def __init__(self, backend: EngineBackend) -> None:
@@ -68,8 +68,10 @@ class AdapterSet:
         await self._unload_unused()
 
     async def adopt(self, wanted: AdapterList) -> bool:
-        """Reach the coordinator's list in one phase, and return whether the list changed. If an adapter cannot be
-        loaded, its cause is recorded, and the engine serves the base model and the other adapters.
+        """Load and activate the coordinator's list at once, without a commit, and return whether the list changed.
+
+        If an adapter cannot be loaded, its cause is recorded, and the engine serves the base model and the other
+        adapters.
         """
         if wanted == self.current:
             return False
@@ -103,7 +105,7 @@ class AdapterSet:
         return adapter
 
     def end(self, adapter: Adapter) -> None:
-        """A request that holds `adapter` has ended."""
+        """Record that a request which holds `adapter` has ended."""
         self._in_use[adapter] -= 1
         if not self._in_use[adapter]:
             del self._in_use[adapter]

@@ -177,7 +177,7 @@ class EngineBackend(Protocol):
 
     info: BackendInfo
     kv: KVTransfer | None = None
-    """Of a backend that declares Capability.KV_TRANSFER."""
+    """The export and import of KV blocks, if the backend declares Capability.KV_TRANSFER."""
 
     def stats(self) -> BackendStats:
         """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""

@@ -213,9 +213,9 @@ class OpenDispatch:
     epochs: list[tuple[int, int]] = field(default_factory=list)
     details: LogProbDetails | None = None
     times: list[float] | None = None
-    """When the request was added, and when each new token arrived. Only if a record is requested."""
+    """Times at which the request was added and each new token arrived; None unless a record is requested."""
     added: float = 0.0
-    """When the request was added, in seconds since 1970. Only if requests are traced."""
+    """Time at which the request was added, in seconds since 1970; 0 unless requests are traced."""
 
 
 class OutputStage:

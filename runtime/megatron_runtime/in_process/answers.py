@@ -63,7 +63,7 @@ class PromptBatch:
         self.sent = [number for number in range(len(prompts)) if number not in self.replies]
 
     def fail(self, number: int, code: ErrorCode, error: Exception | str) -> None:
-        """Answer a prompt with an error."""
+        """Store an error as the answer to a prompt."""
         self.replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
 
     def answer(self, number: int) -> DynamicInferenceRequest:
@@ -105,7 +105,7 @@ class PromptBatch:
         prompt.
         """
         detokenizer = self._text.detokenizer(after=self.tokens[0]) if self._text is not None else None
-        length = count = 0  # numbers of characters and tokens in the chunks so far
+        length = count = 0  # number of characters and of tokens in the chunks so far
 
         def read(item: dict[str, Any]) -> GenerationChunk:
             nonlocal length, count

@@ -1,4 +1,4 @@
-"""Turns the arguments of a program into an executor with its limits, and into a coordinator's settings."""
+"""Converts the arguments of a program to an executor with its limits, and to a coordinator's settings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
 def default_config() -> InferenceConfig:
-    """Return Megatron-Core's defaults, with a KV cache that fits this host together with its other ranks."""
+    """Return Megatron-Core's defaults, with a KV cache that leaves memory for the other ranks on this host."""
     gigabytes = InferenceConfig().buffer_size_gb
     if (available := available_bytes()) is not None:
         gigabytes = min(gigabytes, available * DEFAULT_MEMORY_SHARE / local_world() / (1 << 30))
@@ -93,5 +93,5 @@ def coordinator_settings(
         routing_policy=config.prefix_caching_coordinator_policy if by_prefix else RoutingPolicy.LOAD_BALANCED,
         alpha=config.prefix_caching_routing_alpha,
         schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,
-        timing=Timing(recovery=0.0),  # a new coordinator: there are no earlier engines to wait for
+        timing=Timing(recovery=0.0),  # a new coordinator has no earlier engines to wait for
     )

@@ -1,7 +1,7 @@
 """Calls of generate() and generate_stream() without a coordinator: one thread runs the engine for all of them.
 
-Callers only read streams, and only the thread uses the engine, so a call may be abandoned, cancelled or interrupted at
-any point.
+Callers only read streams; only the thread uses the engine. So a call may be abandoned, cancelled or interrupted at any
+point.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MakeStream: TypeAlias = Callable[[Callable[[], object]], AnyStream]
-"""Returns the stream of a call. Its argument is a function that aborts the call without taking a lock."""
+"""Creates the stream of a call. Its argument is a function that aborts the call without taking a lock."""
 
 END_SECONDS = 10.0
-"""How long close() and the exit of the interpreter wait for the step in progress."""
+"""Maximum seconds that close() and the exit of the interpreter wait for the step in progress."""
 _LOOK_SECONDS = 0.5
-"""Interval at which a waiting thread checks that the engine's thread runs."""
+"""Seconds between two checks of a waiting thread that the engine's thread runs."""
 
 _dispatch_ids = count(1)
 
@@ -109,7 +109,7 @@ class DirectCalls:
 
     @property
     def _is_running(self) -> bool:
-        """Whether the thread runs. Otherwise no call is open."""
+        """Whether the engine's thread runs. If it does not, no call is open."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
@@ -137,7 +137,7 @@ class DirectCalls:
             fingerprint=fingerprint(prompts, streaming=streaming) if is_ranked else "",
             items=[] if is_ranked else None,
         )
-        number = call.number  # a stream that refers to its call would keep both until the next garbage collection
+        number = call.number  # a reference from the stream to its call would be a cycle
         with self._lock:
             commands = self._started()
             stream = call.stream = make_stream(lambda: commands.put((self, lambda runner: runner.abort(number))))
@@ -206,7 +206,7 @@ class DirectCalls:
     def _started(self) -> SimpleQueue[_Command | None]:
         """Return the command queue of the thread, and start the thread if it does not run. Requires the lock."""
         if self._is_ending and self._thread is not None:
-            self._thread.join()  # an interrupt may have prevented close() from it
+            self._thread.join()  # close() may have been interrupted before its join
         if not self._is_running:
             if self._end is not None:
                 self._end.detach()
@@ -239,7 +239,7 @@ class FollowedCalls:
         part.on_answers = self._take
 
     def begin(self) -> None:
-        """Make this process wait for the first rank before it exits. The first rank loads the weights of all ranks."""
+        """Make this process wait for the first rank before its exit. The first rank loads the weights of all ranks."""
         atexit.register(self._wait)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
@@ -332,11 +332,11 @@ def _serve(commands: SimpleQueue[_Command | None]) -> None:
         try:
             action(runner)
             ended = runner.run()
-        except BaseException as error:  # no reader must wait forever
+        except BaseException as error:  # otherwise readers would wait forever
             logger.exception("the engine's thread failed")
             runner.fail_all(partial(_itself, error))
         runner.close()
-        del command, calls, action, runner  # an idle thread must not keep the engine alive
+        del command, calls, action, runner  # these references in an idle thread would keep the engine alive
 
 
 def _itself(error: BaseException) -> BaseException:
@@ -460,7 +460,7 @@ class _Runner:
             self._stage.add(dispatch, params, [])
             if dispatch.dispatch_id in self._stage.open:
                 self.core.add_request(engine_request, grammar=grammar)
-        except Exception as error:  # fails only this request
+        except Exception as error:  # only this request fails
             is_invalid = isinstance(error, ValueError)
             self._stage.reject(dispatch, ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED, error)
 

@@ -16,7 +16,7 @@ from megatron_runtime.requests.async_stream import AnyStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 
 RETRY_SECONDS = 1.0
-"""Retry delay after a rejection that names no time."""
+"""Seconds until a retry after a rejection without a retry time."""
 
 
 class ClientCalls:
@@ -46,7 +46,7 @@ class ClientCalls:
         self._raise_failure()
 
         def abort(request_id: int) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and the request with it
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, which also ends the request
                 self._loop.call_soon_threadsafe(self._client.abort_request, request_id)
 
         return self._client.add_request_to_stream(
@@ -54,9 +54,11 @@ class ClientCalls:
         )
 
     async def answer(self, prompts: PromptBatch) -> list[DynamicInferenceRequest]:
-        """Return the answers. Only as many prompts are submitted at a time as the engines can start soon.
+        """Return the answers to the prompts of a call.
 
-        Call it on the connection's loop. Raises RequestRejectedError for a reason that does not lie in the prompt
+        At most `places` prompts of all calls are submitted at the same time.
+
+        Call it on the connection's event loop. Raises RequestRejectedError for a reason that does not lie in the prompt
         itself.
         """
         numbers = iter(prompts.sent)
@@ -76,7 +78,7 @@ class ClientCalls:
 
     async def _answer_one(self, prompts: PromptBatch, number: int) -> None:
         while True:
-            async with self._places:  # in order of arrival, so calls take turns
+            async with self._places:  # waiters get a place in the order of arrival, so calls alternate
                 self._raise_failure()
                 answered = self._answered
                 self._submitted += 1
@@ -86,7 +88,7 @@ class ClientCalls:
                     self._answered += 1
                     return
                 except (QueueFullError, DeadlineExceededError) as error:
-                    # If other prompts are answered, or will be, this one will be answered later.
+                    # If other prompts have been or will be answered, this prompt can be answered later.
                     if self._answered == answered and (
                         self._submitted == 1 or isinstance(error, DeadlineExceededError)
                     ):

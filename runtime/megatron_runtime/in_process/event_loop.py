@@ -1,4 +1,4 @@
-"""The background event loop of a program."""
+"""Runs an event loop in a background thread of a program."""
 
 from __future__ import annotations
 
@@ -88,8 +88,9 @@ class EventLoopManager:
             raise RuntimeError(f"{what} on the background loop would deadlock: await a coroutine instead")
 
     def end(self, closing: Coroutine[Any, Any, object]) -> None:
-        """Run `closing` on the loop, then stop the loop. Do nothing if it has ended. Does not wait, and takes no
-        lock.
+        """Run `closing` on the loop, then stop the loop. Do nothing if the loop has ended.
+
+        Does not wait, and takes no lock.
         """
         loop = self._loop
 
@@ -124,7 +125,7 @@ class EventLoopManager:
             loop, self._loop = self._loop, None
             if thread is None or loop is None:
                 return
-            with contextlib.suppress(RuntimeError):  # end() has closed it
+            with contextlib.suppress(RuntimeError):  # end() has closed the loop
                 loop.call_soon_threadsafe(loop.stop)
         thread.join()
 

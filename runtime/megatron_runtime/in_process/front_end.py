@@ -22,7 +22,7 @@ from megatron_runtime.tokenization.chat_template import end_idle_renderers
 
 DRAIN_SECONDS = 5.0
 GRACE_SECONDS = 10.0
-"""Time between SIGTERM and SIGKILL of a server process."""
+"""Seconds between SIGTERM and SIGKILL for a server process."""
 
 
 @dataclass(kw_only=True)
@@ -151,7 +151,7 @@ class FrontEnd:
             *("--tool-call-parser", settings.tool_call_parser),
             *("--reasoning-parser", settings.reasoning_parser),
             *(f"--allowed-host={host}" for host in settings.allowed_hosts),
-            "--health-port=off",  # the replicas would use the same port
+            "--health-port=off",  # all replicas would use the same port
             *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0"),
             *(("--access-log", "--log-level", "info") if settings.access_log else ("--log-level", "warning")),
         ]

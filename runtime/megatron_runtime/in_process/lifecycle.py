@@ -38,7 +38,7 @@ SHUTDOWN_SECONDS = 30.0
 """Timeout of each control signal of a shutdown, which then continues without the engines that have not answered."""
 
 REACHED = {kind: LANDED[change.passing, change.lands_in] for kind, change in TRANSITIONS.items()}
-"""The state that a rank without a client waits for instead of sending a verb."""
+"""State of its engine for which a rank without a client waits instead of sending a verb, by verb."""
 
 
 class ProgramLifecycle:
@@ -95,14 +95,14 @@ class ProgramLifecycle:
 
     def _on_coordinator_end(self, loop: asyncio.AbstractEventLoop, ended: concurrent.futures.Future[str]) -> None:
         error = partial(CoordinatorFailedError, f"{ended.result()}: construct the object again")
-        with contextlib.suppress(RuntimeError):  # the loop has ended as well
+        with contextlib.suppress(RuntimeError):  # the event loop has ended as well
             loop.call_soon_threadsafe(self._fail, error)
 
     async def _watch_engine(self, client: CoordinatorClient) -> None:
         assert self._service.task is not None
         try:
             await asyncio.shield(self._service.task)
-            return  # it was stopped
+            return  # the engine was stopped on request
         except EngineFailedError as error:
             message, cause = str(error), error.__cause__
         with contextlib.suppress(CoordinatorUnreachableError):
@@ -182,7 +182,7 @@ class ProgramLifecycle:
             return
         executor: Any = self._core.executor
         executor.use_memory(model_in_memory(source, ends=executor.eos_ids))
-        await self._ranks.wait()  # every rank has its own model
+        await self._ranks.wait()  # each rank has set its own model
         failure: Exception | None = None
         try:
             await self.verb(Header.UPDATE_WEIGHTS, source=IN_MEMORY, epoch=epoch)

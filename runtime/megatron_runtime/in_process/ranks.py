@@ -1,4 +1,4 @@
-"""The ranks of a program under torchrun: how many an engine has, which of them this process is, what they share."""
+"""The ranks of a program under torchrun: how they form engines, which one this process is, and what they share."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def _configured(model: Any, dimension: str) -> int:
 
 
 def global_rank() -> int:
-    """Return the rank of this process in the program: from torch.distributed, else from torchrun, else 0."""
+    """Return the rank of this process in the program, from torch.distributed or else torchrun; 0 without both."""
     return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the program: from torch.distributed, else from torchrun, else 1."""
+    """Return the number of ranks of the program, from torch.distributed or else torchrun; 1 without both."""
     return dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
 
 

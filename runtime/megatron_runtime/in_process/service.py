@@ -1,4 +1,4 @@
-"""Lets the engine of a program serve a coordinator, on an event loop of the program."""
+"""Registers the engine of a program at a coordinator and serves it, on an event loop of the program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.lifecycle import EngineState
 
 REGISTRATION_SECONDS = 300.0
-"""How long the engine of a program tries to reach its coordinator."""
+"""Maximum seconds that the engine of a program tries to reach its coordinator."""
 
 
 class ServedEngine:
@@ -58,7 +58,7 @@ class ServedEngine:
 
 
 class EngineService(ServedEngine):
-    """The first rank. Runs a worker for `core` until stop() or until the engine stops."""
+    """The service of the first rank. It runs a worker for `core` until stop() or until the engine stops."""
 
     def __init__(self, core: EngineCore, text: ModelText | None, *, name: str) -> None:
         self.worker: EngineWorker | None = None
@@ -98,7 +98,7 @@ class EngineService(ServedEngine):
         if self.worker is not None:
             self.worker.ended.set()
         if self.task is not None:
-            with contextlib.suppress(EngineFailedError):  # raised to the callers that wait for the task
+            with contextlib.suppress(EngineFailedError):  # callers that wait for the task get this error
                 await self.task
         if self.coordinator is not None:
             await off_loop(self.coordinator.stop)
@@ -118,9 +118,11 @@ class EngineService(ServedEngine):
 
 
 class FollowedService(ServedEngine):
-    """A rank other than the first. Performs the first rank's orders, and follows the states that it reports.
+    """The service of any other rank.
 
-    A thread performs the orders, starting at construction.
+    It executes the first rank's orders, and follows the states that this rank reports.
+
+    A thread executes the orders, starting at construction.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -138,7 +140,7 @@ class FollowedService(ServedEngine):
         self._thread.start()
 
     def _wait_at_exit(self) -> None:
-        """Perform orders until the first rank exits, unless an error ends this process."""
+        """Execute orders until the first rank exits, unless an error ends this process."""
         if getattr(sys, "last_value", None) is None:
             self._thread.join()
 

@@ -1,5 +1,6 @@
-"""The results of generate_stream(): the chunks of one answer. The iteration may be abandoned or cancelled at any
-point.
+"""The iterators that generate_stream() returns, over the chunks of one answer.
+
+The iteration may be abandoned or cancelled at any point.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class GenerationChunk:
 
 
 ReadChunk: TypeAlias = Callable[[dict[str, Any]], GenerationChunk]
-"""Converts an item of a request's stream."""
+"""Converts an item of a request's stream to a chunk."""
 
 
 class _Chunks(Generic[AnyStream]):

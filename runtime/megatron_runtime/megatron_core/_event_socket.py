@@ -1,4 +1,4 @@
-"""A libzmq socket on an asyncio event loop, through its file descriptor: no polling, no task per message."""
+"""Runs a libzmq socket on an asyncio event loop by its file descriptor, without polling or a task per message."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zmq.backend import zmq_poll
 logger = logging.getLogger(__name__)
 
 DRAIN_BUDGET = 256
-"""Messages handled in one iteration of the loop, before other callbacks run."""
+"""Maximum number of messages that are handled in one iteration of the event loop."""
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class EventSocket:
-    """Calls `on_message(frames)` on the running loop for each message received; sends without blocking.
+    """Calls `on_message(frames)` on the running loop for each message received; send() does not block.
 
-    The descriptor of a libzmq socket is edge-triggered: it must be drained until EAGAIN after every wake-up and after
-    every send, which may consume the edge. An exception in the handler is logged and counted, never raised into the
-    loop.
+    The descriptor of a libzmq socket is edge-triggered: the socket must be drained until EAGAIN after every wake-up and
+    after every send, which may consume the edge. An exception in the handler is logged and counted, never raised into
+    the loop.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
@@ -80,7 +80,7 @@ class EventSocket:
 
     def _drain(self, expected: int = 0) -> None:
         """Handle the messages that have arrived. expected: number of messages that need no poll."""
-        self._drain_scheduled = True  # a send of a handler needs no drain of its own
+        self._drain_scheduled = True  # a send in a handler need not schedule another drain
         for number in range(DRAIN_BUDGET):
             if self._closed:
                 return

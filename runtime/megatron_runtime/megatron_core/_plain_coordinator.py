@@ -47,9 +47,9 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 SIGNALS = CONTROLS - {Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
-"""Control messages that Megatron-Core has."""
+"""The control messages that Megatron-Core supports."""
 INCARNATION = 1
-"""Incarnation of a coordinator of Megatron-Core, which sends none."""
+"""Incarnation that stands for a coordinator of Megatron-Core, which sends none."""
 _NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
 
 
@@ -63,7 +63,7 @@ class GreetingSocket:
     HELLO then begins again with CONNECT.
 
     receive: called with the frames of each message of this project's protocol.
-    on_lost: called with the reason when a coordinator of Megatron-Core is gone.
+    on_lost: called with the reason when the connection to a coordinator of Megatron-Core has ended.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class GreetingSocket:
         try:
             message = decode(frames, plain=PLAIN)
         except MalformedMessageError:
-            self._receive(frames)  # which reports it
+            self._receive(frames)  # the receiver reports the malformed message
             return
         match message:
             case Plain(items=[Header.CONNECT_ACK]):
@@ -139,7 +139,7 @@ class _Request:
 
 
 class _Translator:
-    """Sends the messages of this project as Megatron-Core's, and the answers back as messages of this project.
+    """Converts the messages of this project to Megatron-Core's, and the answers to messages of this project.
 
     It answers messages that a coordinator of Megatron-Core does not answer: HELLO, HEARTBEAT, STATUS and control
     messages.

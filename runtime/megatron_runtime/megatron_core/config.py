@@ -38,14 +38,14 @@ __all__ = [
 
 
 class ImageProcessingConfig:
-    """The preprocessing of images, which no model here accepts. The constructor raises InvalidConfigError."""
+    """The preprocessing of images, which this runtime does not support. The constructor raises InvalidConfigError."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise InvalidConfigError("image_preprocessing_config", type(self).__name__, "models accept text only: use None")
 
 
 class MambaInferenceStateConfig:
-    """The state of Mamba layers, which no model here has. The constructor raises InvalidConfigError."""
+    """The state of Mamba layers, which this runtime does not support. The constructor raises InvalidConfigError."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__

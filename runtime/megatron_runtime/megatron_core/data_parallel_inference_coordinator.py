@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TRANSITIONS = lifecycle.TRANSITIONS
 HANDLERS: Mapping[Header, Callable[..., Any]] = MappingProxyType({})
-"""No message has a handler that a program can replace."""
+"""Empty: no message has a handler that a program could replace."""
 
 
 def message_handler(*headers: Header) -> Callable[..., Any]:
@@ -169,12 +169,12 @@ class DataParallelInferenceCoordinator:
 
     @property
     def request_id_to_client_id(self) -> dict[int, bytes]:
-        """The identity of the client of each request that an engine has, by dispatch id."""
+        """The identity of the client of each dispatched request, by dispatch id."""
         return {number: entry.client.peer[1] for number, entry in self._core.engines.dispatched()}
 
     @property
     def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
-        """The same requests by the id that their client gave them."""
+        """The id that its client gave to each dispatched request, by dispatch id."""
         uids = {}
         for number, entry in self._core.engines.dispatched():
             given = self._coordinator.plain.number_of(entry.uid)
@@ -189,18 +189,18 @@ class DataParallelInferenceCoordinator:
     # --- routing ------------------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> bytes:
-        """The identity of the next engine in rotation."""
+        """Return the identity of the next engine in rotation."""
         return self._core.router.next_in_turn(self._candidates()).peer[1]
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
-        """Hashes of all complete blocks of a prompt, for every routing policy; none if prefix caching is disabled."""
+        """Return the hashes of all complete blocks of a prompt; an empty list if prefix caching is disabled."""
         if self._block_size_tokens is None:
             return []
         tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
         return frame_hashes(tokens_to_bytes(list(tokens)), self._block_size_tokens)
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
-        """The identity of the engine for a prompt with these block hashes."""
+        """Return the identity of the engine that gets a prompt with these block hashes."""
         hashes = {self._block_size_tokens: request_hashes} if self._block_size_tokens and request_hashes else {}
         return self._core.router.select(self._candidates(), hashes).peer[1]
 
@@ -224,7 +224,7 @@ class DataParallelInferenceCoordinator:
         return engine
 
     def _remove_engine(self, identity: bytes) -> None:
-        """Remove an engine; its requests go to others."""
+        """Remove an engine. Its requests are dispatched to other engines."""
         self._coordinator.remove_engine(self._engine(identity), "removed")
 
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:

@@ -78,8 +78,9 @@ def unwrap_serialized_tensors(serialized_request: dict[str, Any]) -> dict[str, A
 def compute_block_hashes_batched(
     prompt_tokens: torch.Tensor | list[int], block_size: int, *, form: HashForm = HashForm.POLYNOMIAL, salt: bytes = b""
 ) -> list[int]:
-    """Return one positive hash per complete block of `prompt_tokens`, shape [seq_len]. Each covers all blocks up to its
-    own.
+    """Return one positive hash per complete block of `prompt_tokens`, shape [seq_len].
+
+    The hash of a block covers this block and all earlier blocks.
 
     form: by default the polynomial, with hashes from 1 to HASH_PRIME. Engines and coordinators use SHA-256, for which
           colliding prompts cannot be constructed.

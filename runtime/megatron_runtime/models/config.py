@@ -24,7 +24,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearScaling:
-    """Positions divided by `factor` (transformers `rope_type: linear`)."""
+    """Scaling that divides positions by `factor` (transformers `rope_type: linear`)."""
 
     factor: float
 

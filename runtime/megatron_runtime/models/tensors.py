@@ -55,7 +55,7 @@ class Checkpoint(Protocol):
         """Return a quantized matrix in its stored form, possibly a view of the file.
 
         wanted: accepted GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its
-        blocks. The default implementation is for formats without quantized tensors.
+                blocks. The default implementation is for formats without quantized tensors.
         """
         return None
 

@@ -1,4 +1,4 @@
-"""Starts Python modules as child processes that exit with their parent. The only place that does so. No torch.
+"""Starts Python modules as child processes that exit with their parent. No other module does so. No torch.
 
 A child imports what its parent imports and nothing from the working directory, which may be a downloaded model. It
 exits only on SIGINT, which its parent sends, or the kernel when the parent dies. Service managers send SIGTERM to all
@@ -27,7 +27,7 @@ END_SIGNAL = signal.SIGINT
 STOP_SECONDS = 10.0
 ENDED_SECONDS = 1.0
 LAST_LINES = 10
-"""Number of last lines of a child's output that an error quotes."""
+"""Number of lines at the end of a child's output that an error quotes."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -43,7 +43,8 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
     The child finds modules in the same places as this process, including folders that a program has added to sys.path.
 
     variables:        variables that differ from this process's.
-    ends_with_parent: the child calls end_with_parent(). The kernel treats the thread that starts it as its parent.
+    ends_with_parent: the child calls end_with_parent(). The kernel treats the thread that starts the child as its
+                      parent.
     """
     here = os.path.realpath(os.getcwd())
     entries = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -134,7 +135,7 @@ class WatchedChild:
         """Stop the process with END_SIGNAL and, after the grace period, SIGKILL. Block until it has exited.
         Idempotent.
         """
-        with self._lock, self.process:  # the process closes its pipes and is waited for
+        with self._lock, self.process:  # leaving the block closes the pipes and waits for the process
             self.process.send_signal(END_SIGNAL)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(grace_seconds)
@@ -143,7 +144,7 @@ class WatchedChild:
             self.ended.result(ENDED_SECONDS)
 
     def _watch(self, errors: int) -> None:
-        """Copy what the process writes to the pipe `errors` to this process's standard error until the pipe ends."""
+        """Copy the child's output, from the pipe `errors`, to this process's standard error until the pipe ends."""
         lines: deque[bytes] = deque(maxlen=LAST_LINES)
         with open(errors, "rb") as pipe:
             for line in pipe:

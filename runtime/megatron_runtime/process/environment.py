@@ -33,7 +33,7 @@ def prepare_process() -> None:
             stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)  # os.open() returns the lowest free descriptor
             setattr(sys, name, stream)
     if getproxies_environment():
-        # Libraries read one or the other spelling.
+        # Some libraries read the lower-case variable, others the upper-case one.
         listed = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
         names = [name.strip() for name in listed.split(",") if name.strip()]
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(

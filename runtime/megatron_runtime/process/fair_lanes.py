@@ -1,6 +1,6 @@
 """Shares a few threads fairly between keys: round robin, with a budget of seconds per minute.
 
-`FairQueue` and `Budget` are the discipline, without clock and threads. `FairThreads` runs jobs in the order of a queue.
+`FairQueue` and `Budget` contain the rules, without clock and threads. `FairThreads` runs jobs in the order of a queue.
 `FairLanes` runs jobs of an event loop in named lanes of threads with one budget. A key is the tenant that submits the
 work.
 """
@@ -19,14 +19,14 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 FREE_SECONDS = 0.05
-"""Part of each job that is not charged. Ordinary jobs take less time, so a budget limits only expensive jobs."""
+"""Seconds of each job that are not charged. Ordinary jobs take less, so a budget limits only expensive jobs."""
 
 _T = TypeVar("_T")
 _Job = TypeVar("_Job")
 
 
 class BudgetExceededError(Exception):
-    """A key has used its budget. retry_after_seconds: until it may begin another job."""
+    """A key has used up its budget. retry_after_seconds: seconds until it may start another job."""
 
     def __init__(self, message: str, *, retry_after_seconds: float) -> None:
         super().__init__(message)
@@ -34,9 +34,9 @@ class BudgetExceededError(Exception):
 
 
 class Budget:
-    """The seconds of work that each key may use per minute: a bucket for each key, which drains at a constant rate.
+    """The seconds of work that each key may use per minute: each key has a bucket that drains at a constant rate.
 
-    A key may exceed its budget by its running jobs, because the duration of a job is known only at its end.
+    The running jobs of a key may exceed its budget, because the duration of a job is known only at its end.
     """
 
     def __init__(self, seconds_per_minute: float) -> None:
@@ -52,16 +52,17 @@ class Budget:
             self._empty_at[key] = self._empty_at.get(key, now) + drains_in
 
     def wait(self, key: str, *, now: float) -> float:
-        """Return the seconds until the key may begin a job; 0 if it may begin one now."""
+        """Return the seconds until the key may start a job; 0 if it may start one now."""
         return max(0.0, self._empty_at.get(key, now) - now - 60)
 
 
 class FairQueue(Generic[_Job]):
-    """The order of jobs for a number of workers: round robin over keys.
+    """A queue of jobs for a number of workers, round robin over keys.
 
-    Each job has a turn: one after the last turn of its key, but at least the current turn. The next job belongs to the
-    key with the fewest running jobs; among equals, to the lowest turn. So a key has one job at a time while another key
-    waits, and waits for at most one further job of each other key. The jobs of a key keep their order.
+    Each job has a turn number: one more than the last turn of its key, but at least the current turn. The next job
+    belongs to the key with the fewest running jobs; among equals, to the lowest turn. So a key has one job at a time
+    while another key waits, and waits for at most one further job of each other key. The jobs of a key keep their
+    order.
     """
 
     def __init__(self, *, workers: int) -> None:
@@ -82,7 +83,7 @@ class FairQueue(Generic[_Job]):
         self._waiting[key].append(job)
 
     def remove(self, key: str, job: _Job) -> None:
-        """Remove a job if it waits."""
+        """Remove a waiting job; do nothing if the job does not wait."""
         jobs = self._waiting.get(key, deque())
         with contextlib.suppress(ValueError):
             jobs.remove(job)
@@ -97,7 +98,7 @@ class FairQueue(Generic[_Job]):
         jobs = self._waiting.pop(key)
         job = jobs.popleft()
         if jobs:
-            self._waiting[key] = jobs  # behind other keys of the same turn
+            self._waiting[key] = jobs  # move the key behind other keys of the same turn
         self._running[key] += 1
         self._turn = max(self._turn, self._next_turn[key])
         self._next_turn[key] += 1
@@ -121,7 +122,7 @@ class FairThreads:
         self._threads = ThreadPoolExecutor(threads, name)
 
     def submit(self, key: str, call: Callable[[], _T]) -> Future[_T]:
-        """Return the future result of `call`, which a thread runs when it is the turn of `key`.
+        """Return the future result of `call`, which a thread runs when the queue selects `key`.
 
         Cancelling the future removes waiting work. Running work continues, and its result is dropped.
         """
@@ -149,7 +150,7 @@ class FairThreads:
                 continue
             try:
                 self._threads.submit(self._perform, key, future, call)
-            except RuntimeError as error:  # it was closed
+            except RuntimeError as error:  # the threads are closed
                 self._queue.release(key)
                 future.set_exception(error)
 
@@ -167,7 +168,7 @@ class FairLanes:
     """Runs work of an event loop in threads.
 
     lanes:              number of threads by lane.
-    what:               name of the work, for the error of a key that has used its budget.
+    what:               name of the work, for the error of a key that has used up its budget.
     seconds_per_minute: budget of each key over all lanes.
     clock:              returns monotonic seconds.
     """

@@ -1,4 +1,4 @@
-"""Error texts of GPUs, their drivers and NCCL, with the cause and the remedy. No torch.
+"""Known error texts of GPUs, their drivers and NCCL, with causes and remedies. No torch.
 
 The texts come from the driver, CUDA, NCCL, PyTorch and vLLM, so they are the same in all containers. An engine writes
 cause and remedy into its termination message; the operator uses the same table for the status, including containers
@@ -23,7 +23,7 @@ HOST_MEMORY = "OutOfMemory"
 NONE = "NoGpu"
 KERNELS = "GpuKernelsMissing"
 CONFIGURATION = "EngineConfigRefused"
-"""Causes, which are reasons of conditions."""
+"""Causes of failures. Conditions of a resource use them as reasons."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
         "offers them",
     ),
 )
-"""The first match applies, so specific patterns come first."""
+"""The known failures. The first match applies, so specific patterns come first."""
 
 
 def gpu_failure(text: str) -> GpuFailure | None:

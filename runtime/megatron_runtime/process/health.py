@@ -5,10 +5,10 @@
     GET /metrics  the Prometheus registry
 
 The server runs on the caller's event loop, so a blocked loop fails its liveness probe. Any host that reaches the port
-may use it, so the server answers probes under any number of connections:
+may use it, so the server answers probes however many connections are open:
 
 - If the request has arrived, the callback that accepts the connection answers it. Only connections that the kernel
-  accepted earlier come first, and each iteration of the loop takes BATCH of them.
+  accepted earlier come first, and each iteration of the event loop accepts BATCH of them.
 - A connection without a complete request waits. A new connection beyond MAX_CONNECTIONS, or beyond MAX_PER_PEER of its
   address, replaces the oldest.
 - Metrics are rendered on a thread, one at a time, for all requests that wait for them. A pause after each bounds their
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_SECONDS = 5.0
-"""Timeout for sending the request, and for reading the answer."""
+"""Timeout, in seconds, for receiving a request, and for the client's reading of the answer."""
 MAX_CONNECTIONS = 256
 MAX_PER_PEER = 64
 """Maximum number of concurrent connections from one address."""
@@ -50,7 +50,7 @@ BATCH = 32
 MAX_SCRAPES = 16
 """Maximum number of requests that wait for metrics; further ones get 503."""
 RENDERING_SHARE = 0.1
-"""Share of one CPU for rendering metrics."""
+"""Maximum share of one CPU that is used for rendering metrics."""
 _RETRY_SECONDS = 0.1
 _UNAVAILABLE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -88,7 +88,7 @@ class HealthServer:
         self._metrics = MetricsPage(self.registry) if self.registry is not None else None
 
     async def start(self) -> None:
-        """Bind and answer probes. Raises OSError with the address and the remedy if the address is in use."""
+        """Bind the port, and answer probes. Raises OSError with the address and the remedy if the address is in use."""
         try:
             listener = listening_socket(self.host, self.port, backlog=BACKLOG)
         except OSError as error:
@@ -124,7 +124,7 @@ class HealthServer:
                 if error.errno in _UNAVAILABLE:
                     self._pause_accepting()
                     return
-                continue  # the peer has closed the connection already
+                continue  # the peer has already closed the connection
             peer = address[0]
             of_peer = [connection for connection in self._open if connection.peer == peer]
             if len(of_peer) >= MAX_PER_PEER:
@@ -202,7 +202,7 @@ class HealthServer:
 
 
 class MetricsPage:
-    """Renders a registry on a thread, once for all waiting requests, and never twice at the same time."""
+    """Renders a registry on a thread, once for all waiting requests, and not twice at the same time."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -354,7 +354,7 @@ class _Connection:
 
 
 def _rendered(registry: CollectorRegistry) -> tuple[bytes, float]:
-    """Return the metrics, and the CPU seconds that they took."""
+    """Return the rendered metrics, and the CPU seconds that the rendering took."""
     began = time.thread_time()
     return generate_latest(registry), time.thread_time() - began
 
@@ -379,7 +379,11 @@ def _status(is_good: bool) -> HTTPStatus:
 
 
 def _response(status: HTTPStatus, content: Body, more: str = "") -> tuple[bytes, bytes]:
-    """Return header and body. content: bytes stand for metrics. more: additional header lines."""
+    """Return the header and the body of a response.
+
+    content: bytes are metrics as text.
+    more:    additional header lines.
+    """
     if isinstance(content, bytes):
         content_type, body = CONTENT_TYPE_LATEST, content
     else:

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
-"""Size limit of request line and headers. One more slice may be read before the limit is checked."""
+"""Maximum size of request line and headers. Up to one more slice is read before the limit is checked."""
 
 _FOLDED_LINE = re.compile(rb"\n[ \t]")
 _CODINGS = re.compile(rb"^transfer-encoding:(.*)$", re.IGNORECASE | re.MULTILINE)
@@ -29,13 +29,14 @@ _HOST = re.compile(
     )(?::[0-9]*)?""",
     re.VERBOSE,
 )
-"""uri-host [ ":" port ] of RFC 3986, section 3.2."""
+"""Matches a Host header: uri-host [ ":" port ] of RFC 3986, section 3.2."""
 _ABSOLUTE_FORM = re.compile(rb"https?://(?P<authority>[^/?#]+)(?P<path>[^#]*)", re.IGNORECASE)
 
 
 class FramingError(Exception):
-    """A request that is not HTTP/1.1. status: HTTP status of the answer, after which the server closes the
-    connection.
+    """The request is not valid HTTP/1.1.
+
+    status: HTTP status of the answer, after which the server closes the connection.
     """
 
     def __init__(self, status: int, message: str = "The request is not valid HTTP/1.1.") -> None:
@@ -68,7 +69,7 @@ class RequestParser(h11.Connection):
 class HttpProtocol(H11Protocol):
     """A connection of uvicorn, for `uvicorn.Config(http=HttpProtocol, ws="none")`.
 
-    Malformed requests and Upgrade headers, which any client can send, write no warnings.
+    It logs no warnings about malformed requests and Upgrade headers, because any client can send them.
     """
 
     def __init__(self, *arguments: object, **options: object) -> None:
@@ -98,12 +99,12 @@ class HttpProtocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
 
     def _should_upgrade(self) -> bool:
-        """No protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8)."""
+        """Return False: no other protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8)."""
         return False
 
 
 def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
-    """Return the status for an error of h11, which answers 501 to every Transfer-Encoding other than "chunked"."""
+    """Return the HTTP status for an error of h11, which suggests 501 for any Transfer-Encoding other than "chunked"."""
     if error.error_status_hint != 501:
         return error.error_status_hint
     head = re.split(rb"\n\r?\n", received, maxsplit=1)[0]
@@ -137,7 +138,7 @@ def _checked(request: h11.Request, *, head: bytes) -> h11.Request:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """Section 3.2: an absolute target replaces the Host header."""
+    """Return the request with an absolute target split into the Host header and the path (RFC 9112, section 3.2)."""
     target = request.target
     if request.method == b"CONNECT":
         raise FramingError(501, "This server is not a proxy: it does not implement CONNECT.")

@@ -1,4 +1,4 @@
-"""Listening TCP sockets, for IPv4 and IPv6, and folders of Unix sockets. No torch."""
+"""Opens listening TCP sockets for IPv4 and IPv6, and creates folders for Unix sockets. No torch."""
 
 from __future__ import annotations
 

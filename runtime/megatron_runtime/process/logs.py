@@ -1,4 +1,4 @@
-"""Log lines of every component: one JSON object, or one line of text, for each record; and termination messages.
+"""Formats the log records of every component as JSON or text, one line each, and writes termination messages.
 
 A record that concerns one request of a client has its `request_id`. Within a task that serves a request, REQUEST_ID
 sets it; elsewhere the caller passes of_request() as `extra`.
@@ -22,9 +22,9 @@ from megatron_runtime.protocol.text import printable
 Style: TypeAlias = Literal["json", "text"]
 
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that the running task serves; empty outside of requests."""
+"""The id of the request that the running task serves; empty outside of requests."""
 TERMINATION_LOG = Path("/dev/termination-log")
-"""A container's termination log, which its status shows."""
+"""The termination log of a container, whose content its status shows."""
 TERMINATION_CHARACTERS = 2000
 """Maximum length of a termination message: a container's status accepts 4096 bytes."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}

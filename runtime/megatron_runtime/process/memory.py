@@ -1,4 +1,4 @@
-"""The memory that this process can still allocate. The only place that reads it. No torch."""
+"""Reads the memory that this process can still allocate. No other module does so. No torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ _VERSIONS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
     "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""Controller in /proc/self/cgroup (cgroups v2 and v1) -> mount point, files of limit and usage, and the counter of the
-page cache that the kernel drops first."""
+"""Mount point, files of limit and usage, and counter of the droppable page cache, by controller of cgroups v2 and v1.
+"""
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return the bytes that the machine and the limits of the container leave; None if the system reports none.
+    """Return the bytes that the machine and the container's limits leave available; None if the system reports no
+    number.
 
     root: where proc and sys are mounted.
     """

@@ -1,4 +1,4 @@
-"""Metrics of a process, declared as fields of a dataclass: the only place of a metric's name, type and help text.
+"""Declares metrics as fields of a dataclass, each with its name, type and help text.
 
 Counting in fields is cheap. The output of /metrics, the reference, and the panels of the dashboard are derived from the
 declarations.
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-"""Bounds of a histogram of times."""
+"""Default bucket bounds of histograms of durations, in seconds."""
 
 
 class Histogram:
-    """Numbers of values by size.
+    """A histogram.
 
-    bounds: ascending.
-    counts: number of values in each bucket (above the previous bound, up to this one), and above the last bound.
+    bounds: upper bounds of the buckets, ascending.
+    counts: number of values in each bucket, and above the last bound.
     total:  sum of the values.
     """
 
@@ -41,9 +41,9 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Declaration:
-    """A metric.
+    """The declaration of a metric.
 
-    name:  without the prefix of its component, and without a counter's `_total`.
+    name: name without the prefix of the component, and without a counter's `_total`.
     vllm:  vLLM has a metric of the same name and meaning.
     panel: title of the dashboard's panel that shows it; empty: no panel is derived.
     """
@@ -56,17 +56,17 @@ class Declaration:
 
 
 def counter(name: str, text: str, **options: Any) -> Any:
-    """A field that only increases. options: further fields of Declaration."""
+    """Declare a field as a counter, which only increases. options: further fields of Declaration."""
     return field(default=0, metadata={"metric": Declaration(kind="counter", name=name, text=text, **options)})
 
 
 def gauge(name: str, text: str, **options: Any) -> Any:
-    """A field that holds the current value."""
+    """Declare a field as a gauge, which holds a current value."""
     return field(default=0, metadata={"metric": Declaration(kind="gauge", name=name, text=text, **options)})
 
 
 def histogram(name: str, text: str, *, bounds: Sequence[float] = SECONDS, **options: Any) -> Any:
-    """A field that is a Histogram."""
+    """Declare a field as a Histogram."""
     declaration = Declaration(kind="histogram", name=name, text=text, **options)
     return field(default_factory=lambda: Histogram(bounds), metadata={"metric": declaration})
 
@@ -79,7 +79,7 @@ def declared(record: Any) -> list[tuple[str, Declaration]]:
 def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[Metric]:
     """Yield the metrics of an instance for the Prometheus client.
 
-    only_vllm: only those that vLLM has as well.
+    only_vllm: yield only metrics that vLLM has too.
     """
     # Imported here, because it takes a tenth of a second and a coordinator binds its ports first.
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily

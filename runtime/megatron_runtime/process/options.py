@@ -1,4 +1,4 @@
-"""Options of commands: finite numbers, and options that an environment variable can give."""
+"""Types of command line options: finite numbers, and options that environment variables can set."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class FiniteRange(click.FloatRange):
 
 
 class EnvironmentOption(click.Option):
-    """An option with `envvar`. The variable may come from a Secret, so errors do not quote its value."""
+    """An option that an environment variable can set.
+
+    The variable may come from a Secret, so errors do not quote its value.
+    """
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         try:
@@ -43,7 +46,7 @@ class EnvironmentOption(click.Option):
 
 
 environment_option = partial(click.option, cls=EnvironmentOption)
-"""`click.option` for an option with `envvar`."""
+"""`click.option` for an option that an environment variable can set."""
 
 
 class _ApiKey(click.ParamType):

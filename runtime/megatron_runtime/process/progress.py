@@ -12,13 +12,13 @@ FORWARD_SECONDS = 1.0
 
 
 class Stage(StrEnum):
-    """A part of the start of an engine, in this order. A start may lack some."""
+    """The stages of an engine's start, in order. Not every start has all of them."""
 
     DOWNLOAD = "Download"
     VERIFY = "Verify"
     LOAD = "Load"
     COMPILE = "Compile"
-    """Includes the warm-up."""
+    """Compilation of kernels, and the warm-up."""
     CAPTURE = "Capture"
 
 
@@ -26,7 +26,7 @@ COUNTS_BYTES = frozenset({Stage.DOWNLOAD, Stage.VERIFY, Stage.LOAD})
 
 
 class StartProgress:
-    """The current stage, and how much of it is done. Any thread may report and read.
+    """The current stage of a start, and how much of it is done. Thread-safe.
 
     clock: returns monotonic seconds.
     """
@@ -41,8 +41,9 @@ class StartProgress:
         self._forwarded = 0.0
 
     def report(self, stage: Stage, done: int = 0, total: int = 0) -> None:
-        """Record the progress of a stage. done, total: in bytes, or in any unit if the stage does not count bytes. A
-        total of 0 means unknown.
+        """Record the progress of a stage.
+
+        done, total: amounts in bytes, or in any unit if the stage does not count bytes. A total of 0 means unknown.
         """
         now = self._clock()
         if is_new := self._current is None or self._current[0] is not stage:
@@ -79,4 +80,4 @@ class StartProgress:
 
 
 PROGRESS = StartProgress()
-"""The start of this process. A process starts one engine."""
+"""The progress of this process, which starts one engine."""

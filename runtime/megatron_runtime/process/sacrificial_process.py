@@ -35,7 +35,7 @@ from dataclasses import KW_ONLY, dataclass
 from megatron_runtime.process.children import be_child, child_environment, module_command
 
 START_SECONDS = 120.0
-"""Time for the interpreter to start and for `prepare`; generous, for a loaded host."""
+"""Timeout, in seconds, for the start of the interpreter and `prepare`. It is generous for the sake of loaded hosts."""
 
 MAX_REPLY_BYTES = 16 << 20
 
@@ -43,22 +43,23 @@ OUT_OF_MEMORY = 3
 """Exit status of a child whose handler raised MemoryError."""
 
 _ALARM_GRACE_SECONDS = 1.0
-"""The child's own alarm fires this long after the parent's timeout. It terminates a child whose parent died."""
+"""Seconds from the parent's timeout to the child's own alarm, which terminates a child whose parent has died."""
 
 _REQUEST = struct.Struct("<dQ")
-"""Seconds until the alarm, and length."""
+"""Header of a request: seconds until the alarm, and length of the request in bytes."""
 
 _REPLY = struct.Struct("<Q")
 
 
 class ProcessLostError(RuntimeError):
-    """The child died, or exceeded its timeout or memory. The text names the cause: "it was killed by signal
-    SIGSEGV".
+    """The child died, or exceeded its timeout or memory.
+
+    The message names the cause, such as "it was killed by signal SIGSEGV".
     """
 
 
 class ProcessStartError(RuntimeError):
-    """The child could not be started, or failed in `prepare`. The request is not the cause."""
+    """The child could not be started, or failed in `prepare`. The request has not caused this."""
 
 
 @dataclass(eq=False, repr=False)
@@ -67,9 +68,9 @@ class SacrificialProcess:
 
     module:          dotted name; its `__main__` part calls serve().
     memory_bytes:    address space that the child may map in addition to its interpreter and modules (RLIMIT_AS).
-    stack_bytes:     stack of the child's thread that runs the handler; None: the system's default.
+    stack_bytes:     stack size, in bytes, of the child's thread that runs the handler; None: the system's default.
     setup:           passed to `prepare` of serve() each time the child starts.
-    max_reply_bytes: the child is killed at a longer reply.
+    max_reply_bytes: maximum size of a reply; a child that sends a longer one is killed.
     """
 
     module: str
@@ -133,7 +134,7 @@ class SacrificialProcess:
                 ours.close()
                 raise ProcessStartError(f"{self.module} could not be started: {error}") from error
         self._channel = ours
-        if self._is_closed:  # close() may have run before the process existed
+        if self._is_closed:  # close() may have been called before the process existed
             self._end()
             raise ProcessStartError(f"{self.module} was closed")
         try:
@@ -206,7 +207,7 @@ def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], 
         with socket.socket(fileno=descriptor) as channel:
             handle = prepare(_next_request(channel))
             _reply(channel, b"")
-            # Native code may print a client's text when it crashes. Keep it out of the log.
+            # Discard output: native code that crashes may print text of a client, which must not appear in the log.
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stderr.fileno())
             while True:
@@ -223,7 +224,7 @@ def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], 
 
 def limit_memory(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # The loaded modules are not limited: OpenBLAS alone reserves 40 MiB of address space for each CPU of the machine.
+    # The limit does not include loaded modules: OpenBLAS alone reserves 40 MiB of address space per CPU.
     with open("/proc/self/statm") as sizes:
         memory_bytes += int(sizes.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)

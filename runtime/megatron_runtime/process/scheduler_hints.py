@@ -1,4 +1,4 @@
-"""Hints to the Linux scheduler for a process that works briefly and often."""
+"""Gives the Linux scheduler hints for a process that works briefly and often."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import struct
 logger = logging.getLogger(__name__)
 
 SLICE_NANOSECONDS = 100_000
-"""The shortest time slice that Linux grants."""
+"""Time slice to request, the shortest that Linux grants."""
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
-"""size, policy, flags, nice, priority, runtime, deadline, period of sched_setattr(2)."""
+"""struct sched_attr of sched_setattr(2): size, policy, flags, nice, priority, runtime, deadline, period."""
 
 
 def request_scheduler_slices() -> bool:
-    """Request time slices of 0.1 ms instead of some 3 ms for this thread and those that it starts from now on.
+    """Request time slices of 0.1 ms instead of about 3 ms for this thread and the threads that it starts from now on.
 
     The threads do not get more CPU time, but they get it earlier: on a loaded machine, a message is handled after 0.1
     ms instead of after another process's slice. Needs no privilege. Kernels before 6.12 ignore it.

@@ -16,22 +16,28 @@ VISIBLE: Final = r"[!-~]([ -~]*[!-~])?"
 
 
 class SecretError(ValueError):
-    """A value does not have the form that its reader expects. The message has its name and the remedy, not the
-    value.
+    """A value does not have the expected form.
+
+    The message has the value's name and the remedy, but not the value.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a value must look like. pattern: regular expression of the whole value. want: the same in words, to follow
-    "give".
+    """The form of a value.
+
+    pattern: regular expression for the whole value.
+    want:    description of the form that can follow "give".
     """
 
     pattern: str
     want: str
 
     def check(self, name: str, value: str) -> str:
-        """Return the value. Raises SecretError."""
+        """Return the value if it has this form.
+
+        Raises SecretError otherwise. name: name of the value in the message.
+        """
         if re.fullmatch(self.pattern, value) is None:
             raise SecretError(f"{name} does not have a valid value: give {self.want}")
         return value
@@ -47,5 +53,5 @@ INTEGER = Form(r"-?[0-9]{1,18}", "a whole number")
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return a number from an environment variable. Raises SecretError."""
+    """Return the integer in an environment variable, or `default` if the variable is not set. Raises SecretError."""
     return int(INTEGER.check(f"the environment variable {name}", environment.get(name, str(default)).strip()))

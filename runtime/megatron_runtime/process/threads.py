@@ -1,4 +1,4 @@
-"""Blocking calls from an event loop, even while the interpreter exits."""
+"""Runs blocking calls outside of the event loop, even while the interpreter exits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry: one span for each component that a request passes, exported by OTLP over HTTP.
+"""Creates OpenTelemetry traces: one span for each component that a request passes, exported by OTLP over HTTP.
 
 Tracing is off unless OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. All variables of the
 SDK's specification apply: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. Attributes
@@ -61,14 +61,19 @@ _FORMS = {
     "_SIZE": INTEGER,
     "_LIMIT": INTEGER,
 }
-"""Suffix of a variable's name -> form of its value. Checked here because the SDK's warnings quote values that it cannot
-read."""
+"""Form of a variable's value, by suffix of its name.
+
+It is checked here because the SDK's warnings quote invalid values.
+"""
 _FLUSH_SECONDS = 2.0
-"""Time for the last spans to reach the collector when a process exits."""
+"""Maximum seconds for exporting the last spans when a process exits."""
 
 
 class Span:
-    """A span that has begun. traceparent: its W3C trace context, for the components that the request passes next."""
+    """A span that has started and not ended.
+
+    traceparent: its W3C trace context, for the components that the request passes next.
+    """
 
     def __init__(self, span: OtelSpan) -> None:
         self._span = span
@@ -82,7 +87,11 @@ class Span:
         self._span.set_attributes({name: value for name, value in attributes.items() if value is not None})
 
     def end(self, *, at: float | None = None, error: str = "") -> None:
-        """End the span. at: seconds since 1970; None: now. error: why the request failed; empty if it did not."""
+        """End the span.
+
+        at:    seconds since 1970; None: now.
+        error: reason why the request failed; empty if it did not fail.
+        """
         from opentelemetry.trace import Status, StatusCode
 
         if error:
@@ -113,11 +122,11 @@ class Tracer:
         self._tracer = self._provider.get_tracer("megatron")
 
     def begin(self, name: str, *, headers: Mapping[str, str], is_server: bool = False, at: float | None = None) -> Span:
-        """Begin a span.
+        """Start a span.
 
-        headers:   headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without it, a
-                   new trace begins.
-        is_server: whether it answers a request of another process synchronously.
+        headers: headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without it, a
+                 new trace starts.
+        is_server: whether the span answers a request of another process synchronously.
         at:        seconds since 1970; None: now.
         """
         from opentelemetry.trace import SpanKind
@@ -137,7 +146,10 @@ class Tracer:
         span.end(at=end, error=error)
 
     def close(self) -> None:
-        """Export the last spans, for up to two seconds. A collector that does not answer causes no other delay."""
+        """Export the last spans, for up to two seconds.
+
+        A collector that does not answer delays the exit only for this time.
+        """
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)

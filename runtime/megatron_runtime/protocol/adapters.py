@@ -1,4 +1,4 @@
-"""LoRA adapters of a pool of engines, as they travel in messages."""
+"""The LoRA adapters of a pool of engines, in the form of messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 
 MAX_ADAPTERS = 64
-"""Adapters of one pool."""
+"""Maximum number of adapters of one pool."""
 MAX_ADAPTER_NAME_CHARACTERS = 128
 MAX_ADAPTER_SOURCE_CHARACTERS = 1024
 

@@ -1,7 +1,7 @@
 """The formats of answers that the OpenAI server reads, by name: how models write tool calls and mark reasoning.
 
-The only table of their names. The command line, the resource and the reference take them from here, and the server has
-a parser for each (server/formats).
+No other table has these names: the command line, the resource and the reference use this one, and the server has a
+parser for each format (server/formats).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOOL_FORMATS: Mapping[str, str] = {
     "minicpm5": "MiniCPM 5",
     "muse": "Muse",
 }
-"""Models that write their calls in a format, by its name."""
+"""For each tool-call format, the models that use it."""
 
 REASONING_FORMATS: Mapping[str, str] = {
     "think": "DeepSeek, Qwen, GLM, MiniMax M2, Nemotron, Granite 3 and most others",
@@ -59,7 +59,7 @@ REASONING_FORMATS: Mapping[str, str] = {
     "apriel": "Apriel",
     "muse": "Muse",
 }
-"""Models that mark their reasoning in a format, by its name."""
+"""For each reasoning format, the models that use it."""
 
 TOOL_CALL_PARSERS = ("auto", "none", *TOOL_FORMATS)
 """Values of `--tool-call-parser` and `spec.server.toolCallParser`."""

@@ -27,11 +27,11 @@ Tokens: TypeAlias = "npt.NDArray[np.int32]"
 
 @dataclass(frozen=True, slots=True)
 class UnpackLimits:
-    """Limits of the objects that one frame, or one body in a frame, is decoded to.
+    """Limits of the objects that decoding one frame, or one body in a frame, may create.
 
-    elements:   values of all lists and maps together; a map entry counts as one.
-    containers: lists and maps.
-    depth:      levels of nested lists and maps; None: as many as msgpack reads, 1024.
+    elements:   number of values in all lists and maps together; a map entry counts as one.
+    containers: number of lists and maps.
+    depth: levels of nested lists and maps; None: msgpack's limit of 1024.
     text_bytes: bytes of one string or one binary value; None: limited only by the size of the frame.
     frame_bytes: bytes of the frame; None: limited only by the port.
     """
@@ -44,22 +44,26 @@ class UnpackLimits:
 
 
 REQUEST = UnpackLimits(elements=64, containers=64, depth=64)
-"""Messages of the request path: a few fields, and bodies that stay bytes."""
+"""Limits of messages of the request path: a few fields, and bodies that stay bytes."""
 CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, frame_bytes=1 << 20)
-"""Control messages, and messages of the Megatron protocol on a port that does not serve it."""
+"""Limits of control messages, and of messages of the Megatron protocol on a port that does not serve it."""
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
-"""Messages of the Megatron protocol, which carry tokens and log-probs as lists; and log-probs at a coordinator."""
+"""Limits of messages of the Megatron protocol, which contain tokens and log-probs as lists, and of log-probs at a
+coordinator.
+"""
 REPLIES = UnpackLimits(elements=PLAIN.elements, containers=PLAIN.containers, depth=None)
-"""Replies of a plain engine. Only pack() walks them to their full depth."""
+"""Limits of replies of a plain engine, whose full depth only pack() visits."""
 PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
-"""Sampling parameters. A JSON schema in them may be deep."""
+"""Limits of sampling parameters, which may contain a deep JSON schema."""
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
-"""Log-probs and replies in the process that requested them."""
+"""Limits of log-probs and replies in the process that has requested them."""
 
 MAX_TOKEN = (1 << 31) - 1
 _SMALL_BYTES = 64 << 10
-"""Size of a small frame, which fits a prompt of 16,000 tokens. At worst each of its bytes becomes an object, 5 MB in
-total."""
+"""Maximum size of a small frame, which has room for a prompt of 16,000 tokens.
+
+At worst each byte becomes an object, 5 MB in total.
+"""
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
 """msgpack allocates a list as soon as it reads its length. 1024 nested lists, the maximum that it reads, with this many
@@ -71,7 +75,7 @@ class MalformedMessageError(ValueError):
 
 
 _KEPT_BYTES = 1 << 20
-"""A packer keeps its buffer, so it is replaced after a message larger than this."""
+"""Size of a message after which the packer is replaced, because a packer keeps its buffer."""
 _packer = msgpack.Packer()  # creating one takes three times as long as packing a small message
 
 
@@ -160,9 +164,9 @@ def unpack_request(data: bytes) -> Any:
 
 
 def values_of_map(data: bytes) -> Iterator[tuple[Any, int, int]]:
-    """Yield each key of the packed map `data`, and where its packed value begins and ends. The values are not unpacked.
+    """Yield each key of the packed map `data` with the begin and end of its packed value, without unpacking the value.
 
-    Raises MalformedMessageError, after the entries before the error.
+    Raises MalformedMessageError after the valid entries at the beginning.
     """
     size = len(data)
     unpacker = msgpack.Unpacker(max_buffer_size=size, raw=False, max_array_len=0, max_map_len=size, max_ext_len=0)
@@ -202,12 +206,15 @@ def split_list(data: bytes) -> list[bytes]:
 
 
 def joined_list(elements: Sequence[bytes]) -> bytes:
-    """Return the packed list of packed values, the reverse of split_list()."""
+    """Return the packed list of packed values: the inverse of split_list()."""
     return b"".join((b"\xdd", len(elements).to_bytes(4, "big"), *elements))
 
 
 class PackedTokens(bytes):
-    """Token ids as a packed list, as a Megatron client sent them. Only checked to be one complete value."""
+    """Token ids as a packed list, as a Megatron client sent them.
+
+    The only check is that they are one complete value.
+    """
 
 
 def unpack_tokens(data: PackedTokens) -> bytes:
@@ -244,7 +251,7 @@ def checked_tokens(tokens: list[Any]) -> bytes:
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error:
         packed = b""
-    # The highest byte of each is the sign: no byte above 127.
+    # The highest byte of a token has the sign bit, so it must not exceed 127.
     if len(packed) != 4 * len(tokens) or not packed[3::4].isascii():
         wrong = next(token for token in tokens if type(token) is not int or not 0 <= token <= MAX_TOKEN)
         raise MalformedMessageError(f"token {shown(wrong)}: want an integer from 0 to {MAX_TOKEN}")
@@ -286,7 +293,7 @@ _CONTAINER_BYTES = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 
 
 def _max_containers(data: bytes | memoryview) -> int:
-    """Return an upper bound of the lists and maps in `data`: the number of bytes that may begin one."""
+    """Return an upper bound of the number of lists and maps in `data`: the number of bytes that may begin one."""
     return len(data) - len(bytes(data).translate(None, _CONTAINER_BYTES))
 
 

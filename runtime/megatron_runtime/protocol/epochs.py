@@ -1,4 +1,4 @@
-"""The epochs of the weights that sampled tokens, as spans: each ends where the next one begins."""
+"""The epochs of the weights that sampled tokens, as spans. A span ends where the next one begins."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import MalformedMessageError
 
 TokenEpochs: TypeAlias = Sequence[tuple[int, int]]
-"""`(number of the first token, epoch)`, in rising order. Empty: unknown."""
+"""Spans `(index of the first token, epoch)` in ascending order. Empty: unknown."""
 _SPAN = struct.Struct("<IQ")
 
 
@@ -20,7 +20,7 @@ def epochs_to_bytes(spans: TokenEpochs) -> bytes:
 
 
 def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
-    """Raises MalformedMessageError."""
+    """Return the spans that epochs_to_bytes() encoded. Raises MalformedMessageError."""
     if type(data) is not bytes or len(data) % _SPAN.size:
         raise MalformedMessageError(f"epochs of tokens: want bytes, a multiple of {_SPAN.size} of them")
     spans, last = tuple(_SPAN.iter_unpack(data)), -1
@@ -32,9 +32,9 @@ def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
 
 
 def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, count: int, at: int) -> None:
-    """Append the epochs of the tokens first … first + count - 1 of `spans` to `to`, where they begin at token `at`.
+    """Append the epochs of the tokens first … first + count - 1 of `spans` to `to`, in which they begin at token `at`.
 
-    A span of the epoch that `to` ends with is not repeated.
+    If the last span of `to` has the same epoch, no new span begins.
     """
     begin, end = first, first + count
     for number, (start, epoch) in enumerate(spans):
@@ -46,10 +46,10 @@ def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, cou
 def continued_epochs(
     spans: TokenEpochs, engine_spans: TokenEpochs, *, prompt_length: int, num_generated: int
 ) -> list[tuple[int, int]]:
-    """Return the epochs of an answer by position, as `policy_epoch` of a reply has them.
+    """Return the epochs of an answer by position, in the form of `policy_epoch` in a reply.
 
-    The first token that is sampled by the forward pass of a position belongs to the next one. A prompt has the epoch of
-    the first token.
+    A token that the forward pass of a position samples belongs to the next position. The prompt has the epoch of the
+    first token.
 
     spans:         epochs of the `num_generated` tokens that another engine sampled, by index; empty: unknown.
     engine_spans:  epochs of this engine, by position, for an answer that it began.

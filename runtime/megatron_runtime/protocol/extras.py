@@ -1,4 +1,4 @@
-"""The log-probabilities in a PARTIAL: the value of each request can be read by its uid without unpacking the others."""
+"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking the other requests."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Message headers: the integer that comes first in every message.
+"""The headers of messages: the integer that is the first element of every message.
 
-0..99 are Megatron-Core's; 100 and above are this runtime's extensions.
+0 to 99 are Megatron-Core's; 100 and above are this runtime's extensions.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 from enum import IntEnum
 
 PROTOCOL_VERSION = 3
-"""Sent in HELLO. Incremented by a change that the previous release cannot read. Peers accept neighbouring versions, so
-2 was skipped: messages of version 1 had other frames.
+"""The version that HELLO announces.
+
+A change that the previous release cannot read increments it. Peers accept neighbouring versions, so 2 was skipped:
+messages of version 1 had other frames.
 """
 
 
@@ -62,7 +64,7 @@ class Header(IntEnum):
 
 
 SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})
-"""Control messages that move the state machine and carry no arguments."""
+"""Control messages that change the state of engines and have no arguments."""
 
 PROFILER = frozenset({Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER})
 """Control messages that change no state. An engine that cannot carry them out keeps serving."""
@@ -72,7 +74,10 @@ CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIG
 
 
 class Role(IntEnum):
-    """What a peer may do. With three ports, the port that it connected to decides."""
+    """The role of a peer, which decides what it may do.
+
+    If the coordinator has three ports, the peer's port decides the role.
+    """
 
     CLIENT = 0
     ENGINE = 1
@@ -85,18 +90,18 @@ class ErrorCode(IntEnum):
     Codes below 100 concern the connection.
     """
 
-    UNKNOWN_PEER = 1  # say HELLO (again): this coordinator does not know the connection
-    MALFORMED = 2  # the frame could not be read
+    UNKNOWN_PEER = 1  # send HELLO (again): this coordinator does not know the connection
+    MALFORMED = 2  # the frame cannot be read
     WRONG_ROLE = 3  # the port or the registration does not allow this message
-    VERSION = 4  # the protocol versions have nothing in common
+    VERSION = 4  # the peers have no protocol version in common
     STANDBY = 5  # this coordinator is on standby: connect to the other one
     INVALID_REQUEST = 400
     ADAPTER_NOT_FOUND = 404  # a request's adapter is not in the pool's list
     TOO_LARGE = 413
     ILLEGAL_SIGNAL = 409  # of a control message: not legal in the state named in the message
-    MODEL_CHANGED = 409  # of a request: the engines run another model than the one it was made for
+    MODEL_CHANGED = 409  # of a request: the engines run another model than the request names
     STALE_FENCE = 412  # the coordinator has received a higher fence
-    IN_PROGRESS = 423  # another operation is under way
+    IN_PROGRESS = 423  # another operation is in progress
     MEDIA_MISSING = 428  # the coordinator lacks data that SUBMIT left out: submit again with all of it
     QUEUE_FULL = 429
     ENGINE_FAILED = 500

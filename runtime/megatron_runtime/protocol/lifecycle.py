@@ -34,7 +34,7 @@ class CoordinatorState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """What one signal does. A coordinator in `idempotent_in` answers success and does nothing.
+    """The effect of one signal. A coordinator in a state of `idempotent_in` answers success and does nothing.
 
     After `lands_in` is reached, a coordinator goes to `coordinator_after` (STOP: RUNNING again, for future engines).
     """
@@ -57,7 +57,7 @@ TRANSITIONS: dict[Header, Transition] = {
     Header.RESUME: Transition(frozenset({_C.SUSPENDED}), _E.PAUSED, _E.RESUMING, _C.PAUSED),
     Header.STOP: Transition(frozenset({_C.PAUSED, _C.SUSPENDED}), _E.STOPPED, _E.STOPPING, _C.RUNNING),
 }
-"""Signals by header. RESUME lands in PAUSED: generation starts again only with UNPAUSE."""
+"""The transition of each signal. RESUME lands in PAUSED: generation starts again only with UNPAUSE."""
 
 PASSING_STATES = frozenset(transition.passing for transition in TRANSITIONS.values())
 """States of an engine between its acknowledgement and the commit."""
@@ -68,7 +68,7 @@ LEGAL_SIGNALS: dict[Header, frozenset[CoordinatorState]] = {
     Header.UPDATE_WEIGHTS: frozenset({_C.RUNNING, _C.PAUSED}),
     Header.SET_ADAPTERS: frozenset({_C.RUNNING, _C.PAUSED}),
 }
-"""Signal -> coordinator states in which the operator may send it."""
+"""The coordinator states in which the operator may send each signal."""
 
 NEXT_SIGNAL: dict[tuple[CoordinatorState, CoordinatorState], Header] = {
     (_C.RUNNING, _C.PAUSED): Header.PAUSE,
@@ -88,14 +88,14 @@ STEADY_ENGINE_STATES: dict[CoordinatorState, frozenset[EngineState]] = {
     _C.PAUSED: frozenset({_E.PAUSED, _E.RESUMED}),
     _C.SUSPENDED: frozenset({_E.SUSPENDED}),
 }
-"""Engine states that agree with each steady coordinator state. RESUME lands in PAUSED by way of RESUMED."""
+"""The engine states that agree with each steady coordinator state. RESUME passes through RESUMED to PAUSED."""
 
 SETTLED_ENGINE_STATE: dict[EngineState, EngineState] = {
     **{transition.passing: transition.lands_in for transition in TRANSITIONS.values()},
     _E.UNPAUSING: _E.PAUSED,  # generation starts with the commit
     _E.RESUMED: _E.PAUSED,
 }
-"""The state of an engine that did the work of a signal, if the commit was lost with the coordinator."""
+"""The state that an engine which has done the work of a signal assumes if the commit is lost with the coordinator."""
 
 ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     **{
@@ -104,14 +104,14 @@ ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     },
     **dict.fromkeys(PROFILER, frozenset(_E)),
 }
-"""Signal -> settled engine states in which an engine carries it out."""
+"""The settled engine states in which an engine executes each signal."""
 
 
 def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
     """Return the signals, in order, that bring an engine in `state` to `target`, the state of the coordinator that it
     joins.
 
-    Empty if the engine agrees already, or if `state` or `target` is not steady.
+    Empty if the states already agree, or if `state` or `target` is not steady.
     """
     if state.value not in CoordinatorState.__members__ or target not in STEADY_ENGINE_STATES:
         return ()

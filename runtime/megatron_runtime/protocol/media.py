@@ -1,7 +1,7 @@
 """Images, audio and video of a request: the optional last element of SUBMIT and DISPATCH.
 
-An item travels as the file that the client sent, not as the features that the model computes from it: a photo of 200 KB
-is 25 MB of features for some models, and reading a file needs no pickle. Its digest names it.
+A message contains an item as the file that the client sent, not as the features that the model computes from it: for
+some models, a photo of 200 KB has 25 MB of features. Reading a file also needs no pickle. A digest identifies the item.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from megatron_runtime.protocol.codec import MalformedMessageError
 from megatron_runtime.protocol.text import shown
 
 FRAMES = "video/jpeg"
-"""A video as a list of images: the data are their base64 texts with commas in between."""
+"""The kind of a video that is a list of images. The data are the images in base64, separated by commas."""
 KINDS = ("image", "audio", "video", FRAMES)
 """The kinds of an item's data; the index is the number in messages."""
 MEDIA_NEED = "media"
-"""One of the needs of a request with media, and one of the parameters that an engine announces if it accepts media. It
-has the form of a parameter, because engines and coordinators of releases without media then reject such requests."""
+"""A need of requests with media, and a parameter that engines announce if they accept media.
+
+It has the form of a parameter so that engines and coordinators of releases without media reject these requests.
+"""
 MAX_MEDIA_ITEMS = 256
 
 _INDEX = struct.Struct("<32sBIII")
@@ -54,7 +56,7 @@ class Media(NamedTuple):
 
     @property
     def data_bytes(self) -> int:
-        """The bytes of all data."""
+        """Number of bytes of the data of all items."""
         return sum(len(item.data) for item in self.items)
 
     def without(self, digests: Iterable[bytes]) -> Self:
@@ -99,7 +101,7 @@ class Media(NamedTuple):
 
 
 def media_digest(kind: str, data: bytes) -> bytes:
-    """Return the SHA-256 that names an item."""
+    """Return the SHA-256 that identifies an item."""
     return hashlib.sha256(kind.encode() + b"\0" + data).digest()
 
 
@@ -111,7 +113,7 @@ def data_url(kind: str, data: bytes) -> str:
 
 
 def media_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
-    """Return block index -> the joined digests of the items that have tokens in this block of the prompt."""
+    """Return, by block index, the joined digests of the items that have tokens in the block of the prompt."""
     digests: dict[int, bytes] = {}
     for item in items:
         for block in range(item.offset // block_size, -(-(item.offset + item.length) // block_size)):

@@ -75,7 +75,7 @@ Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 Addresses = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_RANKS)]
 """`tcp://HOST:PORT` of each rank of an engine."""
 AdapterErrors = Annotated[dict[str, Cause], Field(max_length=MAX_ADAPTERS)]
-"""Adapter name -> error."""
+"""Error of each adapter, by its name."""
 PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
 """The name of a registered peer in a coordinator's reports. A plain engine's name is its routing id."""
 
@@ -99,13 +99,19 @@ class AnswerFormats(_Map):
     """The formats of answers that an OpenAI server reads, by the names of protocol/answer_formats.py."""
 
     tool_calls: Label = ""
-    """Empty: unknown, or tools are not offered. Calls that the model chooses to make are then text."""
+    """Format of tool calls.
+
+    Empty: it is unknown, or tools are not offered; calls that the model chooses to make are text.
+    """
     reasoning: Label = ""
-    """Empty: reasoning is part of the text."""
+    """Format of reasoning. Empty: reasoning is part of the text."""
 
 
 class KVPort(_Map):
-    """Where an engine exports and imports blocks of its prefix cache. Engines exchange blocks of equal layouts only."""
+    """The port at which an engine exports blocks of its prefix cache.
+
+    Engines exchange only blocks with equal layouts.
+    """
 
     address: Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
     """`tcp://HOST:PORT`."""
@@ -139,7 +145,7 @@ class Hello(ControlMessage):
     max_tokens: Count | None = None
     """Engines: limit of tokens of one step. None: unknown."""
     kv_cache_bytes: U64 | None = None
-    """Engines: KV cache of each rank. None: unknown."""
+    """Engines: size of each rank's KV cache, in bytes. None: unknown."""
     block_size_tokens: Count = 0
     source: Text | None = None
     """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
@@ -147,7 +153,7 @@ class Hello(ControlMessage):
     """Engines: the list of adapters set last. A recovering coordinator takes it from here. None: the engine's release
     has no adapters."""
     adapter_errors: AdapterErrors | None = None
-    """Engines: adapter name -> why it is not loaded."""
+    """Engines: reasons why adapters are not loaded, by their names."""
     term: U64 | None = None
     """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
     tokenizes: bool = False
@@ -190,7 +196,7 @@ class HelloAck(ControlMessage):
     """Clients: the number by which engines group partials."""
     heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS
     max_message_bytes: Annotated[int, Field(ge=1, le=limits.MAX_ENGINE_MESSAGE_BYTES)] = limits.MAX_CLIENT_MESSAGE_BYTES
-    """The size limit of one message that the peer sends."""
+    """Maximum size, in bytes, of a message from the peer."""
     source: Text | None = None
     """Engines: load the weights of `epoch` from this source instead of the configured one. None: there was no
     update."""
@@ -202,10 +208,10 @@ class HelloAck(ControlMessage):
     other: Text | None = None
     """Host of the other coordinator of a pair, with the same port. None: there is none."""
     tasks: Tasks | None = None
-    """Clients: the tasks of the serving engines, "generate" for those that announce none."""
+    """Clients: the tasks of the serving engines. Engines that announce none have the task "generate"."""
     copies: Addresses | None = None
     """Engines: addresses of the ranks of an engine that serves the weights of `source`, from its HELLO. None: there is
-    none; get them from the trainer."""
+    no such engine; get the weights from the trainer."""
 
 
 class Heartbeat(ControlMessage):
@@ -215,13 +221,13 @@ class Heartbeat(ControlMessage):
     incarnation: U64
     state: EngineState | CoordinatorState | None = None
     epoch: Epoch | None = None
-    """Engines: the current epoch. The coordinator sends HELLO_ACK to an engine that is behind the others."""
+    """Engines: the current epoch. The coordinator sends HELLO_ACK to an engine whose epoch is not the latest."""
     source: Text | None = None
     """Engines: source of the weights in use, if an UPDATE_WEIGHTS or HELLO_ACK set it."""
     running: Count = 0
     waiting: Count = 0
     steps: U64 = 0
-    """Engine steps so far. If it does not change while `running` > 0, the engine is stalled."""
+    """Number of engine steps so far. If it does not change while `running` > 0, the engine is stalled."""
     busy_for: Seconds = 0.0
     """Seconds for which the engine sends no heartbeat (load, capture, compile)."""
     digest: Label = ""
@@ -230,7 +236,7 @@ class Heartbeat(ControlMessage):
     """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine that is behind; a client that is
     behind sends HELLO."""
     tasks: Tasks | None = None
-    """From the coordinator: as in HELLO_ACK."""
+    """From the coordinator: the same as in HELLO_ACK."""
     prefill_rate: Rate | None = None
     """Engines: prompt tokens that they compute per second. None: unknown."""
     decode_rate: Rate | None = None
@@ -269,10 +275,10 @@ class Control(ControlMessage):
     adapters: AdapterList | None = None
     """SET_ADAPTERS: the complete list of adapters of the engines. The coordinator assigns the generation."""
     tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
-    """SUSPEND: the memory to release, "weights" and "kv_cache"; None means both."""
+    """SUSPEND: kinds of memory to release, "weights" and "kv_cache"; None means both."""
 
     kind: Header = Header.PAUSE
-    """Which control message this is. It travels as the header, not in the map."""
+    """The kind of this control message. It is the header of the message, not an entry of the map."""
 
     def to_frames(self) -> Frames:
         body = self.model_dump(exclude_none=True, exclude={"kind", "epoch"})
@@ -290,7 +296,10 @@ class EngineOutcome(_Map):
 
 
 class ControlAck(ControlMessage):
-    """From an engine: the work of a control message is done, or failed. To the sender: the outcome."""
+    """Acknowledges a control message.
+
+    An engine reports that its work is done or failed, the coordinator the whole outcome.
+    """
 
     header = Header.CONTROL_ACK
     operation_id: OperationId
@@ -307,7 +316,7 @@ class ControlAck(ControlMessage):
     fence: U64 | None = None
     """With STALE_FENCE: the highest fence that the coordinator has received."""
     adapter_errors: AdapterErrors | None = None
-    """SET_ADAPTERS failed: adapter name -> why it could not be loaded."""
+    """If SET_ADAPTERS failed: reasons why adapters could not be loaded, by their names."""
     must_load: bool | None = None
     """From an engine, in answer to UPDATE_WEIGHTS: the weights are verified, but loading them will overwrite the
     weights in use. The coordinator sends the message again with `load` when every engine has acknowledged."""
@@ -339,40 +348,45 @@ class EngineStatus(_Map):
     in_flight: Count = 0
     silent_seconds: float = 0.0
     suspect: bool = False
-    """It has sent no heartbeat for SUSPECT_SECONDS and announced no long step: it gets no new requests."""
+    """The engine has sent no heartbeat for SUSPECT_SECONDS and announced no long step, so it gets no new requests."""
     draining: bool = False
     digest: Label = ""
-    """Digest of its weights, from its last heartbeat. Empty: unknown, for example between an update and the next
-    heartbeat."""
+    """Digest of the engine's weights, from its last heartbeat.
+
+    Empty: unknown, for example until the first heartbeat after an update.
+    """
     source: Text | None = None
-    """Source of its weights, if an UPDATE_WEIGHTS or HELLO_ACK set it; "" if none did. None: unknown."""
+    """Source of the engine's weights, if an UPDATE_WEIGHTS or HELLO_ACK has set it, otherwise "". None: unknown."""
     max_requests: Count | None = None
     max_sequence_length: Count | None = None
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
-    """The limits from its HELLO. None: unknown."""
+    """Size of each rank's KV cache, in bytes. It and the limits above come from the engine's HELLO. None: unknown."""
     weights_unavailable: Words | None = None
-    """Why it waits for the weights of a trainer, from its HELLO. None: it does not."""
+    """Reason why the engine waits for the weights of a trainer, from its HELLO. None: it does not wait."""
     role: Label | None = None
-    """`engine_role` of its HELLO."""
+    """The `engine_role` in the engine's HELLO."""
     recomputes: Words | None = None
-    """Why it computes prompts that a prefill engine has computed. None: it imports them, or there is no such engine."""
+    """Reason why the engine computes prompts that a prefill engine has computed.
+
+    None: it imports them, or there is no prefill engine.
+    """
 
 
 class AdapterStatus(_Map):
     name: Annotated[str, Field(min_length=1, max_length=MAX_ADAPTER_NAME_CHARACTERS)]
     source: Text
     engines: Count = 0
-    """Serving engines that have loaded it."""
+    """Number of serving engines that have loaded the adapter."""
     error: Cause | None = None
-    """Why the first engine without this adapter did not load it."""
+    """Reason why the first engine without this adapter has not loaded it."""
 
 
 class KeyReport(_Map):
-    """Public keys, Z85: the state of a key rotation."""
+    """The public keys in use, in Z85, which show the state of a key rotation."""
 
     server: Key
-    """The coordinator's own key, in use since its start."""
+    """The coordinator's own public key, in use since its start."""
     admitted: list[Key] = Field(default_factory=list, max_length=1024)
     """Keys that open one of the ports."""
     connected: list[Key] = Field(default_factory=list, max_length=1024)
@@ -383,9 +397,9 @@ class FailedRequest(_Map):
     """A request that the coordinator failed because engines crashed while they ran it."""
 
     uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
-    """The uid in hexadecimal digits."""
+    """The uid of the request, in hexadecimal digits."""
     engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
-    """Engines that crashed while they ran it, in order."""
+    """Names of the engines that crashed while they ran the request, in the order of the crashes."""
     at: float = Field(default=0.0, ge=0, le=1e11)
     """Time of the failure, in seconds since 1970."""
 
@@ -402,7 +416,7 @@ class Operation(_Map):
     code: Count | None = None
     error: Words | None = None
     adapter_errors: AdapterErrors | None = None
-    """As in CONTROL_ACK, of the last operation only."""
+    """The `adapter_errors` of CONTROL_ACK, for the last operation only."""
 
 
 class StatusReply(ControlMessage):
@@ -416,12 +430,12 @@ class StatusReply(ControlMessage):
     in_flight: Count = 0
     engines: list[EngineStatus] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
     operations: list[Operation] = Field(default_factory=list, max_length=256)
-    """The last operations, oldest first."""
+    """Records of the last operations, oldest first."""
     rejected_frames: U64 = 0
     drained_all: bool = False
     """All engines were drained: no engine, registered now or later, gets a request until UNPAUSE or STOP."""
     keys: KeyReport | None = None
-    """None: without encryption."""
+    """The keys in use. None: connections are not encrypted."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
     """The last requests that failed because engines crashed, oldest first; None if there are none."""
     adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None
@@ -467,9 +481,9 @@ class Reserve(ControlMessage):
     """Id of the reservation. If it is sent again, it counts once."""
     tenant: TenantName
     requests_per_minute: PerMinute | None = None
-    """None: no limit, and nothing is counted."""
+    """Limit per minute. None: there is no limit, and nothing is counted."""
     tokens_per_minute: PerMinute | None = None
-    """None: no limit, and nothing is counted."""
+    """Limit per minute. None: there is no limit, and nothing is counted."""
     requests: Count = 0
     """With at least one, a tenant that has no tokens left is rejected as well."""
     tokens: Count = 0
@@ -490,7 +504,7 @@ class Quota(ControlMessage):
     tokens_left: Count | None = None
     tokens_reset_seconds: Seconds = 0.0
     retry_after_seconds: Seconds | None = None
-    """If it was rejected: time until the same reservation fits, if nothing else is counted until then."""
+    """Seconds until a rejected reservation fits the limit, if nothing else is counted until then."""
 
 
 class Charge(ControlMessage):
@@ -513,7 +527,7 @@ ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
 
 
 class Disconnect(ControlMessage):
-    """The peer leaves. Its requests are dispatched to others, or aborted, at once."""
+    """The peer leaves. Its requests are dispatched to other engines, or aborted, at once."""
 
     header = Header.DISCONNECT
     reason: Words = ""
@@ -601,7 +615,7 @@ class PartialEntry(NamedTuple):
 
 _ENTRY = struct.Struct("<16sQII")
 DIGEST_BYTES = 32
-"""Of a block of the prefix cache."""
+"""Size of the digest of a block of the prefix cache."""
 
 
 class Partial(NamedTuple):
@@ -614,7 +628,7 @@ class Partial(NamedTuple):
     extras: bytes = b""
     """msgpack `{uid: {"log_probs": […], …}}`, or empty."""
     epochs: TokenEpochs = ()
-    """Of the weights that sampled `tokens`, by their number in this message."""
+    """Epochs of the weights that sampled `tokens`, by the index of the token in this message."""
 
     def to_frames(self) -> Frames:
         index = b"".join(_ENTRY.pack(e.uid, e.dispatch_id, e.offset, e.count) for e in self.entries)
@@ -797,7 +811,7 @@ def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
 
 
 def _epochs(rest: list[Any]) -> TokenEpochs:
-    """Return the optional last element, the epochs of tokens."""
+    """Return the epochs of tokens, the optional last element of a message; empty if it is absent."""
     return epochs_from_bytes(rest[0]) if rest else ()
 
 
@@ -891,7 +905,7 @@ class Plain:
 
 
 StageMessage: TypeAlias = Prefill | Exported | Transfer | Imported | ReleaseBlocks
-"""Of requests whose prompt another engine computes."""
+"""The messages of requests whose prompt another engine computes."""
 RequestMessage: TypeAlias = Submit | Dispatch | StageMessage | Partial | Final | Abort | CachedBlocks
 NativeMessage: TypeAlias = ControlMessage | RequestMessage
 Message: TypeAlias = NativeMessage | Plain
@@ -932,9 +946,12 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
-"""Header -> the elements that follow it, and the function that reads them. Further elements are ignored."""
+"""Names of the elements that follow a header, and the function that reads them, by header.
+
+Further elements are ignored.
+"""
 _MIN_FIELDS = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
-"""Header -> minimum number of elements, including the header."""
+"""Minimum number of elements, including the header, of each message of the request path."""
 
 _KINDS = (
     *(Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect, PairState),

@@ -1,10 +1,10 @@
 """Weights that a trainer publishes: the reference that names them, their manifest, and the two messages that open a
 session.
 
-A rank of an engine connects with CURVE, to the trainer or to the same rank of another engine, and asks for the session
-of a reference. The answer has the manifest and a token. With the token, the rank receives the tensors in blocks, over a
-second connection to the same port, without keys. So the manifest has the SHA-256 of each block. The reference has the
-SHA-256 of the trainer's manifest.
+A rank of an engine connects with CURVE, to the trainer or to the same rank of another engine, and opens a session for
+a reference. The answer contains the manifest and a token. With the token, the rank receives the tensors in blocks, over
+a second connection to the same port, without keys. So the manifest has the SHA-256 of each block, and the reference has
+the SHA-256 of the trainer's manifest.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """No engine or trainer answers, holds these weights, and sends the right bytes. The message names the remedy."""
+    """No engine or trainer answers, holds these weights, and sends the right bytes.
+
+    The message names the remedy.
+    """
 
 
 def is_published(source: str | None) -> bool:
-    """Return whether a source of weights is a trainer."""
+    """Return whether a source of weights names a trainer."""
     return source is not None and source.startswith(TRAINER_PREFIX)
 
 
@@ -61,7 +64,7 @@ class PublishedSource:
 
     @classmethod
     def parse(cls, source: str) -> PublishedSource:
-        """Raises ValueError."""
+        """Return the parts of a reference. Raises ValueError."""
         reference, _, copies = source.partition(_COPIES)
         match = _SOURCE.fullmatch(reference)
         if match is None:
@@ -88,10 +91,10 @@ def with_copies(source: str, copies: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """One tensor. From a trainer: whole, with the name and layout of transformers.
+    """One tensor. From a trainer: a whole tensor, with the name and layout of transformers.
 
     dtype:   one of STORED_TYPES.
-    digests: SHA-256 of each block, one after the other.
+    digests: SHA-256 of all blocks, joined in order.
     """
 
     name: str
@@ -134,7 +137,7 @@ class WeightsManifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> WeightsManifest:
-        """Raises MalformedMessageError."""
+        """Return the manifest that `data` encodes. Raises MalformedMessageError."""
         try:
             epoch, tensors = unpack(data, _MANIFEST)
             manifest = cls(epoch, tuple(_tensor(*items) for items in tensors))
@@ -177,7 +180,7 @@ class OpenSession:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> OpenSession:
-        """Raises MalformedMessageError."""
+        """Return the message that `data` encodes. Raises MalformedMessageError."""
         items = unpack(data, _OPENING)
         if type(items) is not list or len(items) < 1 or type(items[0]) is not str or len(items[0]) > MAX_SESSION_BYTES:
             raise MalformedMessageError(f"{shown(items)}: want a list with a session")
@@ -203,7 +206,7 @@ class SessionOpened:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> SessionOpened:
-        """Raises MalformedMessageError."""
+        """Return the message that `data` encodes. Raises MalformedMessageError."""
         items = unpack(data, _OPENING)
         if type(items) is not list or [type(item) for item in items[:4]] != [str, bytes, str, str]:
             raise MalformedMessageError("the answer is not [error, manifest, token, digest]")

@@ -11,7 +11,7 @@ from megatron_runtime.protocol.text import shown
 
 
 class RequestMeta(NamedTuple):
-    """The fields of a request that the coordinator reads. All others are in the bodies."""
+    """The fields of a request that the coordinator reads. The bodies contain all other fields."""
 
     streaming: bool = False
     seed: int = 0
@@ -81,6 +81,6 @@ class RequestMeta(NamedTuple):
 
 
 _META = list(RequestMeta())
-"""Defaults of the elements."""
+"""Default values of the elements."""
 _REQUIRED = 6
-"""Elements that are always sent."""
+"""Number of elements that are always sent."""

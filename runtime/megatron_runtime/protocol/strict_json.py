@@ -39,7 +39,7 @@ def loads(text: str | bytes | bytearray) -> Any:
 
 
 def raw_decode(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at `start`, and where it ends. Raises the errors of loads()."""
+    """Return the JSON value that begins at index `start`, and the index of its end. Raises the errors of loads()."""
     return json.JSONDecoder(parse_constant=_reject, parse_float=_finite_float).raw_decode(text, start)
 
 

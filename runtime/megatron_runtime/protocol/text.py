@@ -1,4 +1,4 @@
-"""Escaping of untrusted text before it reaches a log, a status or a terminal."""
+"""Escapes untrusted text before it is written to a log, a status or a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The class of each engine argument of vLLM. Read by the operator and by the engine. Imports nothing of vLLM.
+"""Classifies the engine arguments of vLLM, for the operator and the engine. Imports nothing of vLLM.
 
 The names are the fields of vLLM's AsyncEngineArgs in the supported versions; members of nested objects have dots. The
 operator checks classes before it changes a pod; the engine also checks fields and types against the installed version.
@@ -17,7 +17,7 @@ _WORD = re.compile(r"[!-~]{1,256}")
 
 
 class Effect(Enum):
-    """What an argument can do."""
+    """The kinds of effects that an argument can have."""
 
     HARMLESS = "none of the others"
     CODE = "can load code"
@@ -28,7 +28,7 @@ class Effect(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Class:
-    """How one argument of vLLM is classified.
+    """The classification of one argument of vLLM.
 
     kind:   what the argument can do.
     values: for a harmless argument, the values that load no code; empty: all values.
@@ -246,11 +246,11 @@ CLASSES: Mapping[str, Class] = {
 """The class of each argument, and of each member of the arguments that are objects. An argument that is not listed
 counts as CODE."""
 WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculation that take the drafts from the tokens of the request."""
+"""Methods of speculation without draft weights, which take the drafts from the tokens of the request."""
 OBJECTS = frozenset(name.rpartition(".")[0] for name in CLASSES if "." in name)
-"""Arguments and members that are classed by their members."""
+"""Arguments and members that are objects, whose members have classes."""
 _REQUIRED = {"speculative_config": "method"}
-"""Required members: without them, vLLM chooses a value based on the model, or imports a class."""
+"""Required members of object arguments: without them, vLLM chooses a value by the model, or imports a class."""
 _DRAFT = re.compile(r"(hf:|s3://|gs://|az://|https://|/)[!-~]+")
 """A draft model, which the engine resolves like `spec.model.source`: "hf:ORG/NAME[@REVISION]", the URL of an object
 store, or a path."""
@@ -287,7 +287,9 @@ def code_arguments(arguments: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | None:
-    """Return why the first argument is rejected, with its name and the remedy; None if all are allowed."""
+    """Return the reason why the first invalid argument is rejected, with its name and the remedy; None if all are
+    allowed.
+    """
     for name, value, classified in _leaves(arguments):
         if _loads_code(value, classified):
             problem = None if allow_code else _code_problem(name, value, classified)
@@ -300,8 +302,8 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 
 
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
-    """Return whether speculative_config.model names a model; with a method that can load code, it may name something
-    else.
+    """Return whether speculative_config.model names a model; with a method that can load code, the field may name
+    something else.
     """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:

@@ -528,8 +528,8 @@ class DynamicInferenceRequestRecord:
         self.requests.append(segment)
 
     def _padded(self, staleness: Any, total_tokens: int) -> Any:
-        """Return `staleness` padded with zeros to `total_tokens`: a tensor if it or the prompt is one, else an
-        array.
+        """Return `staleness` padded with zeros to `total_tokens`: a tensor if it or the prompt is a tensor, otherwise
+        an array.
         """
         if is_tensor(staleness) or is_tensor(self.requests[0].prompt_tokens):
             return self._update_staleness_tensor(staleness, total_tokens, increment=False)

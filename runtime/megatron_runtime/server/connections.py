@@ -28,7 +28,7 @@ _PARSE_SECONDS = 0.0005
 _TURN_SECONDS = 0.01
 """Maximum seconds of parsing for all waiting connections in one iteration of the event loop."""
 _LINGER_SECONDS = 2.0
-"""After an answer that ends the connection early, the server reads and drops what the client still sends for this long.
+"""Seconds for which the server reads and drops data of the client after an answer that ends the connection early.
 If it closed the connection at once, the kernel would reset it, and the client could lose the answer."""
 
 

@@ -81,7 +81,10 @@ _STRUCTURE = re.compile(r"^sampling parameter structured_output=.{0,40}? is inva
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return the error with the route's name for its field. names: name in the error -> name in the route."""
+    """Return the error with the route's name for its field.
+
+    names: name of the field in the route, by its name in the error.
+    """
     base = re.match(r"[^.\[]*", error.param or "")
     if base is None or base[0] not in names:
         return error

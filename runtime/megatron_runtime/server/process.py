@@ -72,7 +72,7 @@ def _raise_file_limit(connections: int) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with limits on its connections, and without signal handlers: the caller drains it before it stops it.
+    """uvicorn with limits on its connections, and without signal handlers: the caller drains the server, then stops it.
 
     certificate: None serves plain HTTP.
     """

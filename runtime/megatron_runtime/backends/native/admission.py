@@ -1,4 +1,4 @@
-"""Checks a request, and turns it into the record that the engine keeps of it. No torch."""
+"""Checks a request, and creates the engine's record of it. No torch."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _LONG_VARIANT = "\0long"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CoreRequest(BackendRequest):
-    """A request that an engine works on.
+    """The native engine's record of a request.
 
     tokens:      int32; prompt and answer; kept here only while the request holds no slot.
     is_long:     whether prompt and answer may exceed the `short_length` of the model.
     rank:        order in the queues: (priority, place, arrival), the lowest first. `place` counts the open requests of
                  its tenant and priority that arrived before it; it is 0 while all requests are of one tenant.
     digests:     keys of the complete blocks of its prompt.
-    uncached:    tokens to compute when it began to wait: those that the prefix cache does not have.
-    reads_cache: whether it may take the blocks of `digests` from the prefix cache.
+    uncached:    number of tokens that were not in the prefix cache when the request began to wait.
+    reads_cache: whether the request may use the blocks of `digests` from the prefix cache.
     grammar:     state of the answer's grammar after the generated tokens; None for an answer without a grammar.
     """
 

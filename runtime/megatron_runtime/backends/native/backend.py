@@ -74,7 +74,7 @@ class Ranks:
 
 
 class NativeKVTransfer(KVTransfer):
-    """The prefix cache of a native engine. Everything runs on the engine's thread, between steps."""
+    """KVTransfer for the prefix cache of a native engine. All work runs on the engine's thread, between steps."""
 
     def __init__(self, backend: NativeBackend) -> None:
         self._call = backend.call
@@ -122,7 +122,9 @@ def _transfer_of_core() -> Iterator[None]:
 
 
 class NativeBackend(EngineBackend):
-    """Runs `core` on one thread from start() on. All other code must use the core through call().
+    """EngineBackend of the native engine.
+
+    It runs `core` on one thread; all other code must use the core through call().
 
     Commands run between steps, in order. A step wakes the event loop once. The result of a command reaches the event
     loop after the outputs of every earlier step.
@@ -371,7 +373,7 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await work that rolls itself back if it fails."""
+        """Await work that undoes itself if it fails, and return its results."""
         try:
             await work
         except Exception as error:

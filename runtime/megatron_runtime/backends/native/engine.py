@@ -35,10 +35,10 @@ SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
 """Parts that a suspend can release."""
 
 MASK_GRACE_SECONDS = 0.02
-"""How long a step waits for the masks of grammars. A mask that takes longer delays only its own request."""
+"""Maximum seconds that a step waits for the masks of grammars. A slower mask delays only its own request."""
 
 _MASK_POLL_SECONDS = 0.02
-"""How long one step waits if every request waits for its mask. Commands run between steps."""
+"""Maximum seconds that a step waits if every request waits for its mask. Commands run between steps."""
 
 _UNSUPPORTED = {
     "num_speculative_tokens": "this engine generates one token a step",
@@ -48,7 +48,7 @@ _UNSUPPORTED = {
     "sampling_backend": "this engine samples with its own code",
     "async_sched_mode": "this engine plans a step only after the previous step has ended",
 }
-"""Fields of InferenceConfig that must have their default, and why."""
+"""Reasons why fields of InferenceConfig must have their defaults, by field."""
 
 
 class EngineCore:
@@ -131,8 +131,9 @@ class EngineCore:
             self._continued.append(opened)
 
     def abort_request(self, request_id: int) -> bool:
-        """Remove a request that was aborted or that a stop text ended, and free its memory. False if it is not open.
-        End an export or import of this id.
+        """Remove a request that was aborted or that a stop text has ended, and free its memory.
+
+        Also ends an export or import with this id. Returns False if no request with this id is open.
         """
         self.context.transfers.release(request_id)
         request = self._scheduler.open.get(request_id)
@@ -299,7 +300,7 @@ class EngineCore:
         self._generation_tokens += num_sampled
 
     def _export(self, request: CoreRequest) -> RequestOutput:
-        """Close a request of which only the prompt is computed, and keep the blocks. Return its last output."""
+        """End a request of which only the prompt is computed, keep its blocks, and return its last output."""
         digests = self.context.transfers.export(request.request_id, request.digests)
         output = self._end(request, "length", [])
         output.exported = ExportedBlocks(digests, self.weights)
@@ -345,7 +346,7 @@ class EngineCore:
 
     @property
     def weights(self) -> str:
-        """Name of epoch and weights. Only engines with equal names exchange blocks."""
+        """Text that identifies the epoch and the weights. Only engines with equal texts exchange blocks."""
         return f"{self.epoch} {self.executor.digest}"
 
     # --- weights and memory -------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The interface between the scheduler and the model: an executor gets a step plan and returns sampled tokens. No torch.
 
-An executor is one rank or many ranks. The scheduler is the same for both.
+An executor may consist of one or several ranks, which makes no difference to the scheduler.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class NoCudaProfilerError(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs steps. Sizes are known before load(), from the model's metadata and the memory for the KV cache.
+    """Runs the steps of one model. Sizes are known before load(), from the model's metadata and the KV cache's memory.
 
     page_size: tokens of a KV page.
     short_length: as in the model's configuration.
@@ -117,10 +117,10 @@ class Executor(Protocol):
         """
 
     def load(self) -> None:
-        """Load and verify the weights, and allocate the KV cache with the kept pages. Does nothing for what is loaded
-        already.
+        """Load and verify the weights, and allocate the KV cache with the kept pages.
 
-        Raises if the weights are not usable or memory is short; in that case nothing changes.
+        Parts that are already loaded are not loaded again. Raises if the weights are not usable or memory is short; in
+        that case nothing changes.
         """
 
     def release_weights(self) -> None:
@@ -130,7 +130,7 @@ class Executor(Protocol):
         """Release the KV cache. load() restores the contents of `keep_pages`."""
 
     def read_pages(self, pages: Int32) -> bytes:
-        """Return the keys and values of some pages. Only of an executor with a `kv_layout`."""
+        """Return the keys and values of some pages. Requires a `kv_layout`."""
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
         """Restore the keys and values of pages that read_pages() returned."""

@@ -1,4 +1,4 @@
-"""The check that a load fits into memory, and the memory of one rank's KV cache."""
+"""Checks that a load fits into memory, and allocates the memory of one rank's KV cache."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Ro
 
 
 def take(plan: StepPlan, rows: Rows) -> StepPlan:
-    """Return the plan of these rows."""
+    """Return the part of a plan that has only these rows."""
     if len(rows) == len(plan.query_lengths):
         return plan
     tokens = plan.tokens_of(rows)
@@ -125,7 +125,7 @@ def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:
 _MAX_TARGETS = 64
 """Number of prompt tokens of a warm-up row whose log-probabilities are computed."""
 _BIAS = LogitEdits(bias_ids=np.zeros(1, np.int32), bias=np.ones(1, np.float32))
-"""A row with a bias is drawn after the step, from edited logits."""
+"""Edits of a warm-up row: the token of a row with a bias is drawn after the step, from edited logits."""
 
 
 class StepLimits(NamedTuple):
@@ -141,12 +141,14 @@ CPU = StepLimits(tokens=32, rows=8, length=32)
 GPU = StepLimits(tokens=8192, rows=64, length=8192)
 """Limits on a GPU: enough to compile all variants of each kernel. Some have variants for few and for many tokens."""
 FEW_TOKENS = 64
-"""Tokens of a step of short prompts on a GPU."""
+"""Number of tokens in a warm-up step of short prompts on a GPU."""
 
 
 def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
-    """Return the warm-up plans: prompts with as many tokens as a step may have; prompts with FEW_TOKENS tokens, if that
-    is fewer; decodes; a single decode. Every row is sampled with log-probabilities, and one row has a bias. The plans
+    """Return the warm-up plans.
+
+    These are prompts with the maximum number of tokens of a step, prompts with FEW_TOKENS tokens if that is fewer,
+    several decodes, and a single decode. Every row is sampled with log-probabilities, and one row has a bias. The plans
     may read any page, and write to the dummy page only.
     """
     rows = min(limits.rows, limits.tokens)

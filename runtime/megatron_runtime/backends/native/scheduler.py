@@ -63,9 +63,9 @@ class Scheduler:
 
     open:               every request, by id; each is in `waiting` or `running`, which are ordered by rank.
     last_request:       the highest id of the requests added so far; 0: none.
-    preemptions:        how often a request lost its pages to other requests.
+    preemptions: number of times that a request lost its pages to other requests.
     coordination_waits: steps that a request skipped because another request was computing its prefix.
-    cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
+    cache_queries, cache_hits: number of prompt tokens looked up in the prefix cache, and of those that it had.
     """
 
     def __init__(self, context: RequestSlots, config: InferenceConfig) -> None:
@@ -113,7 +113,7 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens of open requests that are not computed. May be read from any thread."""
+        """Number of prompt tokens of open requests that are not computed. May be read from any thread."""
         return self._waiting_tokens + self._running_tokens if self.open else 0
 
     def overdue(self, now: float) -> list[CoreRequest]:
@@ -240,7 +240,10 @@ class Scheduler:
         return shares
 
     def _grow(self) -> CoreRequest | None:
-        """Add the pages that the newest tokens need, preempting the last requests. Return the first of them."""
+        """Add the pages that the newest tokens need, and preempt the last requests if needed.
+
+        Return the first preempted one.
+        """
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None
@@ -358,7 +361,7 @@ def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
 
 
 def _filled(wanted: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-    """Return each entry's share of `budget`: all that it wants, in order, until the budget is used up."""
+    """Return how much of `budget` each entry gets: all that it wants, in order, until the budget is used up."""
     return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
 
 

@@ -1,4 +1,4 @@
-"""How fast an engine computes prompts and reads its KV cache, fitted to the durations of its steps. No torch."""
+"""Estimates how fast an engine computes prompts and reads its KV cache, from the durations of steps. No torch."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 HALF_LIFE_STEPS = 256
-"""After this many steps a step has half its weight."""
+"""Number of steps after which the weight of a step is halved."""
 MIN_STEPS = 16
-"""Steps before rates are reported."""
+"""Minimum number of steps before rates are reported."""
 _MAX_CONDITION = 1e6
 """Condition number of the scaled equations above which the steps are too similar to separate their costs."""
 
@@ -55,7 +55,7 @@ class StepRates:
 
     def rates(self) -> tuple[float | None, float | None]:
         """Return prompt tokens per second, and the tokens in the KV cache that a step reads per second.
-        None: the steps do not tell."""
+        None: the steps do not determine the rate."""
         costs = self.costs()
         if costs is not None:
             self._prompt = costs.prompt if costs.prompt > 0 else self._prompt

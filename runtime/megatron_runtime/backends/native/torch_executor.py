@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Parts = list[tuple[Rows, StepResult]]
 
 LOGIT_ROWS = 64
-"""Prompt tokens whose logits are computed at a time: 32 MiB with a vocabulary of 128k."""
+"""Number of prompt tokens whose logits are computed at a time: 32 MiB with a vocabulary of 128k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,7 +463,7 @@ class NoGpuError(ValueError):
 
 
 def _cuda_error() -> str:
-    """Return why torch cannot use CUDA."""
+    """Return the reason why torch cannot use CUDA."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
@@ -472,7 +472,7 @@ def _cuda_error() -> str:
 
 
 def torch_device(name: str, *, local_rank: int) -> torch.device:
-    """Return the device of a rank's tensors: with GPUs, the GPU whose number is the local rank.
+    """Return the device of a rank's tensors: on a machine with GPUs, the GPU whose number is the local rank.
 
     name:       "cpu", "cuda", or "auto" for a GPU if there is one.
     local_rank: number of this rank among the ranks of its machine.

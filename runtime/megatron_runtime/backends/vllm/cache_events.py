@@ -23,8 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Return where a data-parallel rank publishes, as vLLM derives it from `endpoint`. It must contain `inproc`;
-    otherwise vLLM derives no names for the other ranks.
+    """Return the endpoint at which a data-parallel rank publishes events, derived from `endpoint` as in vLLM.
+
+    `endpoint` must contain `inproc`; otherwise vLLM derives no endpoints for ranks other than 0.
     """
     return f"{endpoint}_dp{rank}" if rank else endpoint
 

@@ -105,7 +105,7 @@ class ObjectReference:
 
     @classmethod
     def parse(cls, text: str) -> ObjectReference:
-        """Raises ObjectStoreError."""
+        """Return the reference in the URL of a model. Raises ObjectStoreError."""
         match = _URL.fullmatch(text)
         prefix = match[3].strip("/") if match else ""
         try:

@@ -100,7 +100,8 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
 
     model: a GPTModel of megatron.core, or a HybridModel with the same layers, possibly wrapped (Float16Module,
            DistributedDataParallel). If the parallel state is initialised, the model holds this rank's part, and read()
-           returns only values of this part. ends: token ids that end an answer, which the model's configuration lacks.
+           returns only values of this part.
+    ends:  token ids that end an answer, which the model's configuration lacks.
 
     Raises UnsupportedModelError naming the field, its value and the supported value.
     """

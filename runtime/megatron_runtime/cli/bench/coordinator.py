@@ -35,7 +35,7 @@ WINDOW = 16
 SEQUENTIAL_REQUESTS = 2000
 STREAMS = 64
 STEPS_AHEAD = 16
-"""Messages with partials that are in flight at once."""
+"""Maximum number of unanswered messages with partials."""
 _RATES: dict[str, Any] = {"prefill_rate": 60_000.0, "decode_rate": 25e6}
 """Rates of an engine for LeastCost: Llama 3.1 8B on one H100, as in `megatron bench routing`."""
 _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
@@ -161,7 +161,7 @@ async def run(**load: Any) -> list[Figure]:
     """Measure all parts in order, on one coordinator. load: see Bench.start()."""
     bench = Bench.start(**load)
     try:
-        await asyncio.sleep(1)  # until the new process is idle
+        await asyncio.sleep(1)  # wait until the new process is idle
         memory = psutil.Process(bench.coordinator.pid).memory_info().rss / (1 << 20)
         return [
             Figure("start_seconds", "start to address", bench.start_seconds, "s", "< 0.7"),
@@ -260,7 +260,7 @@ def coordinator(*, json_file: Path | None, **values: Any) -> None:
     The coordinator runs in its own process; minimal clients and engines run in this one. The figure includes all
     threads of the coordinator.
     """
-    # The load shares the machine with the coordinator and must not be the slower part.
+    # The load generator runs on the same machine, and must not be slower than the coordinator.
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -25,7 +25,7 @@ from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 PROBE_BYTES = 1 << 28
-"""Size of the probe of the memory bandwidth: far larger than any cache."""
+"""Number of bytes that the measurement of the memory bandwidth reads: far more than any cache holds."""
 PRODUCT_ROWS = 192
 
 
@@ -54,7 +54,7 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
     of_token = sum(linear.in_features * linear.out_features for linear in weights.linears)
     of_head = config.vocab_size * config.hidden_size
     yield Figure("products_gmac_per_s", "compute bound: products in the CPU cache", products / 1e9, "GMAC/s")
-    _generate(core, 1, prompt_tokens, new_tokens)  # allocates and compiles everything for the first use
+    _generate(core, 1, prompt_tokens, new_tokens)  # the first use allocates memory and compiles kernels
     for size in batch:
         prefill, decode, steps = _generate(core, size, prompt_tokens, new_tokens)
         rate = size * prompt_tokens / prefill

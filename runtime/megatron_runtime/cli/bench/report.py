@@ -26,7 +26,7 @@ json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the r
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. key: its name in the JSON. what: its name in the table. goal: shown in the table."""
+    """One measured number. key: name in the JSON. what: name in the table. goal: target value, shown in the table."""
 
     key: str
     what: str

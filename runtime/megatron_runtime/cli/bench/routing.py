@@ -32,18 +32,20 @@ from megatron_runtime.requests.config import RoutingPolicy
 SHORT_TOKENS = 2000
 """Prompts with fewer tokens are reported separately."""
 TRACE_BLOCK_TOKENS = 512
-"""Tokens of a block of `hash_ids` in the traces of Mooncake."""
+"""Number of tokens in a block of `hash_ids` in the traces of Mooncake."""
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 32_768, 4096
 FULL_ROWS = 48
-"""Rows that generate in a step of an engine at its capacity."""
+"""Number of rows that generate in each step of an engine at full load."""
 CHUNKS = (512, 2048, 8192)
 WARM_UP = 10
-"""One of this many requests of a trace, the first ones, is not measured: engines report rates after some steps."""
+"""Divisor of the number of requests: this share at the beginning is not measured, because engines report rates only
+later.
+"""
 POLICIES: Mapping[str, tuple[RoutingPolicy, type[Scheduler]]] = {
     **{policy.value: (policy, Scheduler) for policy in RoutingPolicy},
     "FirstCome": (RoutingPolicy.LOAD_BALANCED, FirstComeScheduler),
 }
-"""Names of the command -> the policy, and the scheduler of the engines."""
+"""Routing policy, and scheduler of the engines, by the name that the command uses."""
 _VOCABULARY = 1 << 16
 
 ENGINES: Mapping[str, StepModel] = {
@@ -73,11 +75,11 @@ cpu-135m: SmolLM2-135M in int4 on 2 CPUs with the native engine, fitted to its d
 The links are assumed: 400 and 10 Gbit/s."""
 
 Sample = Callable[[np.random.Generator], tuple[int, int]]
-"""Draws the tokens of a prompt and of its answer."""
+"""Draws the number of tokens of a prompt and of its answer."""
 
 
 def _quantiles(*points: tuple[float, float]) -> Callable[[np.random.Generator], int]:
-    """Draw from the distribution with these (quantile, tokens), whose logarithm is linear between them."""
+    """Return a function that draws numbers of tokens with these quantiles. Between them, the logarithm is linear."""
     places, tokens = zip(*points, strict=True)
     logs = np.log(tokens)
     return lambda rng: round(math.exp(np.interp(rng.random(), places, logs)))
@@ -112,7 +114,7 @@ SHAPES: Mapping[str, Sample] = {
     "uniform": lambda rng: (1000, 200),
     "mixed": _mixed,
 }
-"""Name of a trace -> lengths of its prompts and answers. Arrivals are a Poisson process."""
+"""Lengths of prompts and answers by the name of a trace. Arrivals are a Poisson process."""
 
 
 def synthesised(name: str, *, requests: int, rate: float, seed: int) -> list[TraceRequest]:

@@ -34,7 +34,7 @@ WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copp
 
 @dataclass(slots=True)
 class Answers:
-    """What the clients of a server measured.
+    """The measurements of the clients of a server.
 
     first:    seconds to the first token of each answer.
     between:  seconds between later chunks.
@@ -71,7 +71,7 @@ def measure(clients: int, **options: Any) -> Answers:
 
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """
-    # The load shares the machine with the server. With uvloop it takes a quarter less CPU time per token.
+    # The load shares the machine with the server. uvloop reduces the load's CPU time per token by a quarter.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(clients, **options))
 
@@ -155,7 +155,7 @@ async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answ
 
 
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> httpx.Response:
-    """Return the reply as it begins. A request whose connection closes before that is sent again."""
+    """Return the reply when its headers have arrived. If the connection closes before that, send the request again."""
     for _ in range(_RETRIES):
         with contextlib.suppress(*_DROPPED):
             return await http.send(http.build_request("POST", url, json=body), stream=True)

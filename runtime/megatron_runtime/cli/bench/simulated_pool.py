@@ -1,4 +1,4 @@
-"""A coordinator's core and cores of native engines at a simulated time: only the model is simulated.
+"""Runs a coordinator's core and cores of native engines in simulated time. Only the model is simulated.
 
 Engines run the real scheduler, slots and prefix cache. A step takes as long as StepModel says. Blocks travel between
 engines while steps run, one transfer at a time on the link of each engine.
@@ -72,7 +72,7 @@ class StepModel:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TraceRequest:
-    """A request of a trace and, after a run, its times in seconds.
+    """A request of a trace, and after a run its times in seconds.
 
     prompt:  int32 [n].
     tokens:  tokens of the answer.
@@ -90,9 +90,9 @@ class TraceRequest:
 
 
 class _Model:
-    """An Executor without a model.
+    """An Executor that computes no model.
 
-    now:           the end of the last step.
+    now:           simulated time at the end of the last step.
     prompt_tokens: number of prompt tokens of the last step.
     """
 
@@ -121,7 +121,7 @@ class _Model:
 
 
 class FirstComeScheduler(Scheduler):
-    """Computes prompts in the order of their rank, each as fast as it can, for comparison."""
+    """A scheduler for comparison: computes prompts in the order of their rank, each as fast as possible."""
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
         return sum(super()._budgets(num_decodes)), 0
@@ -131,8 +131,8 @@ class _Engine:
     """One engine of the pool.
 
     role:      "prefill" or "decode"; None: both.
-    received:  dispatches and prefills that its next step begins with.
-    link_free: when its link has sent or received all transfers so far.
+    received:  dispatches and prefills that arrive before its next step.
+    link_free: time at which its link has sent or received all transfers so far.
     """
 
     def __init__(
@@ -233,7 +233,7 @@ class SimulatedPool:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompt tokens that engines had in their prefix cache."""
+        """The share of all prompt tokens that were in an engine's prefix cache."""
         stats = [engine.core.stats() for engine in self._engines.values()]
         return sum(one.prefix_cache_hits for one in stats) / max(1, sum(one.prefix_cache_queries for one in stats))
 
@@ -243,7 +243,7 @@ class SimulatedPool:
         return self._core.counters.split_requests
 
     def run(self, trace: Sequence[TraceRequest]) -> None:
-        """Serve all requests, and write their times."""
+        """Serve all requests of a trace, and store their times."""
         for index, request in enumerate(trace):
             self._at(request.arrival, lambda index=index, request=request: self._submit(index, request))  # type: ignore[misc]
         for place, engine in enumerate(self._engines.values()):

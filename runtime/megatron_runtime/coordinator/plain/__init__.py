@@ -1,1 +1,1 @@
-"""Clients and engines of Megatron-Core: one translator for each connection, between its socket and the core."""
+"""Support for Megatron-Core's clients and engines: each connection has a translator between its socket and the core."""

@@ -51,12 +51,13 @@ _FINAL = int(Header.FINAL)
 
 
 class ClientTranslator:
-    """Turns the frames of one client into native messages, and back.
+    """Converts the messages of one client between Megatron-Core's and the native protocol.
 
     form:     how the client divides messages into frames; None until it has submitted a request.
     accept:   passes a native message to the core.
     send:     sends messages to the client, all or none; False if its connection does not accept them.
-    requests: the open requests of all plain clients by uid. The engines' translators do not change their answers.
+    requests: the open requests of all plain clients by uid. The translators of Megatron-Core's engines pass answers to
+              these requests on unchanged.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class ClientTranslator:
     # --- from the client ----------------------------------------------------------------------------------------
 
     def receive(self, frames: Frames) -> None:
-        """Raises MalformedMessageError."""
+        """Handle a message of the client. Raises MalformedMessageError."""
         header = header_of(frames[0])
         if header == Header.SUBMIT_REQUEST:
             self._submit(frames)
@@ -99,7 +100,7 @@ class ClientTranslator:
             assert isinstance(message, Control | Disconnect)
             self._accept(message)
         elif header == Header.RELEASE_KV:
-            pass  # nothing is stored, and the client would fail at an answer, because it expects none
+            pass  # do nothing: the client expects no answer, and would fail if it received one
         elif header in (Header.ABORT_REQUEST, Header.SUBMIT_REQUEST_WITH_KV):
             match unpack(frames[0], PLAIN):
                 case [Header.ABORT_REQUEST, int(number), *_]:
@@ -125,7 +126,7 @@ class ClientTranslator:
             text = "UnsupportedByBackend: no engine keeps KV for this protocol: leave out do_kv_handoff"
             self._send(failed_frames(self.form, request.number, ErrorCode.UNSUPPORTED, text))
             return
-        # The first half is random, so that no other client has the same one.
+        # The first half of a uid is random, so that the uids of different clients differ.
         uid = self._uid_begin + next(self._uid_ends).to_bytes(8, "little")
         self._uids[request.number] = uid
         self._requests[uid] = request
@@ -155,7 +156,7 @@ class ClientTranslator:
         return True
 
     def _end(self, uid: bytes, answer: Callable[[OpenRequest], Frames]) -> bool:
-        """Send the answer of a request. Return False if the connection does not accept it."""
+        """Send the final answer to a request. Return False if the connection does not accept it."""
         request = self._requests.get(uid)
         if request is not None and not self._send(answer(request)):
             return False
@@ -180,8 +181,9 @@ class ClientTranslator:
         return found
 
     def _keep_log_probs(self, uid: bytes, offset: int, details: dict[str, Any]) -> None:
-        """Keep the log-probabilities of new tokens. The first token is number `offset`; some may have been sent
-        before.
+        """Store the log-probabilities of new tokens.
+
+        offset: index of the first token; some tokens may have been sent before.
         """
         for name in PER_TOKEN & details.keys():
             kept = self._log_probs.setdefault(uid, {}).setdefault(name, [])

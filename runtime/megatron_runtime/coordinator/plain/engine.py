@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 class Running:
     """A dispatch that the engine runs.
 
-    given:         tokens of an earlier dispatch, int32, which became part of the prompt, and `epochs` their epochs.
-    held:          number of tokens that came with it or were sent as partials since.
-    prompt_length: tokens of the prompt without `given`; 0 if none are given.
+    given, epochs: tokens of an earlier dispatch, int32, that became part of the prompt, and their epochs.
+    held: number of tokens that came with the dispatch or were sent as partials since.
+    prompt_length: number of tokens of the prompt without `given`; 0 if there are none.
     """
 
     uid: bytes
@@ -69,10 +69,10 @@ class Running:
 
 
 class EngineTranslator:
-    """Turns the frames of one engine into native messages, and back.
+    """Converts the messages of one engine between Megatron-Core's and the native protocol.
 
-    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state: the translator does this
-    for them. A signal counts as carried out when it has been sent.
+    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state, so the translator does
+    this for them. A signal counts as executed when it has been sent.
 
     accept:    passes a native message to the core.
     send:      sends messages to the engine, all or none; False if its connection does not accept them.
@@ -82,7 +82,7 @@ class EngineTranslator:
     detokenize: converts answers to plain clients to text if the engine leaves the text out.
     choose_form: returns how an engine that has sent nothing yet divides messages into frames.
     reconnect: seconds that the engine has to connect again.
-    max_requests: requests that the engine runs at once; 0: no limit.
+    max_requests: maximum number of requests that the engine runs at the same time; 0: no limit.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class EngineTranslator:
     # --- from the engine ----------------------------------------------------------------------------------------
 
     def receive(self, frames: Frames) -> None:
-        """Raises MalformedMessageError."""
+        """Handle a message of the engine. Raises MalformedMessageError."""
         header = header_of(frames[0]) if frames[0] else None
         if header == Header.ENGINE_REPLY:
             for output in read_outputs(frames, is_final=True):
@@ -163,7 +163,7 @@ class EngineTranslator:
     def _final(self, output: EngineOutput) -> None:
         running = self._running.pop(output.number, None)
         if running is None:
-            self._accept(Final(output.number, bytes(16), b"", b""))  # counted as stale
+            self._accept(Final(output.number, bytes(16), b"", b""))  # the core counts it as stale
             return
         reply: bytes | dict[str, Any]
         output.continue_epochs(running.epochs, prompt_length=running.prompt_length, num_given=len(running.given) // 4)
@@ -279,7 +279,7 @@ class EngineTranslator:
         self._epoch = self._epoch if epoch is None else epoch
 
     def _join(self, ack: HelloAck) -> None:
-        """Bring the engine to the state and epoch of the others."""
+        """Bring the engine to the state and epoch of the other engines."""
         self._source = ack.source
         for signal in signals_to_join(self._state, ack.state):
             self._signal(signal, None)

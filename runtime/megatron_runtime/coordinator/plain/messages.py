@@ -1,4 +1,4 @@
-"""The messages of Megatron-Core's protocol, and the parts of them that become fields of native messages. Pure."""
+"""Reads and creates the messages of Megatron-Core's protocol. All functions are pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Detokenize: TypeAlias = Callable[[list[int]], str] | None
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
-"""Entry of the parameters: an engine of this project adds the text and the times, which Megatron's record has."""
+"""Entry of the parameters by which an engine of this project adds the text and the times of Megatron-Core's record."""
 _NIL = pack(None)
 _MAX_REMEMBERED_BYTES = 2048
 """Size limit of parameters that are cached for comparison with later requests."""
@@ -45,19 +45,26 @@ _TO_PARTIAL = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logpro
 _RETURNS_PROMPT = "return_prompt_tokens"
 """A parameter that every client of 0.17 and later sends."""
 PER_TOKEN = frozenset(_TO_PARTIAL)
-"""Details of each token, by the names of a native partial. In a reply they begin with `generated_`."""
+"""Names of per-token details in a native partial. In a reply they have the prefix `generated_`."""
 _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 
 class FrameForm(Enum):
-    """How a plain peer divides its messages into frames, by the first release that does so."""
+    """How a peer with Megatron-Core's protocol divides messages into frames.
+
+    A value is the first release that does so.
+    """
 
     ONE_FRAME = "0.17"
     BODIES = "0.20"
-    """Prompts and replies are frames of their own, after one with the header and what a coordinator needs."""
+    """Prompts and replies are separate frames after a first frame with the header and the fields for the coordinator.
+    """
 
     def answer(self, header: int, number: int, content: dict[str, Any]) -> Frames:
-        """ENGINE_REPLY or ENGINE_REPLY_PARTIAL to a client. Raises MalformedMessageError for a map that is too deep."""
+        """Return the frames of an ENGINE_REPLY or ENGINE_REPLY_PARTIAL to a client.
+
+        Raises MalformedMessageError for a map that is nested too deeply.
+        """
         if self is FrameForm.ONE_FRAME:
             return [pack([header, number, content])]
         return [pack([header, number]), pack(content)]
@@ -72,7 +79,7 @@ class PlainParams(NamedTuple):
     packed: parameters as the client sent them.
     native: packed parameters for an engine of this project.
     seed:   None: the coordinator chooses one.
-    returns_prompt: the client asks for the tokens of its prompt.
+    returns_prompt: the client requests the tokens of its prompt.
     keeps_blocks: the client asks the engine to keep the KV.
     has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
     """
@@ -89,7 +96,7 @@ class PlainParams(NamedTuple):
 
     @classmethod
     def read(cls, packed: bytes) -> Self:
-        """Raises MalformedMessageError. A value of a wrong type is ignored."""
+        """Return the parameters of a packed map. A value of a wrong type is ignored. Raises MalformedMessageError."""
         params = unpack(packed, PARAMETERS)
         if type(params) is not dict:
             raise MalformedMessageError(f"SUBMIT_REQUEST with parameters {shown(params)}: want a map")
@@ -108,11 +115,11 @@ class PlainParams(NamedTuple):
 
 
 _read_again = functools.lru_cache(maxsize=256)(PlainParams.read)
-"""Most requests of a client have the same parameters."""
+"""PlainParams.read() with a cache, because most requests of a client have the same parameters."""
 
 
 class OpenRequest(NamedTuple):
-    """The parts of a client's request that its answer needs.
+    """The parts of a client's request that are needed for its answer.
 
     form:   frame format of the client's messages.
     prompt: packed, as the client sent it: a list of token ids or a text.
@@ -129,7 +136,7 @@ def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[Open
     """Read SUBMIT_REQUEST of a client: `[20, id, prompt, params]`, or `[20, id, params, …]`, prompt, hashes and media
     in four frames.
 
-    Also return the prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them) and its fields for the core.
+    Also return the prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them) and its metadata for the core.
     The hashes of the prompt's blocks are not read. Raises MalformedMessageError.
     """
     items = split_list(frames[0])
@@ -161,7 +168,7 @@ def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[Open
 
 
 def _is_text(data: bytes) -> bool:
-    """Whether a packed value is a string."""
+    """Return whether a packed value is a string."""
     return len(data) > 0 and (data[0] & 0xE0 == 0xA0 or data[0] in b"\xd9\xda\xdb")
 
 
@@ -170,7 +177,7 @@ def _is_list(data: bytes) -> bool:
 
 
 def submit_frames(form: FrameForm, dispatch_id: int, prompt: bytes, params: bytes) -> Frames:
-    """SUBMIT_REQUEST for an engine. prompt, params: packed."""
+    """Return the frames of a SUBMIT_REQUEST for an engine. prompt, params: packed."""
     begin = b"\x94" + pack(_SUBMIT) + pack(dispatch_id)
     if form is FrameForm.ONE_FRAME:
         return [begin + prompt + params]
@@ -184,7 +191,7 @@ class EngineOutput(NamedTuple):
     """Output of an engine for one of its requests.
 
     tokens: int32; in a partial the new tokens, in a final all tokens of this dispatch.
-    needs_text: the engine leaves the text of a final to the coordinator.
+    needs_text: the coordinator must add the text of a final.
     values: the map that the engine sent.
     """
 
@@ -209,7 +216,10 @@ class EngineOutput(NamedTuple):
                 self.values["policy_epoch"] = [list(span) for span in joined]
 
     def plain_reply(self, *, given: bytes, detokenize: Detokenize) -> dict[str, Any]:
-        """The map of a final for a plain client. given: tokens that the dispatch had; int32."""
+        """Return the map of a final answer for a client of Megatron-Core.
+
+        given: tokens that the dispatch contained; int32.
+        """
         if given:
             self.values["generated_tokens"] = token_list_from_bytes(given + self.tokens)
         if self.needs_text and self.values.get("generated_text") is None:
@@ -217,7 +227,10 @@ class EngineOutput(NamedTuple):
         return self.values
 
     def native_reply(self, *, num_given: int) -> bytes:
-        """The reply map of FINAL, with every entry that is not nil. num_given: tokens that the dispatch had."""
+        """Return the packed reply map of FINAL, without entries that are nil.
+
+        num_given: number of tokens in the dispatch.
+        """
         reply = {
             key: value
             for key, value in self.values.items()
@@ -241,13 +254,14 @@ def _is_span(span: Any) -> bool:
 
 
 def failed_reply(code: ErrorCode, message: str) -> bytes:
-    """The reply map of the FINAL of a request that failed at its translator."""
+    """Return the packed reply map of FINAL for a request that failed in its translator."""
     error = {"code": int(code), "type": code.name, "message": message, "is_transient": False}
     return pack({"status": "FAILED", "finish_reason": "error", "error": error})
 
 
 def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
-    """ENGINE_REPLY and ENGINE_REPLY_PARTIAL: `[header, [map, …]]`, or `[header, [id, …]]` and a frame for each map.
+    """Read an ENGINE_REPLY or ENGINE_REPLY_PARTIAL: `[header, [map, …]]`, or `[header, [id, …]]` and a frame for each
+    map.
 
     An id of an ENGINE_REPLY is `[id, needs_detokenize]`. Raises MalformedMessageError.
     """
@@ -285,7 +299,7 @@ def _output(item: Any, values: Any, name: str) -> EngineOutput:
 
 
 def _error_of(events: Any) -> dict[str, Any]:
-    """Return the last error among the events of a request, as `error` of a reply."""
+    """Return the last error among the events of a request in the form of `error` in a reply; empty if there is none."""
     errors = [event for event in events or () if isinstance(event, dict) and "ERROR" in str(event.get("type"))]
     last = errors[-1].get("payload") if errors else None
     last = last if isinstance(last, dict) else {}
@@ -306,7 +320,7 @@ _FIELDS = (
     "prompt_top_n_logprobs",
     "tpot",
 )
-"""Fields of a reply that Megatron-Core's request class has in every release. It rejects unknown ones."""
+"""Reply fields that Megatron-Core's request class has in every release. The class rejects unknown fields."""
 _EPOCHS = ("policy_epoch", "kv_cache_epoch")
 _EVERY_FIELD: dict[str, Any] = {
     **dict.fromkeys((*_FIELDS, "prompt", "prompt_tokens", "prompt_length", "inference_parameters")),
@@ -318,8 +332,10 @@ _EVERY_FIELD: dict[str, Any] = {
     "tpot": [],
     "precomputed_block_hashes": [],
 }
-"""Fields of a request of 0.17 and later, with default values for a request that lacks them. Its server reads them by
-key."""
+"""Fields of a request of 0.17 and later, with default values for a request that lacks them.
+
+Megatron-Core's server reads them by key.
+"""
 _MEASURED = ("prompt_length", "num_cached_tokens", "ttft")
 
 
@@ -331,10 +347,10 @@ def reply_frames(
     before: dict[str, list[Any]],
     detokenize: Detokenize,
 ) -> Frames:
-    """ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
+    """Return the frames of an ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
 
-    A map that is not packed comes from a plain engine and passes unchanged. For other answers, the text is added here
-    if the engine sent none.
+    A map that is not packed comes from an engine of Megatron-Core, and is passed on unchanged. For other answers, this
+    function adds the text if the engine sent none.
 
     before: log-probabilities of the first tokens, by the names in a partial, if another engine continued the request.
     """
@@ -356,7 +372,7 @@ def reply_frames(
 def _reply_of_native(
     request: OpenRequest, tokens: list[int], reply: dict[str, Any], detokenize: Detokenize
 ) -> dict[str, Any]:
-    """The answer for a reply map of an engine of this project."""
+    """Return the map of the answer for a reply map of an engine of this project."""
     number = request.number
     fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
     if request.is_text:
@@ -403,7 +419,7 @@ def text_of(tokens: list[int], detokenize: Detokenize) -> str | None:
 
 
 def _base_fields(number: int, status: str, tokens: list[int], events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The fields that Megatron-Core's deserialize() reads in any case."""
+    """Return the fields that Megatron-Core's deserialize() always reads."""
     return {
         "request_id": number,
         "status": status,
@@ -415,7 +431,7 @@ def _base_fields(number: int, status: str, tokens: list[int], events: list[dict[
 
 
 def _tensor_of(packed: Any) -> Any:
-    """Convert an array of an engine of this project to Megatron-Core's form. Return other values unchanged."""
+    """Convert a packed array of an engine of this project to Megatron-Core's form. Return other values unchanged."""
     match packed:
         case ["ndarray", {"data": bytes()}]:
             # NumPy is imported when it is needed, not at the start.
@@ -447,7 +463,7 @@ _PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCod
 def _error_events(
     number: int, code: Any, message: str, name: Any = None, is_transient: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Return an error as the events of a request. A client sets the time of an event that has none.
+    """Return an error as the events of a request. A client sets the time of an event that has no time.
 
     name:         class of the error at the engine.
     is_transient: None derives it from the code.
@@ -468,12 +484,12 @@ def _error_events(
 
 
 def failed_frames(form: FrameForm, number: int, code: ErrorCode, message: str) -> Frames:
-    """ENGINE_REPLY of a request that failed at the coordinator."""
+    """Return the frames of an ENGINE_REPLY for a request that failed at the coordinator."""
     return form.answer(_REPLY, number, _base_fields(number, "FAILED", [], _error_events(number, code, message)))
 
 
 def partial_frames(request: OpenRequest, tokens: bytes, details: dict[str, Any]) -> Frames:
-    """ENGINE_REPLY_PARTIAL to a client."""
+    """Return the frames of an ENGINE_REPLY_PARTIAL to a client."""
     content = {"request_id": request.number, "new_tokens": token_list_from_bytes(tokens)}
     content.update({_TO_PARTIAL.get(key, key): value for key, value in details.items()})
     return request.form.answer(_PARTIAL, request.number, content)

@@ -1,4 +1,4 @@
-"""The peers of one coordinator that speak Megatron-Core's protocol, and their translators."""
+"""The peers of one coordinator that use Megatron-Core's protocol, and their translators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_runtime.protocol.messages import (
 
 _GREETED = [pack([int(Header.CONNECT_ACK), PROTOCOL_VERSION])]
 PLAIN_PORTS = frozenset({SHARED_PORT, int(Role.CLIENT)})
-"""The ports on which a message may come from a plain peer, or be the greeting of a client."""
+"""The ports that accept messages of Megatron-Core's protocol, and greetings of clients."""
 _CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
 
 
@@ -84,7 +84,7 @@ class PlainPeers:
         return True
 
     def deliver(self) -> None:
-        """Let the core handle the messages of the translators."""
+        """Deliver the messages of the translators to the core."""
         while self.messages:
             peer, message = self.messages.popleft()
             kind = type(message)
@@ -106,7 +106,7 @@ class PlainPeers:
         return translator is not None
 
     def number_of(self, uid: bytes) -> int | None:
-        """The number that a plain client gave an open request."""
+        """Return the id that a client of Megatron-Core gave to an open request; None for other requests."""
         request = self._requests.get(uid)
         return request.number if request is not None else None
 

@@ -44,10 +44,10 @@ T = TypeVar("T")
 Prompts: TypeAlias = Prompt | list[str] | list[list[int]]
 
 RELEASE_SECONDS = 15.0
-"""How long `del`, or the exit of the interpreter, waits for the shutdown of an object that was not shut down."""
+"""Maximum seconds that `del`, or the exit of the interpreter, waits for the shutdown of an object."""
 
 PLACES_PER_SLOT = 2
-"""Number of prompts of lists that are submitted at the same time, per request that the engines run at once."""
+"""Number of prompts of lists that are submitted at the same time, per request slot of the engines."""
 
 
 class _CoordinatorRuntime:
@@ -235,13 +235,13 @@ class _MegatronLLMBase:
             raise
         self._loop_manager, self._coord_runtime = manager, runtime
         self._finalizer = weakref.finalize(self, _release, manager, runtime, self._pid)
-        manager.run_sync(runtime.ranks.wait())  # set before the start, so that no rank misses a signal
+        manager.run_sync(runtime.ranks.wait())  # wait before the start, so that no rank misses a signal
 
     # --- state ------------------------------------------------------------------------------------------------
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether generate() may be called on this rank: any rank in direct mode, else global rank 0."""
+        """Whether generate() may be called on this rank: in direct mode on every rank, otherwise only on rank 0."""
         return not self._use_coordinator or global_rank() == 0
 
     @property
@@ -344,7 +344,7 @@ class _MegatronLLMBase:
         if not self._use_coordinator:
             self._engine.calls.settle()
         elif self._loop_manager is not None:
-            with contextlib.suppress(RuntimeError):  # it was shut down, or this is its own thread
+            with contextlib.suppress(RuntimeError):  # the object was shut down, or this is the engine's own thread
                 self._loop_manager.run_sync(asyncio.sleep(0))
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
@@ -450,5 +450,5 @@ def _release(manager: _EventLoopManager, runtime: _CoordinatorRuntime, pid: int)
     """Close the resources of an object that was not shut down. The garbage collector may call this in any thread."""
     if os.getpid() == pid:
         manager.end(runtime.teardown())
-        if threading.current_thread() is threading.main_thread():  # the other threads may be the ones to wait for
+        if threading.current_thread() is threading.main_thread():  # in other threads, waiting could be a deadlock
             manager.join(RELEASE_SECONDS)

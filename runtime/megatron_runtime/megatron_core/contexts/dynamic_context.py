@@ -31,9 +31,11 @@ __all__ = [
 
 
 class DynamicInferenceContext:
-    """The limits of an engine. Once an engine is constructed with it, also the state of that engine.
+    """The limits of an engine.
 
-    Attributes that are not listed here come from the engine's own context.
+    After an engine has been constructed with this object, it also shows the state of the engine.
+
+    Any other attribute is read from the engine's own context.
 
     model_config:     TransformerConfig of the model. The engine reads the model's own configuration instead.
     inference_config: InferenceConfig of this project or of Megatron-Core.
@@ -50,7 +52,7 @@ class DynamicInferenceContext:
         self._steps_before = self._prefill_before = 0
 
     def bind(self, core: EngineCore) -> None:
-        """Show the state of this engine from now on."""
+        """Show the state of `core` from now on."""
         self._core, self.config = core, core.config
 
     def restart_counters(self) -> None:
@@ -70,7 +72,7 @@ class DynamicInferenceContext:
 
     @property
     def max_requests(self) -> int:
-        """Maximum number of requests that run at once."""
+        """Maximum number of requests that run at the same time."""
         return self.config.request_slots
 
     @property
@@ -87,17 +89,17 @@ class DynamicInferenceContext:
 
     @property
     def block_size_tokens(self) -> int:
-        """Tokens of a block of the prefix cache."""
+        """Number of tokens in a block of the prefix cache."""
         return self.config.block_size_tokens
 
     @property
     def step_count(self) -> int:
-        """Steps since the construction of the engine, or its last reset."""
+        """Number of steps since the construction of the engine or its last reset."""
         return 0 if self._core is None else self._core.stats().steps - self._steps_before
 
     @property
     def lifetime_prefill_token_count(self) -> int:
-        """Prompt tokens that were computed since then."""
+        """Number of prompt tokens that were computed since the construction of the engine or its last reset."""
         return 0 if self._core is None else self._core.stats().prompt_tokens - self._prefill_before
 
     @property
@@ -110,7 +112,7 @@ class DynamicInferenceContext:
 
 
 class KVBlockAllocator:
-    """The KV pages of an engine, by the names of Megatron-Core's allocator, whose block is a page here.
+    """The KV pages of an engine under the names of Megatron-Core's allocator, which calls a page a block.
 
     A request that loses its pages is computed again, so paused requests hold no pages.
     """
@@ -122,7 +124,7 @@ class KVBlockAllocator:
 
     @property
     def total_count(self) -> int:
-        """All pages, with the dummy page."""
+        """Number of all pages, including the dummy page."""
         return self._cache.num_usable + 1
 
     @property
@@ -131,16 +133,16 @@ class KVBlockAllocator:
 
     @property
     def active_count(self) -> int:
-        """Pages that requests may hold."""
+        """Number of pages that requests may hold."""
         return self._cache.num_usable
 
     @property
     def total_avail(self) -> int:
-        """Pages without content."""
+        """Number of pages without content."""
         return self._cache.num_free
 
     def get_total_used(self) -> int:
-        """Return the number of pages with content, also of cached prefixes that no request holds."""
+        """Return the number of pages with content, including cached prefixes that no request holds."""
         return self.active_count - self.total_avail
 
     def get_active_used(self) -> int:

@@ -38,7 +38,7 @@ __all__ = ["SUSPEND_TAGS", "CallsClosedError", "DynamicInferenceEngine", "Engine
 
 
 class DynamicInferenceEngine:
-    """Megatron-Core's engine. It has the core of the native backend, and runs prompts or serves a coordinator.
+    """Megatron-Core's engine, with the core of the native backend.
 
     It runs the prompts of this process (generate()), or serves a coordinator on an event loop
     (start_listening_to_data_parallel_coordinator()). Calls of generate() may be open at the same time, in any number of
@@ -99,12 +99,12 @@ class DynamicInferenceEngine:
 
     @property
     def unified_memory_level(self) -> int:
-        """The configured level: 0, because the KV cache does not use unified memory."""
+        """Always 0, because the KV cache does not use unified memory."""
         return self.core.config.unified_memory_level
 
     @property
     def state(self) -> EngineState:
-        """RUNNING without a coordinator; otherwise the state that its signals have led to."""
+        """The state: RUNNING without a coordinator, otherwise the state to which the coordinator's signals have led."""
         return EngineState.RUNNING if self._service is None else EngineState(self._service.events.state)
 
     # --- without a coordinator ----------------------------------------------------------------------------------
@@ -133,7 +133,10 @@ class DynamicInferenceEngine:
         prompts: Sequence[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Like generate(), without blocking the caller's event loop. Cancelling it aborts the requests."""
+        """Do the same as generate() without blocking the caller's event loop.
+
+        Cancelling the call aborts the requests.
+        """
         call = await asyncio.to_thread(PromptBatch, prompts, sampling_params, self.text)
         if call.sent:
             stream = self.open(call, partial(AsyncStream, None, loop=asyncio.get_running_loop()), streaming=False)

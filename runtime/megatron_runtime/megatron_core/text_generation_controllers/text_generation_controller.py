@@ -25,7 +25,9 @@ class TextGenerationController:
 
     @property
     def tokenizer(self) -> Any:
-        """The program's tokenizer if it has Megatron-Core's interface, else a Tokenizer, which has it too."""
+        """The program's tokenizer if it has Megatron-Core's interface, otherwise a Tokenizer, which has this interface
+        too.
+        """
         made = self._text.tokenizer
         return made.of_program if isinstance(made, MegatronTokenizer) else made
 

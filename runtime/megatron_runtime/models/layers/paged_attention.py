@@ -138,7 +138,8 @@ class SequenceRows:
     """The new tokens of one sequence: rows `rows` of the step.
 
     pages:   int64; pages of the cached and the new tokens; None if no token was cached before.
-    mask_TS: 0 for a token that is attended to, -inf for others, from the first token of `pages` on. None: causal.
+    mask_TS: 0 for a token that is attended to, -inf for others, from the first token of `pages` on. None: the attention
+             is causal.
     """
 
     rows: slice

@@ -53,7 +53,7 @@ async def chat_format_of(
              otherwise this server's.
     model:   reference of the model.
     tool_call_parser, reasoning_parser: "auto", "none", the name of a format of this server, or with "vllm" the name of
-    a vLLM parser.
+        a vLLM parser.
 
     Raises ValueError for an unknown name.
     """

@@ -26,7 +26,7 @@ class TokenLogProb:
     """One token of a choice.
 
     log_prob: None for the first token of a prompt, which follows no other.
-    top:      the most likely tokens at this position with their log-probabilities, as many as requested.
+    top:      the requested number of most likely tokens at this position, with their log-probabilities.
     offset:   number of characters before the token in the text of the choice.
     """
 

@@ -441,7 +441,7 @@ class _ChatChoice:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning of a message, under both names in use."""
+    """Return the members of a message with its reasoning, under both names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -26,7 +26,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 HTTP_FIELDS: Mapping[str, HttpField] = {
     name: parameter.http for name, parameter in PARAMETERS.items() if parameter.http is not None
 }
-"""The HTTP field of each sampling parameter that clients can set by a field of its own."""
+"""The HTTP field of each sampling parameter that has one, by the name of the parameter."""
 PARAMETER_OF: Mapping[str, str] = {field.name: name for name, field in HTTP_FIELDS.items()}
 """The sampling parameter of each HTTP field in HTTP_FIELDS, by the field's name."""
 

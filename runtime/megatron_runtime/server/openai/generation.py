@@ -419,7 +419,10 @@ def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
 
 
 async def start_all(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
-    """Start a task for each coroutine, and append it to `tasks`. Other requests run between many starts."""
+    """Start a task for each coroutine, and append it to `tasks`.
+
+    The event loop serves other requests in between, so that many starts do not block them.
+    """
     for work in works:
         tasks.append(asyncio.create_task(work))
         if len(tasks) % _STARTED_AT_ONCE == 0:

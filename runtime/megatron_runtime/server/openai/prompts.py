@@ -69,7 +69,7 @@ class TextLanes:
         If the caller is cancelled while the work waits, the work is removed.
 
         lease: lease of the request; its tenant has a fair share of the lane. Requests without a tenant have no time
-        limit.
+               limit.
 
         Raises ApiError 429 if the tenant has used its time, 503 if the wait was too long, and the errors of
         `work`.

@@ -1,4 +1,4 @@
-"""Request bodies of the OpenAI API, with the fields that this server adds and those that it does not offer.
+"""Request bodies of the OpenAI API, including fields that this server adds, and fields that it does not offer.
 
 `fields.py` lists the other fields that a body may have. Every list and map has a maximum length, and validation stops
 at its first wrong element.

@@ -1,4 +1,5 @@
-"""An executor that runs a model on the CPU: in the C++ kernels if they support the model, otherwise in torch operators.
+"""The executor that runs a model on the CPU, in the C++ kernels if they support the model, otherwise in torch
+operators.
 
 T tokens, n rows, N tokens whose logits are needed, S cached tokens of a row, X tokens of a page.
 """
@@ -172,7 +173,7 @@ def _output_of(
 
 
 def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[CppDecoder]:
-    """Return whether the kernels run the step. They read PANEL tokens of a page at a time."""
+    """Return whether the C++ kernels can run the step: they read PANEL tokens of a page at a time."""
     return isinstance(model, CppDecoder) and cache_LPXE.shape[2] % PANEL == 0
 
 
@@ -223,8 +224,9 @@ def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, windo
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """Attention masks: each token attends to itself and the tokens before it, at most `window`. They cover only the
-    pages of the sequence.
+    """Creates attention masks: each token attends to at most `window` tokens, itself and the tokens before it.
+
+    A mask covers only the pages of its sequence.
     """
 
     page_size: int

@@ -28,7 +28,7 @@ _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
 
 class StackedLinear(Linear):
-    """Matrix `number` of `stack_YNK`."""
+    """A Linear with the matrix `stack_YNK[number]`."""
 
     def __init__(self, stack_YNK: torch.Tensor, number: int) -> None:
         super().__init__(stack_YNK[number])
@@ -64,8 +64,8 @@ class DeviceLinears(LinearFactory):
 class StagedLinears(LinearFactory):
     """Creates dense matrices in host memory, from which they are copied over the matrices on the device.
 
-    weights:  on the device, of the same shapes.
-    allocate: returns memory of a size.
+    weights:  matrices on the device, of the same shapes.
+    allocate: returns host memory of a given size.
     """
 
     def __init__(self, dtype: torch.dtype, weights: DecoderWeights, allocate: Callable[[int], torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""What an executor needs from a CUDA device besides tensors: graphs, a second stream, page-locked host memory."""
+"""The functions of a CUDA device that an executor needs: graphs, a second stream, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from typing import Any, Protocol
 import torch
 
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Records the launches of a function. Returns a function that repeats them, and the output, which it overwrites.
+"""Records the launches of a function.
+
+Returns a function that repeats the launches, and the output, which each repetition overwrites.
 
 While a function is recorded, no other thread of the process may allocate memory of the device or wait for it.
 """
 WARM_UP_RUNS = 2
-"""Runs before a recording, because a recording must not compile kernels or initialise libraries."""
+"""Number of runs before a recording, because a recording must not compile kernels or initialise libraries."""
 
 
 class DeviceFunctions(Protocol):

@@ -77,7 +77,7 @@ class DecodeGraphs:
     """Decode steps as CUDA graphs: one launch from the host replays all kernels of a step, including sampling.
 
     run:    computes a step with the given number of rows from buffers whose addresses do not change.
-    sizes:  numbers of rows, rising; each is captured.
+    sizes:  numbers of rows, ascending; each is captured.
     """
 
     def __init__(self, run: Callable[[int], StepOutput], sizes: Sequence[int], record: Record) -> None:
@@ -89,11 +89,11 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """The captured sizes, rising."""
+        """The captured sizes, ascending."""
         return sorted(self._captured)
 
     def replay(self, size: int) -> StepOutput:
-        """Compute a step from the contents of the buffers. The next replay overwrites the output."""
+        """Compute a step of `size` rows from the contents of the buffers. The next replay overwrites the output."""
         replay, output = self._captured[size]
         replay()
         return output
@@ -283,7 +283,7 @@ class CudaExecutor(TorchExecutor):
 
     @property
     def captured_sizes(self) -> list[int]:
-        """The rows of the decode steps that are captured as graphs, rising."""
+        """The numbers of rows of the decode steps that are captured as graphs, ascending."""
         return [] if self.graphs is None else self.graphs.sizes
 
     def _trim_memory(self) -> None:

@@ -15,7 +15,7 @@ from megatron_runtime.backends.native.executor import Int64, StepPlan
 
 _NO_ROWS = np.empty(0, np.int64)
 _PADDING_SLOT = -1
-"""Keys and values of padding tokens are not written to the cache."""
+"""Cache slot of padding tokens, whose keys and values are not written."""
 _BY_TOKEN = dict.fromkeys(("token_ids_T", "positions_T", "slots_T"), torch.int64)
 _BY_ROW = {
     "seeds_B": torch.int64,

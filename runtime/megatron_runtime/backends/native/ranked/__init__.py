@@ -1,1 +1,1 @@
-"""One engine on many ranks: step plans and orders travel from rank 0 to all ranks."""
+"""Runs one engine on several ranks: rank 0 sends step plans and orders to all ranks."""

@@ -46,11 +46,11 @@ DISCONNECTED = (
     f"its connection closed: the process has exited, was stopped for {SILENCE_SECONDS:g} s, or has no network"
 )
 CLOSE_SECONDS = 2.0
-"""How long close() waits for the other ranks to disconnect."""
+"""Maximum seconds that close() waits for the other ranks to disconnect."""
 BLAME_SECONDS = 1.0
-"""How long to wait, after a failed collective, for the loss of the rank that caused the failure."""
+"""Maximum seconds to wait, after a failed collective, for the detection of the lost rank that caused it."""
 WATCHDOG_MARGIN_SECONDS = 5.0
-"""Time from the moment the other ranks count a hung process as lost until it terminates itself."""
+"""Seconds from the time at which other ranks count a hung process as lost until it terminates itself."""
 WATCHDOG_RENEWAL_SECONDS = 2.0
 
 
@@ -96,7 +96,7 @@ class Message:
 
 @dataclass(slots=True)
 class _Peer:
-    """The other end of a connection."""
+    """The other rank on a connection."""
 
     push: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
@@ -151,7 +151,7 @@ class _Channel:
             handler(message)
 
     def _check_peers(self, now: float) -> None:
-        """Find lost peers. Called with each heartbeat."""
+        """Detect lost peers. Called with each heartbeat."""
         for rank, peer in self._peers.items():
             cause = peer.heartbeat.expired(now)
             if cause is not None and self._welcomed.is_set():
@@ -191,7 +191,7 @@ class _Channel:
                 self._beat()
 
     def close(self) -> None:
-        """End the thread and close the sockets."""
+        """Stop the thread and close the sockets."""
         self._ended = True
         self._thread.join()
         if self._has_watchdog:
@@ -253,7 +253,7 @@ class _Channel:
 
 
 class LeaderChannel(_Channel):
-    """Rank 0's end. All public methods may be called on any thread.
+    """Rank 0's end of the channel. All public methods may be called on any thread.
 
     pull:         receives the messages of the other ranks.
     pushes:       PUSH sockets by rank, each connected to that rank's PULL socket.
@@ -344,8 +344,9 @@ class LeaderChannel(_Channel):
         return answers
 
     def blame(self, number: int) -> RankError:
-        """Return the error of the rank that made a collective of order `number` fail: the rank that is lost within
-        BLAME_SECONDS, else the rank that the others waited for.
+        """Return the error of the rank that made a collective of order `number` fail.
+
+        This is the rank that is lost within BLAME_SECONDS, or otherwise the rank for which the other ranks waited.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
@@ -422,7 +423,7 @@ class LeaderChannel(_Channel):
 
 
 class FollowerChannel(_Channel):
-    """The end of another rank.
+    """The end of the channel of any other rank.
 
     orders:       the orders of rank 0; get() blocks.
     progress:     progress of this rank's steps.

@@ -1,6 +1,6 @@
-"""An engine of many ranks: rank 0 sends every step and every order to all ranks, numbered and in order.
+"""Runs an engine on several ranks: rank 0 sends all steps and orders to all ranks, numbered and in order.
 
-lead() and join() connect the processes: each builds its part of the model, and all follow the orders of rank 0.
+lead() and join() connect the processes: each builds its part of the model, and all execute the orders of rank 0.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ OpenModel = Callable[[], ModelSource]
 MakePart = Callable[[ModelSource, Groups], TorchExecutor]
 
 FAILED_SECONDS = 3.0
-"""How long a failed rank waits for rank 0 to stop the engine with the cause."""
+"""Maximum seconds that a failed rank waits for rank 0 to stop the engine with the cause."""
 _SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
 """Attributes of an executor that must be equal on all ranks."""
 ENDING_SECONDS = 1.0
-"""Time from the loss of a rank to the exit of this process, to notify the coordinator and the other ranks."""
+"""Seconds from the loss of a rank to the exit of this process, in which it notifies the coordinator and the other
+ranks.
+"""
 
 
 def end_with(error: RankError, *, own_rank: int | None = None) -> None:
@@ -67,9 +69,10 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
 
 
 class EnginePart:
-    """Performs orders on one rank. Only `stage_weights` may run while another order runs.
+    """Executes orders on one rank. Only `stage_weights` may run while another order runs.
 
-    on_answers: called with what share_answers() sent to this rank; with None when the engine has ended.
+    on_answers: called with the answers that share_answers() has sent to this rank, and with None when the engine has
+                ended.
     """
 
     def __init__(self, executor: TorchExecutor) -> None:
@@ -95,7 +98,7 @@ class EnginePart:
         }
 
     def perform(self, name: str, *arguments: Any) -> Any:
-        """Perform one order and return the answer."""
+        """Execute one order, and return its answer."""
         return self._orders[name](*arguments)
 
 
@@ -227,7 +230,7 @@ class RankedExecutor(Ranks):
     # --- Ranks --------------------------------------------------------------------------------------------------
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Return when every rank has performed all earlier orders, one after the other."""
+        """Wait until every rank has executed all earlier orders."""
         try:
             await asyncio.to_thread(self._everywhere, "confirm")
         except RankError as error:
@@ -268,7 +271,10 @@ class RankedExecutor(Ranks):
             self._channel.fail(rank, cause)
 
     def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Make every rank perform an order. Return the answers by rank; raise the first error, naming its rank."""
+        """Make every rank execute an order, and return the answers by rank.
+
+        Raise the first error, which names its rank.
+        """
         number = self._channel.post(Kind.COMMAND, [name, *arguments])
         failure: Exception | None = None
         answers: dict[int, Any] = {}
@@ -294,7 +300,7 @@ class RankedExecutor(Ranks):
 
 @dataclass(frozen=True, slots=True)
 class Follower:
-    """A rank other than rank 0: performs orders until rank 0 sends END."""
+    """A rank other than rank 0, which executes orders until rank 0 sends END."""
 
     rank: int
     part: EnginePart
@@ -392,7 +398,10 @@ def join(
     *,
     has_watchdog: bool = True,
 ) -> Follower:
-    """Connect another rank to rank 0. Its orders wait for run(). Arguments and errors: see lead()."""
+    """Connect a rank other than rank 0 to rank 0.
+
+    Orders wait until run() is called. Arguments and errors: see lead().
+    """
     source, meeting, groups = _connect(settings, identity, open_model)
     part = make_part(source, groups)
     channel = FollowerChannel(

@@ -26,7 +26,7 @@ _CLASSES: dict[int, type] = {
     6: Penalties,
     7: LogProbs,
 }
-"""By extension type: an object is encoded as the list of its fields, in the order of the class."""
+"""The class of each extension type. An object is encoded as the list of its fields, in the order of the class."""
 _CODES = {cls: code for code, cls in _CLASSES.items()}
 _LEVELS = 5
 """Maximum nesting of extensions: a plan, its batch, the edits of a row, their penalties, an array."""
