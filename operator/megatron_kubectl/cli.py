@@ -7,6 +7,7 @@ command, because most of a command's time is the start of the program.
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ import click
 from megatron_kubectl.resource_client import ClusterError, ResourceClient, current_context
 from megatron_kubectl.resource_view import age, rollout, summary, table
 from megatron_operator import __version__
-from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND
+from megatron_operator.resource.names import ANNOTATION_RESTARTED, ANNOTATION_UPDATE, GROUP, KIND, PREFILL
 from megatron_operator.resource.states import DesiredState
 from megatron_operator.resource.text import stamp
 from megatron_operator.terminal import ReadableGroup, clear, fail, say, say_candidates, say_json, say_lines
@@ -31,6 +32,17 @@ VERBS: dict[str, tuple[DesiredState, str]] = {
     "suspend": (DesiredState.SUSPENDED, "Pause generation and release memory."),
     "stop": (DesiredState.STOPPED, "Finish the open requests, then remove the engines."),
 }
+
+
+class EngineIndex(click.ParamType):
+    """The index of an engine. The value is the end of its name: engine-I or prefill-I."""
+
+    name = "engine"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if re.fullmatch(f"({PREFILL}-)?(0|[1-9][0-9]*)", value) is None:
+            self.fail(f"is {value!r}; give an index such as 0, or {PREFILL}-0 for a prefill engine", param, ctx)
+        return value if value.startswith(PREFILL) else f"engine-{value}"
 
 
 @click.group(cls=ReadableGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -179,7 +191,10 @@ def explain(*, name: str, namespace: str | None, context: str | None, output: st
     help="Show only the pods of this component. Default: all components.",
 )
 @click.option(
-    "--engine", type=click.IntRange(min=0), metavar="I", help="Show only the pods of the engine with this index."
+    "--engine",
+    type=EngineIndex(),
+    metavar="I",
+    help="Show only the pods of the engine with this index, or of prefill engine prefill-I.",
 )
 @click.option("-f", "--follow", is_flag=True, help="Follow the logs, including those of containers that start later.")
 @click.option(
@@ -196,7 +211,7 @@ def logs(
     namespace: str | None,
     context: str | None,
     component: str | None,
-    engine: int | None,
+    engine: str | None,
     follow: bool,
     tail: int | None,
     previous: bool,
@@ -212,7 +227,7 @@ def logs(
             "--previous: not allowed with --follow, because that container has exited; remove one of the two"
         )
     only = "engine" if engine is not None else component
-    selection = Selection(name, only, None if engine is None else f"{name}-engine-{engine}")
+    selection = Selection(name, only, None if engine is None else f"{name}-{engine}")
     errors: list[str] = []
     with _client(namespace, context) as client, contextlib.suppress(KeyboardInterrupt):
         pods = selected_pods(client, selection)

@@ -22,7 +22,7 @@ from .disturbances import kill, pods
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "prefill-decode.yaml"
 STREAMS, TOKENS = 4, 16
-NUMBERS = 300
+NUMBERS = 100
 """Of each prompt, so that it is longer than the one chunk that a decode engine computes itself."""
 
 

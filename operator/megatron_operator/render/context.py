@@ -96,6 +96,8 @@ class RenderContext:
     def of_role(self, role: str) -> RenderContext:
         """Return the context of the engines of a role: the spec has the overrides of the role."""
         whole = self.resource or self
+        if role == DECODE and whole.spec.engine.roles is None:
+            return whole
         if role not in whole.known:
             spec = whole.spec.model_copy(update={"engine": whole.spec.engine.of_role(role)})
             whole.known[role] = replace(whole, spec=spec, role=role, resource=whole)
@@ -111,11 +113,8 @@ class RenderContext:
         """Return the path of the podTemplate of a component, for messages."""
         roles = self.spec.engine.roles
         own = getattr(roles, self.role) if component == ENGINE and roles is not None else None
-        return (
-            f"spec.engine.roles.{self.role}.podTemplate"
-            if own is not None and own.pod_template is not None
-            else (f"spec.{component}.podTemplate")
-        )
+        section = f"engine.roles.{self.role}" if own is not None and own.pod_template is not None else component
+        return f"spec.{section}.podTemplate"
 
     @property
     def coordinator_name(self) -> str:

@@ -361,30 +361,40 @@ class RolesSpec(ApiModel):
     )
 
 
-def _role_tokens_rule(role: str) -> SpecRule:
-    """Return the rule that every running request of an engine with this role takes one token of each step."""
-    own, common = f"self.roles.{role}.batching", "self.batching"
-
-    def effective(field: str) -> str:
-        return f"(has({own}.{field}) ? {own}.{field} : {common}.{field})"
-
-    def is_known(field: str) -> str:
-        return f"(has({own}.{field}) || (has({common}) && has({common}.{field})))"
-
+def _role_rules(role: str) -> tuple[SpecRule, SpecRule]:
+    """Return the rules of `Batching` for the engines of a role, whose values replace those of all engines."""
+    own, common, field = f"self.roles.{role}.batching", "self.batching", f"spec.engine.roles.{role}.batching"
     absent = f"!has(self.roles) || !has(self.roles.{role}) || !has({own})"
-    fields = "maxTokens", "maxRequests"
-    tokens, requests = map(effective, fields)
 
-    def holds(engine: EngineSpec) -> bool:
+    def effective(name: str) -> str:
+        return f"(has({own}.{name}) ? {own}.{name} : {common}.{name})"
+
+    def is_known(name: str) -> str:
+        return f"(has({own}.{name}) || (has({common}) && has({common}.{name})))"
+
+    def has_tokens(engine: EngineSpec) -> bool:
         batching = engine.of_role(role).batching
         tokens, requests = batching.max_tokens, batching.max_requests
         return tokens is None or requests is None or tokens >= requests
 
-    return SpecRule(
-        f"{absent} || !({' && '.join(map(is_known, fields))}) || {tokens} >= {requests}",
-        holds,
-        f"spec.engine.roles.{role}.batching: maxTokens must be at least maxRequests, including the values of "
-        "spec.engine.batching; raise maxTokens, or lower maxRequests",
+    def has_chunks(engine: EngineSpec) -> bool:
+        batching = engine.of_role(role).batching
+        return batching.max_prefill_tokens is None or batching.chunked_prefill
+
+    return (
+        SpecRule(
+            f"{absent} || !({is_known('maxTokens')} && {is_known('maxRequests')}) || "
+            f"{effective('maxTokens')} >= {effective('maxRequests')}",
+            has_tokens,
+            f"{field}: maxTokens must be at least maxRequests, including the values of spec.engine.batching; raise "
+            "maxTokens, or lower maxRequests",
+        ),
+        SpecRule(
+            f"{absent} || !has({own}.maxPrefillTokens) || !has({common}) || {common}.chunkedPrefill",
+            has_chunks,
+            f"{field}.maxPrefillTokens: not allowed without spec.engine.batching.chunkedPrefill; enable it, or remove "
+            f"{field}.maxPrefillTokens",
+        ),
     )
 
 
@@ -449,7 +459,7 @@ class EngineSpec(ApiModel):
             "spec.engine.batching.prefixCaching: is false, and engines with roles import KV into the prefix cache; set "
             "it to true, or remove spec.engine.roles",
         ),
-        *map(_role_tokens_rule, (PREFILL, DECODE)),
+        *(rule for role in (PREFILL, DECODE) for rule in _role_rules(role)),
     )
 
     backend: Backend = Field(

@@ -108,6 +108,11 @@ async def test_logs_of_pods_are_interleaved_by_time_and_escaped(run: Command) ->
     assert "demo-engine-0" not in (await run("logs", "demo", "--engine", "1"))[1]
     first = json.loads((await run("logs", "demo", "--engine", "1", "-o", "json"))[1].splitlines()[0])
     assert first["pod"] == "demo-engine-1-0"
+    code, _, errors = await run("logs", "demo", "--engine", "prefill-2")
+    assert (code, "demo-prefill-2" in errors) == (1, True)
+    code, _, errors = await run("logs", "demo", "--engine", "demo-engine-0")
+    assert code == 2
+    assert "is 'demo-engine-0'; give an index such as 0, or prefill-0 for a prefill engine" in " ".join(errors.split())
     code, _, errors = await run("logs", "demo", "--engine", "7")
     assert code == 1
     assert "no pod of engine demo-engine-7; its pods: demo-coordinator" in errors

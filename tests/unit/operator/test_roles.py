@@ -204,6 +204,14 @@ def test_the_number_of_prefill_engines(prefill: Spec, replicas: int, count: int)
             {},
             r"spec\.engine\.roles\.prefill\.batching: maxTokens must be at least maxRequests",
         ),
+        (
+            {
+                "roles": {"prefill": {}, "decode": {"batching": {"maxPrefillTokens": 64}}},
+                "batching": {"chunkedPrefill": False},
+            },
+            {},
+            r"spec\.engine\.roles\.decode\.batching\.maxPrefillTokens: not allowed without .*chunkedPrefill; enable",
+        ),
     ],
 )
 def test_what_engines_with_roles_cannot_have_is_rejected(engine: Spec, more: Spec, message: str) -> None:
