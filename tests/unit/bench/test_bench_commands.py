@@ -73,6 +73,19 @@ def test_routing_compares_policies_on_a_shape(tmp_path: Path) -> None:
     assert routing_figures(tmp_path / "again.json", *options) == figures, "the time is simulated"
 
 
+def test_routing_compares_engines_with_and_without_roles(tmp_path: Path) -> None:
+    options = ("--engines", "3", "--requests", "40", "--seeds", "1", "--policy", "LeastCost", "--chunk", "2048")
+    roles = ("--prefill-engines", "0", "--prefill-engines", "1")
+    figures = routing_figures(tmp_path / "figures.json", *options, *roles)
+    assert set(figures) == {"LeastCost_2048", "LeastCost_2048_1"}
+    assert figures["LeastCost_2048"]["split_share"] == [0]
+    assert 0 < figures["LeastCost_2048_1"]["split_share"][0] < 1
+    assert figures["LeastCost_2048_1"]["gap_p99_ms"] < figures["LeastCost_2048"]["gap_p99_ms"]
+    result = CliRunner().invoke(main, ["bench", "routing", "--engines", "3", "--prefill-engines", "3"])
+    assert result.exit_code != 0
+    assert "at most 2" in result.output
+
+
 def test_routing_reads_traces(tmp_path: Path) -> None:
     azure, mooncake = tmp_path / "azure.csv", tmp_path / "mooncake.jsonl"
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]

@@ -326,7 +326,7 @@ class Dispatcher:
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
         if self.queue.length:
             self.queue.discard(entry)
-        former, former_id = entry.engine, entry.dispatch_id
+        former = entry.dispatch_id
         entry.engine, entry.dispatch_id = engine, dispatch_id
         entry.dispatches += 1
         if stage is not entry.stage:
@@ -336,13 +336,10 @@ class Dispatcher:
             self.transfers.drop(entry)
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
-        if former is None:
-            self.tenants.dispatched(entry)
-        else:
-            self.tenants.passed_on(entry, former_id)
+        self.tenants.dispatched(entry, former=former)
         if entry.deadline is not None or entry.slot is not None:
             self.deadlines.set(entry, entry.deadline)
-        if engine.in_flight.pop(former_id, None) is not None:  # it has imported the blocks
+        if engine.in_flight.pop(former, None) is not None:  # it has imported the blocks
             engine.in_flight[dispatch_id] = entry
             return
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
@@ -402,31 +399,21 @@ class Dispatcher:
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is not None and entry.stage is _DECODING and KEEPS_BLOCKS in entry.meta.needs:
             self.handoffs.keep(entry, engine, message)
-            return
-        if entry is None or entry.stage is not _PREFILLING:
-            self._counters.stale += 1
-            self.transfers.release(engine, message.dispatch_id)
-            return
-        engine.take(message.dispatch_id)
-        self._engines.load_changed(engine)
-        chosen = None
-        if not message.digests:
-            entry.splits = False
-        else:
-            self.transfers.keep(entry, engine, message)
-            if self._verbs.may_dispatch and not self.queue.length:
-                chosen = self._choose(entry)
-        if chosen is None:
-            self._wait(entry, first=entry.is_replay, moved=True)
-        else:
-            self._dispatch(entry, *chosen)
+        elif (entry := self.transfers.at_stage(_PREFILLING, engine, message.dispatch_id)) is not None:
+            engine.take(message.dispatch_id)
+            self._engines.load_changed(engine)
+            entry.splits = bool(message.digests)
+            if entry.splits:
+                self.transfers.keep(entry, engine, message)
+            may_go_on = entry.splits and self._verbs.may_dispatch and not self.queue.length
+            if may_go_on and (chosen := self._choose(entry)) is not None:
+                self._dispatch(entry, *chosen)
+            else:
+                self._wait(entry, first=entry.is_replay, moved=True)
 
     def imported(self, engine: Engine, message: Imported) -> None:
         """Dispatch a request to the engine that has imported its blocks, or handle the failed import."""
-        entry = engine.in_flight.get(message.dispatch_id)
-        if entry is None or entry.stage is not _IMPORTING:
-            self._counters.stale += 1
-            self.transfers.release(engine, message.dispatch_id)
+        if (entry := self.transfers.at_stage(_IMPORTING, engine, message.dispatch_id)) is None:
             return
         if message.has_room:
             self.transfers.imported(entry, engine, message)

@@ -298,18 +298,18 @@ class Tenants:
         if not tenant.num_open:
             del self._tenants[tenant.key]
 
-    def dispatched(self, entry: Entry) -> None:
-        """Record that an engine has the request, under `entry.dispatch_id`."""
+    def dispatched(self, entry: Entry, *, former: int = 0) -> None:
+        """Record that an engine has the request, under `entry.dispatch_id`. former: its dispatch id at the engine that
+        it goes on from, to its next stage; 0: no engine had it.
+        """
         tenant = entry.tenant
+        if former:
+            del tenant.in_flight[former]
+            tenant.in_flight[entry.dispatch_id] = entry
+            return
         before = len(tenant.in_flight)
         tenant.in_flight[entry.dispatch_id] = entry
         self._reload(tenant, before, before + 1)
-
-    def passed_on(self, entry: Entry, former: int) -> None:
-        """Record that a request goes on to its next stage: its dispatch id was `former`."""
-        in_flight = entry.tenant.in_flight
-        del in_flight[former]
-        in_flight[entry.dispatch_id] = entry
 
     def returned(self, entry: Entry) -> None:
         """Handle a request that no engine has any more. `entry.dispatch_id` is still the id of its last dispatch."""

@@ -159,6 +159,15 @@ class Transfers:
             entry.promised = 0
         entry.stage = stage
 
+    def at_stage(self, stage: RequestStage, engine: Engine, dispatch_id: int) -> Entry | None:
+        """Return the request that an engine reports about. If it is at another stage, have the engine drop its part."""
+        entry = engine.in_flight.get(dispatch_id)
+        if entry is not None and entry.stage is stage:
+            return entry
+        self._context.counters.stale += 1
+        self.release(engine, dispatch_id)
+        return None
+
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
     def choose(self, entry: Entry, among: Among) -> tuple[Engine, RequestStage] | None:
