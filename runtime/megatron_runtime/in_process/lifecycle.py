@@ -167,7 +167,9 @@ class ProgramLifecycle:
         epoch: None means the current epoch plus one.
         """
         if isinstance(source, Trainer) and epoch is not None:
-            raise ValueError(f"epoch={epoch}: leave it out, because the trainer has published its weights under an epoch")
+            raise ValueError(
+                f"epoch={epoch}: leave it out, because the trainer has published its weights under an epoch"
+            )
         epoch = self._core.epoch + 1 if epoch is None else epoch
         if isinstance(source, Trainer):
             self._core.executor.use_keys(source.keys)

@@ -147,7 +147,7 @@ class WeightServer:
 
     @property
     def address(self) -> str:
-        """"HOST:PORT" that engines connect to."""
+        """ "HOST:PORT" that engines connect to."""
         return self._port.address.removeprefix("tcp://")
 
     def set_generation_epoch(self, epoch: int) -> None:

@@ -28,7 +28,9 @@ async def test_a_trainer_updates_two_engines(tmp_path: Path) -> None:
         options = ("--backend", "native", "--model", model, "--dtype", "float32", "--kv-cache-memory", "32Mi")
         await fleet.serve(2, *options, "--threads", "1")
         ports = ("--clients", f"127.0.0.1:{fleet.client_port}", "--admin", f"127.0.0.1:{fleet.admin_port}")
-        trainer = await fleet.run_python(EXAMPLE, "--model", model, "--steps", "2", "--keys", str(fleet.keys_dir), *ports)
+        trainer = await fleet.run_python(
+            EXAMPLE, "--model", model, "--steps", "2", "--keys", str(fleet.keys_dir), *ports
+        )
         output, _ = await trainer.communicate()
         assert trainer.returncode == 0
         steps = [LINE.fullmatch(line) for line in output.decode().splitlines()]
