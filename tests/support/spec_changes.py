@@ -145,7 +145,8 @@ CLAIM: Spec = {
                     "podSelector": {"matchLabels": {"app": "trainer"}},
                     "namespaceSelector": {"matchLabels": {"team": "rl"}},
                 }
-            ]
+            ],
+            "port": 7100,
         }
     },
     "engine": {

@@ -125,6 +125,10 @@ class EngineWorker:
         self._last_rejection = ""
         """Error of the last rejected message since the last HELLO_ACK; it has been logged."""
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
+        self._updates = 0
+        """Commits of UPDATE_WEIGHTS in `_controls`, or being handled."""
+        self._after_update: list[Message] = []
+        """Messages about requests since then. What is dispatched after a commit is computed by the new weights."""
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
             CoordinatorAddresses(coordinator_address(settings.coordinator)),
@@ -352,6 +356,9 @@ class EngineWorker:
             self._link.beat()
 
     def _on_message(self, message: Message) -> None:
+        if self._updates and isinstance(message, Dispatch | Abort | ReleaseBlocks | Prefill | Transfer):
+            self._after_update.append(message)
+            return
         match message:
             case Dispatch():
                 self._dispatch(message)
@@ -362,6 +369,7 @@ class EngineWorker:
             case Transfer() if self._exchange is not None:
                 self._exchange.transfer(message)
             case Control() | ControlCommit():
+                self._updates += _commits_weights(message)
                 self._controls.put_nowait(message)
             case Heartbeat():
                 if message.state is not None:
@@ -390,7 +398,13 @@ class EngineWorker:
         """
         try:
             while not self.ended.is_set():
-                await self._handle_control(await self._controls.get())
+                message = await self._controls.get()
+                await self._handle_control(message)
+                if _commits_weights(message):
+                    self._updates -= 1
+                    waiting, self._after_update = self._after_update, []
+                    for each in waiting:
+                        self._on_message(each)
         except Exception as error:
             if not isinstance(error, OSError | ValueError):  # their messages name the cause and the remedy
                 logger.exception("the engine cannot follow its coordinator")
@@ -569,6 +583,10 @@ class EngineWorker:
             self.failure = error
             self._goodbye = goodbye
         self.ended.set()
+
+
+def _commits_weights(message: Control | ControlCommit | HelloAck) -> bool:
+    return isinstance(message, ControlCommit) and message.signal is Header.UPDATE_WEIGHTS
 
 
 def run(settings: EngineSettings, make_backend: MakeBackend) -> None:

@@ -158,8 +158,8 @@ class ProgramLifecycle:
             self._reached[state] = min(wanted, self._service.events.times(state))
 
     async def update_weights(self, source: Any, epoch: int | None) -> None:
-        """Switch every engine to the weights of `source`, as `epoch`: a model reference, a model in memory, or a Trainer,
-        which has epochs of its own.
+        """Switch every engine to the weights of `source`, as `epoch`: a model reference, a model in memory, or a
+        Trainer, which has epochs of its own.
 
         With a model in memory, every rank of the program makes this call, and each of its engines reads its own rank's
         model. The call returns when all engines have copied the weights.
@@ -167,10 +167,11 @@ class ProgramLifecycle:
         epoch: None means the current epoch plus one.
         """
         if isinstance(source, Trainer) and epoch is not None:
-            raise ValueError(f"epoch={epoch}: leave it out, because the trainer has published its weights under an epoch")
+            raise ValueError(f"epoch={epoch}: leave it out, because the trainer publishes its weights under an epoch")
         epoch = self._core.epoch + 1 if epoch is None else epoch
         if isinstance(source, Trainer):
-            self._core.executor.use_keys(source.keys)
+            executor: Any = self._core.executor
+            executor.use_keys(source.keys)
             await self._ranks.wait()  # every rank has the keys
             if self._client is not None:
                 reference = await asyncio.to_thread(newest, source)
@@ -180,7 +181,7 @@ class ProgramLifecycle:
         if isinstance(source, str | Path):
             await self.verb(Header.UPDATE_WEIGHTS, source=str(source), epoch=epoch)
             return
-        executor: Any = self._core.executor
+        executor = self._core.executor
         executor.use_memory(model_in_memory(source, ends=executor.eos_ids))
         await self._ranks.wait()  # each rank has set its own model
         failure: Exception | None = None

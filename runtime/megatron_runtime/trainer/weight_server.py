@@ -51,8 +51,7 @@ class WeightServer:
     model:       see PublishedWeights. publish() reads its values at the time of the call.
     coordinator: "HOST:PORT" of its admin port. None: publish() updates no engine. A program with MegatronLLM gets the
                  weights with update_weights(source=Trainer(...)).
-    keys:        directory of trainer.key, trainer.pub, server.pub and engine.pub. None: no encryption; only for a
-                 coordinator with one port.
+    keys:        directory of trainer.key, trainer.pub, server.pub and engine.pub; None: no encryption.
     host:        address of this machine that the engines connect to; None: the one that reaches the coordinator, or
                  without a coordinator 127.0.0.1.
     port:        port for the engines' connections, the only one that listens; 0: a free port.
@@ -148,12 +147,12 @@ class WeightServer:
 
     @property
     def address(self) -> str:
-        """"HOST:PORT" that engines connect to."""
+        """ "HOST:PORT" that engines connect to."""
         return self._port.address.removeprefix("tcp://")
 
     def set_generation_epoch(self, epoch: int) -> None:
         """Label the following tokens with `epoch`. Raises ControlRejectedError and CoordinatorUnreachableError."""
-        self._loop.run_sync(self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch)))
+        self._loop.run_sync(self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0)))
 
     def status(self) -> StatusReply:
         """Return the coordinator's report: the epoch, and of each engine epoch, source and digest."""
@@ -192,7 +191,7 @@ class WeightServer:
         deadline = loop.time() + timeout_seconds
         while True:
             left = max(1.0, deadline - loop.time())
-            update = Control(kind=Header.UPDATE_WEIGHTS, epoch=epoch, source=source, timeout_seconds=left)
+            update = Control(kind=Header.UPDATE_WEIGHTS, epoch=epoch, source=source, timeout_seconds=left, fence=0)
             try:
                 await self._control(update)
                 return

@@ -19,7 +19,7 @@ from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timi
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine import worker as worker_module
-from megatron_runtime.engine.backend import CacheEvents
+from megatron_runtime.engine.backend import CacheEvents, RankResults
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.megatron_core.inference_client import InferenceClient
@@ -176,6 +176,30 @@ async def test_weights_are_updated_in_every_engine_and_labelled(served: Served) 
     assert reply["generated_tokens"] == echo_answer(prompt, 5, weights=echo_weights("other"))
     assert (reply["policy_epoch"], reply["kv_cache_epoch"]) == ([[0, 4]], [[0, 4]])
     assert (served.worker.lifecycle.epoch, served.worker.lifecycle.source) == (4, "other")
+
+
+async def test_what_is_dispatched_after_a_commit_is_computed_by_the_new_weights(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request arrives while the engine swaps the weights."""
+    commit, may_swap = served.backend.commit_weights, asyncio.Event()
+
+    async def slow_commit() -> RankResults:
+        await may_swap.wait()
+        return await commit()
+
+    monkeypatch.setattr(served.backend, "commit_weights", slow_commit)
+    await served.client.update_weights("other", 4)
+    pending = asyncio.ensure_future(served.generate([1, 2, 3], 5))
+
+    async def has_arrived() -> bool:
+        return bool(served.worker._after_update)
+
+    await eventually(has_arrived, what="the request has arrived")
+    may_swap.set()
+    reply = await pending
+    assert reply["generated_tokens"] == echo_answer([1, 2, 3], 5, weights=echo_weights("other"))
+    assert reply["policy_epoch"] == [[0, 4]]
 
 
 async def test_a_request_in_flight_survives_update_suspend_and_resume(served: Served) -> None:

@@ -1,4 +1,4 @@
-"""A program with MegatronLLM gets the weights that a trainer has published, with `update_weights(source=Trainer(...))`."""
+"""A program with MegatronLLM gets the weights that a trainer has published: `update_weights(source=Trainer(...))`."""
 
 from __future__ import annotations
 
