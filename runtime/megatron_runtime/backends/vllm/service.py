@@ -28,9 +28,9 @@ import uvloop
 import vllm
 from prometheus_client import REGISTRY, generate_latest
 from pydantic import ValidationError
-from vllm import TokensPrompt
 from vllm.config import KVEventsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.inputs import tokens_input
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.platforms import current_platform
@@ -363,7 +363,8 @@ class VllmService:
         assert self._llm is not None
         generated = request.generated
         skipped = len(generated) if must_force(params) else 0
-        tokens: Any = TokensPrompt(prompt_token_ids=request.prompt + generated[skipped:])
+        # vLLM reads an input that is not rendered in another thread, which takes milliseconds if the CPUs are busy.
+        tokens: Any = tokens_input(request.prompt + generated[skipped:])
         if request.media is not None:
             assert self._media is not None
             tokens = await self._media.engine_input(*request.media, tokens["prompt_token_ids"])

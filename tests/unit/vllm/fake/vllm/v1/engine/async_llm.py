@@ -90,6 +90,7 @@ class AsyncLLM:
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         params = sampling_params
+        assert "type" in prompt, "vLLM reads a raw prompt in another thread"
         if self._task is None:
             self._task = asyncio.create_task(self._run())
         if any(not 0 <= token < self._config.model_config.get_vocab_size() for token in params.stop_token_ids):
