@@ -224,7 +224,10 @@ def is_offered(source: str, *, keys_dir: Path | None) -> bool:
 async def _open(
     source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False, engine: str = "", part: str = ""
 ) -> SessionOpened:
-    """Open a session with the trainer or an engine. Raises WeightsUnavailableError, and KeyFileError for missing keys."""
+    """Open a session with the trainer or an engine.
+
+    Raises WeightsUnavailableError, and KeyFileError for missing keys.
+    """
     answer: asyncio.Future[SessionOpened] = asyncio.get_running_loop().create_future()
     connected = asyncio.Event()
     who, address = ("engine", engine) if engine else (TRAINER, source.address)
