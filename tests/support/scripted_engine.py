@@ -68,6 +68,7 @@ class ScriptedEngine:
     backend, lacks: its backend and the features that it lacks; None: its release announces neither.
     parameters: the sampling parameters that it knows; None: its release announces none.
     task: of its pooling model; None: it generates.
+    copies: addresses at which it offers the weights of a trainer.
     reply_fields: further fields of its replies.
     log_prob: of every token; None: its replies have none.
     """
@@ -90,6 +91,7 @@ class ScriptedEngine:
     lacks: tuple[str, ...] | None = None
     parameters: tuple[str, ...] | None = None
     task: str | None = None
+    copies: tuple[str, ...] | None = None
     reply_fields: dict[str, Any] = field(default_factory=dict)
     log_prob: float | None = None
     block_size_tokens: int = 16
@@ -155,6 +157,7 @@ class ScriptedEngine:
             lacks=self.lacks,
             parameters=self.parameters,
             task=self.task,
+            copies=self.copies,
         )
 
     def say_hello(self) -> None:

@@ -53,6 +53,26 @@ async def test_an_engine_that_is_lost_does_not_stop_the_update_and_gets_it_when_
     assert coordinator.core.verbs.epoch == 2
 
 
+async def test_an_engine_that_joins_learns_where_its_weights_are(stage) -> None:
+    """Of a living engine of the same revision and ranks that has the last weights."""
+    copies = ("tcp://10.0.0.9:5560",)
+    stage.coordinator(timing=HEALS)
+    holder, link = await stage.engine("engine-0", revision="r1", copies=copies), await stage.admin()
+    early = await stage.engine("engine-1", serving=False, revision="r1")
+    assert early.acks[0].copies is None, "its weights are files"
+    await update(link, NEW, 2)
+    for name, fields, expected in (
+        ("engine-2", {"revision": "r1"}, copies),
+        ("engine-3", {"revision": "r2"}, None),
+        ("engine-4", {"revision": "r1", "ranks": 2}, None),
+    ):
+        joined = await stage.engine(name, serving=False, **fields)
+        assert (joined.acks[0].source, joined.acks[0].copies) == (NEW, expected)
+    holder.close()
+    await stage.until(lambda: not stage.coordinators[-1].core.engines.serving())
+    assert (await stage.engine("engine-5", serving=False, revision="r1")).acks[0].copies is None
+
+
 async def test_an_update_without_engines_counts_for_those_that_come(stage) -> None:
     stage.coordinator(timing=HEALS)
     await update(await stage.admin(), NEW, 2)
