@@ -21,12 +21,17 @@ from .fake_node import FakeNode
 
 pytestmark = pytest.mark.cluster
 
-PROMPT_TOKENS = 600
+PROMPT_TOKENS, CLIENTS = 600, 6
 BATCHING = {"blockSizeTokens": 16}
 
 
 class LongPrompts(CoordinatorLoad):
-    """Clients whose prompts are longer than the one chunk that a decode engine computes itself."""
+    """Clients whose prompts are longer than the one chunk that a decode engine computes itself, and enough of them that
+    one decode engine is busy."""
+
+    def __init__(self, node: FakeNode, name: str) -> None:
+        super().__init__(node, name)
+        self._clients = CLIENTS
 
     def prompt(self, number: int, sequence: int) -> list[int]:
         return [number, sequence, *range(2, PROMPT_TOKENS)]
@@ -97,7 +102,6 @@ async def test_both_roles_are_scaled_rolled_out_and_lost_under_long_prompts(
         assert subresource["status"]["replicas"] == 2
         pods = await api.list(POD, resource.namespace, selector=subresource["status"]["selector"])
         assert {pod["metadata"]["name"] for pod in pods} == {"demo-engine-0-0", "demo-engine-1-0"}
-        await until_imported(node)
 
         scale(0)
         await resource.until(serves(0, 1, "NoDecodeEngine"))
