@@ -751,8 +751,11 @@ def _body(name: str, value: Any) -> bytes:
 def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
     prompt = _array("prompt", items[3], 1 if meta.text else 4)
-    bodies = prompt, _array("generated", items[4], 4), _body("params", items[5])
-    return Submit(_uid(items[1]), meta, *bodies, _media(items[6:], meta, prompt), _epochs(items[7:]))
+    generated, params = _array("generated", items[4], 4), _body("params", items[5])
+    if len(items) == 6:
+        return Submit(_uid(items[1]), meta, prompt, generated, params)
+    media, epochs = _media(items[6:], meta, prompt), _epochs(items[7:])
+    return Submit(_uid(items[1]), meta, prompt, generated, params, media, epochs)
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:

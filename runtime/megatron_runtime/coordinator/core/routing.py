@@ -81,25 +81,22 @@ class KnownBlocks:
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that the engine receives these blocks now. Return how many blocks it held already, up to the deepest
-        block that it held.
-        """
+        """Record that the engine receives these blocks now. Return how many of them it held already."""
         self.clock += 1
         if not hashes:
             return 0
         held = self._held.get(engine.index)
         if held is None:
             held = self._held[engine.index] = OrderedDict()
+        before = len(held)
         # The deepest first: where the table is full, a prompt is forgotten from its end.
-        depth, known = len(hashes), 0
         for block in reversed(hashes):
             if block in held:
                 held.move_to_end(block)
-                known = known or depth
             else:
                 self._add_holder(block, engine)
             held[block] = self.clock
-            depth -= 1
+        known = before + len(hashes) - len(held)
         while len(held) > MAX_KNOWN_BLOCKS:
             self._remove_holder(held.popitem(last=False)[0], engine)
         return known
@@ -361,9 +358,7 @@ class EngineRouter:
         return cached
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that `engine` receives these blocks now. Return how many blocks it held already, up to the deepest
-        block that it held.
-        """
+        """Record that `engine` receives these blocks now. Return how many of them it held already."""
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:

@@ -130,9 +130,13 @@ class Transfers:
 
     def move(self, entry: Entry, stage: RequestStage) -> None:
         """Set the stage of a request."""
-        promised = self._blocks(entry) if stage in (RequestStage.PREFILLING, RequestStage.EXPORTED) else 0
-        self._promised += promised - entry.promised
-        entry.stage, entry.promised = stage, promised
+        entry.stage = stage
+        if stage is _P or stage is _E or entry.promised:
+            promised = self._blocks(entry) if stage is _P or stage is _E else 0
+            self._promised += promised - entry.promised
+            entry.promised = promised
+        if stage is _P:
+            self._context.counters.split_requests += 1
 
     def _blocks(self, entry: Entry) -> int:
         """Return the blocks that the whole request has, in blocks of the smallest size."""
