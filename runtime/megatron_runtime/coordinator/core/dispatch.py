@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeAlias
 
 from megatron_runtime.coordinator.core import rejections
@@ -252,7 +252,7 @@ class Dispatcher:
             return router.next_in_turn(fitting) if fitting else None
         if not router.by_prefix:
             return next(by_load, None)
-        least_loaded = list(islice(by_load, router.num_compared))
+        least_loaded = list(islice(by_load, 2))
         if len(least_loaded) < 2:
             return least_loaded[0] if least_loaded else None
         if entry.hashes is None:
@@ -260,7 +260,7 @@ class Dispatcher:
         fits = _with_room(may_answer)
         if router.by_cost:
             return router.cheapest(
-                least_loaded,
+                chain(least_loaded, by_load),
                 entry.hashes,
                 tokens=entry.num_tokens,
                 min_prefill_cost=self._engines.min_prefill_cost,

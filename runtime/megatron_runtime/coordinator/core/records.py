@@ -306,7 +306,9 @@ class Engine:
             self.held -= entry.size
             entry.size = 0
             if entry.uncached:
-                self.computed(entry, entry.uncached)
+                self.queued -= entry.uncached
+                self.waiting -= 1
+                entry.uncached = 0
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
