@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from itertools import islice
+from itertools import chain, islice
+from typing import TypeAlias
 
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
@@ -21,7 +22,7 @@ from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.handoffs import Handoffs
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
 from megatron_runtime.coordinator.core.quarantine import Quarantine
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId, RequestStage
+from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
 from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
 from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, KEEPS_BLOCKS, Transfers
@@ -54,6 +55,9 @@ MOVE_AGAIN_SECONDS = 2.0
 """A request that has made room is not moved again for this long."""
 SEARCH_AGAIN_SECONDS = 0.1
 """Time until the next search after one that found no request that may make room."""
+
+
+Condition: TypeAlias = Callable[[Engine], bool]
 
 
 class Dispatcher:
@@ -112,8 +116,8 @@ class Dispatcher:
             return
         if media is not None and (media := self._complete_media(client, uid, media)) is None:
             return
-        now, tokens = self._context.now, len(generated) // TOKEN_BYTES
-        entry = Entry(
+        now = self._context.now
+        entry = Entry(  # at most 15 arguments: Python would put more into a dictionary
             uid=uid,
             client=client,
             tenant=self.tenants.of(meta.tenant or client.route),
@@ -121,16 +125,16 @@ class Dispatcher:
             prompt=prompt,
             params=params,
             generated=bytearray(generated),
-            epochs=list(epochs),
             arrived=now,
             deadline=now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
             model=client.model,
             hashes=None if self._router.by_prefix else {},
-            forwarded=tokens,
-            held=tokens,
-            media=media,
-            media_route=client.route,
         )
+        if generated:
+            entry.forwarded = entry.held = entry.tokens_so_far
+            entry.epochs.extend(epochs)
+        if media is not None:
+            entry.media, entry.media_route = media, client.route
         entry.admitted_bytes = entry.cost() + self.journal.media.added_bytes(entry)
         verdict = self._admission.decide(entry)
         if isinstance(verdict, Rejection):
@@ -173,7 +177,8 @@ class Dispatcher:
         else:
             chosen = self._choose(entry)
         if chosen is not None:
-            self._dispatch(entry, *chosen)
+            engine, stage = chosen
+            self._dispatch(entry, engine, stage)
             return True
         return self._has_room() and self._reject_unanswerable(entry)
 
@@ -239,34 +244,28 @@ class Dispatcher:
         engine = self._cheapest(entry)
         return None if engine is None else (engine, _DECODING)
 
-    def _cheapest(self, entry: Entry, accepts: Callable[[Engine], bool] | None = None) -> Engine | None:
+    def _cheapest(self, entry: Entry, accepts: Condition | None = None) -> Engine | None:
         """Return the engine with free capacity that may answer the request and that the routing policy prefers.
 
         accepts: tells which of these engines may be chosen; None: all.
         """
-        needs_match = entry.model or entry.meta.adapter or entry.meta.needs or self._engines.has_pooling
-        if self._router.in_turn:
-            open_engines = self._engines.available() if self._router.deterministic else self._engines.with_room()
-            fitting = [engine for engine in open_engines if not needs_match or engine.runs(entry)]
-            fitting = fitting if accepts is None else list(filter(accepts, fitting))
-            return self._router.next_in_turn(fitting) if fitting else None
-        with_room = self._engines.with_room()
-        by_load = (engine for engine in with_room if engine.runs(entry)) if needs_match else with_room
-        if accepts is not None:
-            by_load = filter(accepts, by_load)
-        least_loaded = list(islice(by_load, self._router.num_compared))
+        router, may_answer = self._router, self._condition(entry, accepts)
+        engines = self._engines.available() if router.deterministic else self._engines.with_room()
+        by_load = iter(engines) if may_answer is None else filter(may_answer, engines)
+        if router.in_turn:
+            fitting = list(by_load)
+            return router.next_in_turn(fitting) if fitting else None
+        if not router.by_prefix:
+            return next(by_load, None)
+        least_loaded = list(islice(by_load, 2))
         if len(least_loaded) < 2:
             return least_loaded[0] if least_loaded else None
         if entry.hashes is None:
             entry.hashes = self._hashes_of(entry)
-
-        def fits(engine: Engine) -> bool:
-            may_answer = engine.has_room() and (not needs_match or engine.runs(entry))
-            return may_answer and (accepts is None or accepts(engine))
-
-        if self._router.by_cost:
-            return self._router.cheapest(
-                least_loaded,
+        fits = _with_room(may_answer)
+        if router.by_cost:
+            return router.cheapest(
+                chain(least_loaded, by_load),
                 entry.hashes,
                 tokens=entry.num_tokens,
                 min_prefill_cost=self._engines.min_prefill_cost,
@@ -276,8 +275,15 @@ class Dispatcher:
         if not entry.hashes:
             # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
             # policy.
-            return self._router.select([*least_loaded, *by_load], {})
-        return self._router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=fits)
+            return router.select([*least_loaded, *by_load], {})
+        return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=fits)
+
+    def _condition(self, entry: Entry, accepts: Condition | None) -> Condition | None:
+        """Return the condition for engines that may answer a request and that `accepts`; None: it has none."""
+        meta = entry.meta
+        if not (entry.model or meta.adapter or meta.needs or self._engines.has_pooling):
+            return accepts
+        return lambda engine: engine.runs(entry) and (accepts is None or accepts(engine))
 
     def _offer(self, entry: Entry) -> bool:
         """Dispatch, or reject, a request at the head of the queue. Return False if it has to wait for an engine."""
@@ -286,7 +292,8 @@ class Dispatcher:
         chosen = self._choose(entry)
         if chosen is None:
             return self._reject_unanswerable(entry)
-        self._dispatch(entry, *chosen)
+        engine, stage = chosen
+        self._dispatch(entry, engine, stage)
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
@@ -318,9 +325,10 @@ class Dispatcher:
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         if stage is not _IMPORTING:
-            bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
+            generated, epochs = bytes(entry.generated), tuple(entry.epochs) if entry.epochs else ()
+            bodies = entry.prompt, generated, entry.params, entry.media, epochs
             dispatch = Dispatch(dispatch_id, entry.uid, route, meta, *bodies)
-            self._context.effects.append((engine.peer, Prefill(dispatch) if stage is _PREFILLING else dispatch))
+            self._context.effects.append((engine.peer, dispatch if stage is _DECODING else Prefill(dispatch)))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
@@ -331,8 +339,7 @@ class Dispatcher:
         entry.dispatches += 1
         if stage is not entry.stage:
             self.transfers.move(entry, stage)
-            self._counters.split_requests += stage is _PREFILLING
-        if stage is _DECODING and entry.export is not None:
+        if entry.export is not None and stage is _DECODING:
             self.transfers.drop(entry)
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
@@ -347,7 +354,9 @@ class Dispatcher:
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
         if stage is _IMPORTING:
             cached = max(cached, self.transfers.begin(entry, engine))
-        engine.give(entry, cached)
+        engine.in_flight[dispatch_id] = entry
+        if self._router.by_cost or self._engines.has_roles:
+            engine.add_work(entry, cached)
         self._engines.load_changed(engine)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
@@ -636,3 +645,10 @@ class Dispatcher:
         where = "to be finished" if entry.engine is not None else f"for {rejections.awaited_engine(entry)}"
         message = f"the request waited {waited:.1f} s {where}: deadline exceeded"
         self.fail(entry, Rejection(ErrorCode.DEADLINE, message))
+
+
+def _with_room(may_answer: Condition | None) -> Condition:
+    """Return the condition for engines that may answer a request and accept one more now."""
+    if may_answer is None:
+        return Engine.has_room
+    return lambda engine: engine.has_room() and may_answer(engine)
