@@ -104,7 +104,7 @@ async def test_both_roles_are_scaled_rolled_out_and_lost_under_long_prompts(
         await load.answered()
 
 
-async def test_verbs_act_on_both_roles(resource: Any, operator: Any) -> None:
+async def test_verbs_act_on_both_roles(resource: Any, operator: Any, node: FakeNode) -> None:
     await resource.create(replicas=1, engine=prefill(1))
     await resource.until(serves(1, 1))
     for state in ("Paused", "Suspended", "Stopped"):
