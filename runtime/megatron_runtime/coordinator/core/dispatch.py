@@ -12,19 +12,18 @@ is moved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from itertools import chain, islice
-from typing import TypeAlias
+from collections.abc import Iterable
 
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.handoffs import Handoffs
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
+from megatron_runtime.coordinator.core.placement import Placement
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
-from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
+from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, KEEPS_BLOCKS, Transfers
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import PromptReader
@@ -57,9 +56,6 @@ SEARCH_AGAIN_SECONDS = 0.1
 """Time until the next search after one that found no request that may make room."""
 
 
-Condition: TypeAlias = Callable[[Engine], bool]
-
-
 class Dispatcher:
     """Owns the tables of open requests and the quarantine."""
 
@@ -89,6 +85,7 @@ class Dispatcher:
         self._context = context
         self._engines = context.engines
         self._router = router
+        self._placement = Placement(context, router, verbs, self.transfers)
         self._verbs = verbs
         self._prompts = prompts
         self._counters = context.counters
@@ -175,12 +172,12 @@ class Dispatcher:
             pinned = self._engines.named(entry.meta.engine)
             chosen = None if pinned is None else (pinned, _DECODING)
         else:
-            chosen = self._choose(entry)
+            chosen = self._placement.choose(entry)
         if chosen is not None:
             engine, stage = chosen
             self._dispatch(entry, engine, stage)
             return True
-        return self._has_room() and self._reject_unanswerable(entry)
+        return self._placement.has_room() and self._reject_unanswerable(entry)
 
     def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
         if entry.client is not client:
@@ -203,7 +200,7 @@ class Dispatcher:
         if self.quarantine.active and self._verbs.may_dispatch:
             self._dispatch_suspect()
         while self.queue.length and self._verbs.may_dispatch:
-            if not self._has_room() or not any(self._offer(entry) for entry in self.queue.heads()):
+            if not self._placement.has_room() or not any(self._offer(entry) for entry in self.queue.heads()):
                 break
         if self.queue.length and len(self.tenants) > 1:
             self._balance()
@@ -230,66 +227,11 @@ class Dispatcher:
             self.tenants.returned(entry)
             entry.engine, entry.dispatch_id = None, 0
 
-    def _has_room(self) -> bool:
-        if self._router.deterministic:
-            return bool(self._engines.available())
-        return next(self._engines.with_room(), None) is not None
-
-    def _choose(self, entry: Entry) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request, and its next stage; None if no engine that may answer it has room."""
-        if self._engines.has_roles:
-            if entry.hashes is None:
-                entry.hashes = self._hashes_of(entry)
-            return self.transfers.choose(entry, self._cheapest)
-        engine = self._cheapest(entry)
-        return None if engine is None else (engine, _DECODING)
-
-    def _cheapest(self, entry: Entry, accepts: Condition | None = None) -> Engine | None:
-        """Return the engine with free capacity that may answer the request and that the routing policy prefers.
-
-        accepts: tells which of these engines may be chosen; None: all.
-        """
-        router, may_answer = self._router, self._condition(entry, accepts)
-        engines = self._engines.available() if router.deterministic else self._engines.with_room()
-        by_load = iter(engines) if may_answer is None else filter(may_answer, engines)
-        if router.in_turn:
-            fitting = list(by_load)
-            return router.next_in_turn(fitting) if fitting else None
-        if not router.by_prefix:
-            return next(by_load, None)
-        least_loaded = list(islice(by_load, 2))
-        if len(least_loaded) < 2:
-            return least_loaded[0] if least_loaded else None
-        if entry.hashes is None:
-            entry.hashes = self._hashes_of(entry)
-        fits = _with_room(may_answer)
-        if router.by_cost:
-            return router.cheapest(
-                chain(least_loaded, by_load),
-                entry.hashes,
-                tokens=entry.num_tokens,
-                min_prefill_cost=self._engines.min_prefill_cost,
-                fits=fits,
-                session=entry.meta.session,
-            )
-        if not entry.hashes:
-            # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
-            # policy.
-            return router.select([*least_loaded, *by_load], {})
-        return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=fits)
-
-    def _condition(self, entry: Entry, accepts: Condition | None) -> Condition | None:
-        """Return the condition for engines that may answer a request and that `accepts`; None: it has none."""
-        meta = entry.meta
-        if not (entry.model or meta.adapter or meta.needs or self._engines.has_pooling):
-            return accepts
-        return lambda engine: engine.runs(entry) and (accepts is None or accepts(engine))
-
     def _offer(self, entry: Entry) -> bool:
         """Dispatch, or reject, a request at the head of the queue. Return False if it has to wait for an engine."""
         if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
-        chosen = self._choose(entry)
+        chosen = self._placement.choose(entry)
         if chosen is None:
             return self._reject_unanswerable(entry)
         engine, stage = chosen
@@ -350,7 +292,7 @@ class Dispatcher:
             engine.in_flight[dispatch_id] = entry
             return
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
-            entry.hashes = self._hashes_of(entry)
+            entry.hashes = self._placement.hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
         if stage is _IMPORTING:
             cached = max(cached, self.transfers.begin(entry, engine))
@@ -376,16 +318,6 @@ class Dispatcher:
         self.journal.replace_prompt(entry, prompt)
         entry.meta = entry.meta._replace(text=False)
         return True
-
-    def _hashes_of(self, entry: Entry) -> PromptHashes:
-        if entry.meta.text:  # the engine tokenizes it
-            return {}
-        adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
-        key = adapter.key if adapter is not None else ""
-        items = () if entry.media is None else entry.media.items
-        return self._router.hashes_of(
-            entry.prompt, self._engines.block_sizes, salt=entry.meta.cache_salt, adapter=key, media=items
-        )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
         """Return a request to its place in the queue, because the connection of `engine` did not accept it."""
@@ -415,7 +347,7 @@ class Dispatcher:
             if entry.splits:
                 self.transfers.keep(entry, engine, message)
             may_go_on = entry.splits and self._verbs.may_dispatch and not self.queue.length
-            if may_go_on and (chosen := self._choose(entry)) is not None:
+            if may_go_on and (chosen := self._placement.choose(entry)) is not None:
                 self._dispatch(entry, *chosen)
             else:
                 self._wait(entry, first=entry.is_replay, moved=True)
@@ -645,10 +577,3 @@ class Dispatcher:
         where = "to be finished" if entry.engine is not None else f"for {rejections.awaited_engine(entry)}"
         message = f"the request waited {waited:.1f} s {where}: deadline exceeded"
         self.fail(entry, Rejection(ErrorCode.DEADLINE, message))
-
-
-def _with_room(may_answer: Condition | None) -> Condition:
-    """Return the condition for engines that may answer a request and accept one more now."""
-    if may_answer is None:
-        return Engine.has_room
-    return lambda engine: engine.has_room() and may_answer(engine)
