@@ -33,7 +33,7 @@ from megatron_operator.resource.names import (
     PREFILL,
     SERVER,
 )
-from megatron_operator.resource.source import TrainerSpec
+from megatron_operator.resource.source import DEFAULT_TRAINER_PORT, TrainerSpec
 
 
 def service_account(ctx: RenderContext) -> Manifest:
@@ -176,7 +176,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
         coordinator.append({"from": _peers(trainer), "ports": _tcp(PORT_ADMIN)})
         engine.append({"from": [_pods(ctx, ENGINE)], "ports": weights})
         from_engine += [
-            {"to": _peers(trainer), "ports": _tcp(trainer.port)},
+            {"to": _peers(trainer), "ports": _tcp(trainer.port or DEFAULT_TRAINER_PORT)},
             {"to": [_pods(ctx, ENGINE)], "ports": weights},
         ]
     if ctx.has_standby:

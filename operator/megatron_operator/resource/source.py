@@ -356,15 +356,18 @@ class TrainerPeer(ApiModel):
     ip_block: Selector | None = Field(default=None, description="Addresses, for a trainer outside the cluster.")
 
 
+DEFAULT_TRAINER_PORT = 7000
+
+
 class TrainerSpec(ApiModel):
     peers: Annotated[list[TrainerPeer], Field(min_length=1, max_length=MAX_TRAINER_PEERS)] = Field(
         alias="from",
         description="Peers of NetworkPolicies from which the trainer connects to the coordinator, and to which the "
         "engines connect.",
     )
-    port: int = Field(
-        default=7000,
-        description="Port of the trainer, to which the engines connect: `port` of WeightServer.",
+    port: int | None = Field(
+        default=None,
+        description="Port of the trainer, to which the engines connect: `port` of WeightServer. Default: 7000.",
         ge=1,
         le=65535,
     )

@@ -291,12 +291,16 @@ class Dispatcher:
         if engine.in_flight.pop(former, None) is not None:  # it has imported the blocks
             engine.in_flight[dispatch_id] = entry
             return
+        self._account(entry, engine, stage)
+
+    def _account(self, entry: Entry, engine: Engine, stage: RequestStage) -> None:
+        """Count a dispatched request at its engine, and begin its transfer of blocks."""
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
             entry.hashes = self._placement.hashes_of(entry)
-        cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
+        cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=entry.meta.session)
         if stage is _IMPORTING:
             cached = max(cached, self.transfers.begin(entry, engine))
-        engine.in_flight[dispatch_id] = entry
+        engine.in_flight[entry.dispatch_id] = entry
         if self._router.by_cost or self._engines.has_roles:
             engine.add_work(entry, cached)
         self._engines.load_changed(engine)
