@@ -10,6 +10,7 @@ import echo_serve
 import httpx
 import pytest
 from click.testing import CliRunner
+from coordinator_core import main as measure_core
 from coordinator_latency import main as measure_latency
 from eventually import LONG_SECONDS, eventually
 from fleet import free_ports
@@ -123,6 +124,17 @@ def test_the_latency_of_a_coordinator(tmp_path: Path) -> None:
     result = CliRunner().invoke(measure_latency, [*sizes, "--json", str(path)])
     assert result.exit_code == 0, result.output
     assert set(figures_of(path, "coordinator_latency")) == {"latency_p50_ms", "latency_p99_ms"}
+
+
+def test_the_cost_of_a_request_in_the_core(tmp_path: Path) -> None:
+    path = tmp_path / "figures.json"
+    policies = "LoadBalanced", "LeastCost"
+    arguments = [part for policy in policies for part in ("--policy", policy)]
+    result = CliRunner().invoke(measure_core, [*arguments, "--batches", "1", "--json", str(path)])
+    assert result.exit_code == 0, result.output
+    figures = figures_of(path, "coordinator_core")
+    assert set(figures) == {f"{policy}_{what}" for policy in policies for what in ("us", "instructions")}
+    assert 0 < figures["LoadBalanced_instructions"] < figures["LeastCost_instructions"]
 
 
 def test_more_clients_than_requests_end(tmp_path: Path) -> None:

@@ -52,26 +52,27 @@ class Placement:
             return router.next_in_turn(fitting) if fitting else None
         if not router.by_prefix:
             return next(by_load, None)
+        if router.by_cost:
+            if entry.hashes is None:
+                entry.hashes = self.hashes_of(entry)
+            return router.cheapest(
+                by_load,
+                entry.hashes,
+                tokens=entry.num_tokens,
+                min_prefill_cost=self._engines.min_prefill_cost,
+                fits=_with_room(may_answer),
+                session=entry.meta.session,
+            )
         least_loaded = list(islice(by_load, 2))
         if len(least_loaded) < 2:
             return least_loaded[0] if least_loaded else None
         if entry.hashes is None:
             entry.hashes = self.hashes_of(entry)
-        fits = _with_room(may_answer)
-        if router.by_cost:
-            return router.cheapest(
-                chain(least_loaded, by_load),
-                entry.hashes,
-                tokens=entry.num_tokens,
-                min_prefill_cost=self._engines.min_prefill_cost,
-                fits=fits,
-                session=entry.meta.session,
-            )
         if not entry.hashes:
             # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
             # policy.
             return router.select([*least_loaded, *by_load], {})
-        return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=fits)
+        return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=_with_room(may_answer))
 
     def _condition(self, entry: Entry, accepts: Condition | None) -> Condition | None:
         """Return the condition for engines that may answer a request and that `accepts`; None: it has none."""

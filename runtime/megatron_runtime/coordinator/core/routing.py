@@ -261,11 +261,11 @@ class EngineRouter:
         min_prefill_cost: float,
         fits: Callable[[Engine], bool],
         session: str = "",
-    ) -> Engine:
+    ) -> Engine | None:
         """Return the engine of least cost for a prompt, among the first MAX_COMPARED of `by_load` and the engines that
-        hold a block of it that at most MAX_HOLDERS hold.
+        hold a block of it that at most MAX_HOLDERS hold. None if no engine fits.
 
-        by_load:  the engines that fit, in the order of load_by(); not empty.
+        by_load:  the engines that fit, in the order of load_by().
         tokens:   number of tokens of the prompt, and of an answer that another engine began.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  empty: the request belongs to none.
@@ -296,8 +296,9 @@ class EngineRouter:
                     best, cost, fewest = engine, found, uncached
                     if uncached == min_uncached and cost <= uncached * min_prefill_cost:
                         break
-        assert best is not None
-        return self._session_engine(session, best, cost, hashes, tokens, fits) if session else best
+        if best is None or not session:
+            return best
+        return self._session_engine(session, best, cost, hashes, tokens, fits)
 
     def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
         """Return how many of the tokens of a request an engine would have to compute."""
