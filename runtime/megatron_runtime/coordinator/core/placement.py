@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import chain, islice
+from itertools import islice
 from typing import TypeAlias
 
 from megatron_runtime.coordinator.core.context import Context
