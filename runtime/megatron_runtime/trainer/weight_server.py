@@ -195,8 +195,8 @@ class WeightServer:
     def _connected(self) -> ControlCalls:
         if self._calls is None:
             raise RuntimeError(
-                "this rank has no connection to a coordinator: give WeightServer a coordinator, and with a group, call "
-                "this method on its rank 0"
+                "no coordinator is connected: the program with the engines updates them, or give a coordinator; with a "
+                "group, call this method on its rank 0"
             )
         return self._calls
 

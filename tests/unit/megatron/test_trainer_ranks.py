@@ -19,10 +19,12 @@ from random_checkpoint import all_tensors, assert_equal_weights
 
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.checkpoints.published import PublishedCheckpoint
+from megatron_runtime.checkpoints.published import PublishedCheckpoint, newest
+from megatron_runtime.checkpoints.source import Trainer as Publisher
 from megatron_runtime.checkpoints.torch_dist.live_model import LiveModelCheckpoint
 from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.protocol.published_weights import PublishedSource
 from megatron_runtime.trainer import PublishError, WeightServer
 from megatron_runtime.trainer import ranks as ranks_module
@@ -118,33 +120,25 @@ def test_an_engine_of_one_rank_gets_the_weights_of_all_ranks(trainer: Trainer) -
     """Two updates, in which every rank has other weights."""
     (engine_port,) = free_ports(1)
     fork = multiprocessing.get_context("fork")
-    compared = in_processes(
-        trainer.world + 1, _publish_and_receive, trainer, engine_port, fork.Queue(), fork.Queue()
-    )
+    compared = in_processes(trainer.world + 1, _publish_and_receive, trainer, engine_port, fork.Queue(), fork.Queue())
     assert compared[0] > 20
     assert compared == [compared[0]] * len(SEEDS)
 
 
-def _fail_and_publish(rank: int, port: int, send: Send, trainer: Trainer) -> None:
-    """Send the errors of both ranks, from calls that fail for a cause on one rank and then on the other."""
-    model = _begin_trainer(trainer, rank, port)
-    weight = next(model.parameters())
-    with pytest.raises(UnsupportedModelError) as of_one:
+def _fail_and_publish(rank: int, port: int, send: Send) -> None:
+    model = _begin_trainer(Trainer("llama", ParallelSizes(tensor=2), 2), rank, port)
+    with pytest.raises(UnsupportedModelError, match="give WeightServer a group of all these ranks"):
         PublishedWeights(model, epoch=1)
-    errors: list[Any] = [str(of_one.value)]
     with WeightServer(model, group=dist.group.WORLD) as server:
-        before = weight.detach().clone()
-        for broken, part in ((1, model), (1, {})):
-            if rank == broken:
-                weight.data.fill_(float("nan"))
-                server._model = part
-            with pytest.raises((ValueError, PublishError)) as error:
-                server.publish(1)
-            errors.append((type(error.value).__name__, str(error.value), getattr(error.value, "is_committed", None)))
-            weight.data.copy_(before)
-            server._model = model
+        norm = model.decoder.final_layernorm.weight.data
+        norm.fill_(float("nan"))
+        _require_rejection(rank, server, "values that are not finite")
+        norm.fill_(1.0)
+        if rank == 1:
+            server._model = {}
+        _require_rejection(rank, server, "rank 1 of the trainer's group: model is dict")
+        server._model = model
         source = server.publish(2)
-        dist.barrier()
         if rank == 1:
             with pytest.raises(RuntimeError, match="call this method on its rank 0"):
                 server.status()
@@ -152,9 +146,17 @@ def _fail_and_publish(rank: int, port: int, send: Send, trainer: Trainer) -> Non
         with pytest.raises(PublishError, match="rank 1 of the trainer's group is lost") as lost:
             server.publish(3)
         assert lost.value.is_committed is False
-        assert str(newest(trainer_api.Trainer(server.address))) == source
-    send(errors)
+        send((source, str(newest(Publisher(server.address)))))
+
+
+def _require_rejection(rank: int, server: WeightServer, cause: str) -> None:
+    """Each rank raises an error with the cause, and knows that nothing was committed."""
+    with pytest.raises(PublishError if rank else ValueError, match=cause) as rejected:
+        server.publish(1)
+    assert getattr(rejected.value, "is_committed", False) is False
 
 
 def test_an_error_of_one_rank_ends_the_call_on_all_ranks() -> None:
-    """The next call publishes. The loss of a rank keeps what was published before."""
+    """The next call publishes. If a rank is lost after it, rank 0 still offers what was published."""
+    source, offered = in_processes(2, _fail_and_publish)
+    assert offered == source
