@@ -19,7 +19,7 @@ from megatron_runtime.distributed.weight_port import Offer, WeightPort, address_
 from megatron_runtime.in_process.event_loop import EventLoopManager
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState
-from megatron_runtime.protocol.messages import Control, Hello, StatusReply
+from megatron_runtime.protocol.messages import Control, ControlAck, Hello, StatusReply
 from megatron_runtime.protocol.published_weights import PublishedSource
 from megatron_runtime.trainer.published import PublishedWeights, PublishError
 from megatron_runtime.trainer.ranks import TrainerRanks
@@ -158,12 +158,7 @@ class WeightServer:
 
         Raises ControlRejectedError and CoordinatorUnreachableError.
         """
-        calls = self._connected()
-
-        async def set_epoch() -> None:
-            await calls.control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0))
-
-        self._loop.run_sync(set_epoch())
+        self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0))
 
     def status(self) -> StatusReply:
         """Return the coordinator's report: the epoch, and of each engine epoch, source and digest.
@@ -199,6 +194,14 @@ class WeightServer:
                 "group, call this method on its rank 0"
             )
         return self._calls
+
+    def _control(self, control: Control) -> ControlAck:
+        calls = self._connected()
+
+        async def send() -> ControlAck:
+            return await calls.control(control)
+
+        return self._loop.run_sync(send())
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
         """Send UPDATE_WEIGHTS until it is accepted. Other operations, such as the operator's, go first."""
