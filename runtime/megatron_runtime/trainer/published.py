@@ -9,15 +9,30 @@ import torch
 
 from megatron_runtime.checkpoints.checkpoint import is_finite
 from megatron_runtime.checkpoints.in_memory import model_in_memory
+from megatron_runtime.checkpoints.torch_dist.live_model import LiveModelCheckpoint
 from megatron_runtime.distributed.weight_port import OfferedTensors
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.protocol.published_weights import VALUE_BYTES, digest_of
+
+
+class PublishError(RuntimeError):
+    """The update failed. The message names the engine, or the rank of the trainer, and the cause.
+
+    is_committed: False: every engine keeps the weights that it has. None: unknown, because the coordinator, or the
+                  first rank of the trainer, did not answer. Publish again: the same weights under the same epoch change
+                  nothing that was committed.
+    """
+
+    def __init__(self, message: str, *, is_committed: bool | None) -> None:
+        super().__init__(message)
+        self.is_committed = is_committed
 
 
 class PublishedWeights(OfferedTensors):
     """The weights of one epoch. The constructor copies them, so the program may continue training.
 
-    model: a causal language model of transformers in eval mode, a GPTModel of Megatron-Core on one rank, or a mapping
-           of transformers names to whole tensors of float32, bfloat16 or float16, on any device.
+    model: a causal language model of transformers in eval mode, a GPTModel of Megatron-Core on one rank, a checkpoint,
+           or a mapping of transformers names to whole tensors of float32, bfloat16 or float16, on any device.
 
     Raises ValueError naming the tensor that cannot be published, and UnsupportedModelError for another model.
     """
@@ -37,6 +52,11 @@ def _whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         return
     source = model_in_memory(model)
     checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
+    if isinstance(checkpoint, LiveModelCheckpoint) and (sizes := checkpoint.shard.sizes).world > 1:
+        raise UnsupportedModelError(
+            f"this rank holds a part of the model, with tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert "
+            f"{sizes.expert} parallel ranks: give WeightServer a group of all these ranks"
+        )
     for name in checkpoint.kinds:
         yield name, checkpoint.read(name)
 

@@ -13,13 +13,16 @@ import uuid
 from pathlib import Path
 from typing import Any, Self
 
+import torch.distributed as dist
+
 from megatron_runtime.distributed.weight_port import Offer, WeightPort, address_towards
 from megatron_runtime.in_process.event_loop import EventLoopManager
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState
 from megatron_runtime.protocol.messages import Control, ControlAck, Hello, StatusReply
 from megatron_runtime.protocol.published_weights import PublishedSource
-from megatron_runtime.trainer.published import PublishedWeights
+from megatron_runtime.trainer.published import PublishedWeights, PublishError
+from megatron_runtime.trainer.ranks import TrainerRanks
 from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink, coordinator_address
@@ -30,23 +33,14 @@ RETRY_SECONDS = 0.5
 """Time between two tries while another operation is under way, or the coordinator is recovering."""
 
 
-class PublishError(RuntimeError):
-    """The update failed. The message names the engine and the cause.
-
-    is_committed: False: every engine keeps the weights that it has. None: unknown, because the coordinator did not
-                  answer. Publish again: the same weights under the same epoch change nothing that was committed.
-    """
-
-    def __init__(self, message: str, *, is_committed: bool | None) -> None:
-        super().__init__(message)
-        self.is_committed = is_committed
-
-
 class WeightServer:
     """Sends weights to engines, and keeps the published ones in host memory for engines that start later.
 
-    The program may use torch.distributed: this class uses none of its groups. Between two calls of publish(), host
-    memory has one copy of the weights; during a call, two.
+    Between two calls of publish(), host memory has one copy of the weights; during a call, two. The program may use
+    torch.distributed: this class uses none of its groups except `group`.
+
+    With a group, each of its ranks creates a WeightServer with its part of the model and the same other arguments, and
+    calls publish() and close(). Rank 0 alone listens, connects, and has the copy of the whole model.
 
     model:       see PublishedWeights. publish() reads its values at the time of the call.
     coordinator: "HOST:PORT" of its admin port. None: publish() updates no engine. A program with MegatronLLM gets the
@@ -55,8 +49,12 @@ class WeightServer:
     host:        address of this machine that the engines connect to; None: the one that reaches the coordinator, or
                  without a coordinator 127.0.0.1.
     port:        port for the engines' connections, the only one that listens; 0: a free port.
+    group:       the ranks of torch.distributed that hold parts of one GPTModel, with any tensor, pipeline, expert and
+                 data parallel sizes. It needs a backend for the CPU, such as new_group(backend="gloo"), and a timeout
+                 longer than publish(). None: the model is whole on this rank.
 
-    The constructor raises KeyFileError, OSError if it cannot listen, and CoordinatorUnreachableError.
+    The constructor raises KeyFileError, OSError if it cannot listen, CoordinatorUnreachableError, and ValueError
+    for a group without a backend for the CPU. Other ranks than rank 0 raise PublishError instead.
     """
 
     def __init__(
@@ -67,28 +65,34 @@ class WeightServer:
         keys: Path | None = None,
         host: str | None = None,
         port: int = 0,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         self._model = model
         self._keys = keys
-        self._closed = False
-        address = coordinator_address(coordinator) if coordinator is not None else None
+        self._ranks = TrainerRanks(group)
+        self._closed = not self._ranks.is_first
         self._held: dict[str, Offer] = {}
         """By session."""
-        if host is None:
-            host = address_towards(address) if address is not None else "127.0.0.1"
-        self._port = WeightPort(host, port, keys_dir=keys, role=TRAINER)
-        self._loop = EventLoopManager()
-        self._loop.start()
         self._link: PeerLink | None = None
         self._calls: ControlCalls | None = None
-        if address is None:
-            return
-        try:
-            self._loop.run_sync(self._start(address))
-        except BaseException:
-            self._loop.stop()
-            self._port.close()
-            raise
+        self.address = self._ranks.run(lambda: self._listen(coordinator, host, port))
+        """ "HOST:PORT" that engines connect to."""
+
+    def _listen(self, coordinator: str | None, host: str | None, port: int) -> str:
+        address = coordinator_address(coordinator) if coordinator is not None else None
+        if host is None:
+            host = address_towards(address) if address is not None else "127.0.0.1"
+        self._port = WeightPort(host, port, keys_dir=self._keys, role=TRAINER)
+        self._loop = EventLoopManager()
+        self._loop.start()
+        if address is not None:
+            try:
+                self._loop.run_sync(self._start(address))
+            except BaseException:
+                self._loop.stop()
+                self._port.close()
+                raise
+        return self._port.address.removeprefix("tcp://")
 
     def __enter__(self) -> Self:
         return self
@@ -123,9 +127,13 @@ class WeightServer:
 
         epoch: must be above the engines' epoch.
 
-        Raises ValueError if the model cannot be published, and PublishError.
+        Raises ValueError if the model cannot be published, and PublishError. With a group, an error of rank 0 is a
+        PublishError on the other ranks.
         """
-        weights = PublishedWeights(self._model, epoch=epoch)
+        return self._ranks.publish(self._model, lambda model: self._publish(model, epoch, timeout_seconds))
+
+    def _publish(self, model: Any, epoch: int, timeout_seconds: float) -> str:
+        weights = PublishedWeights(model, epoch=epoch)
         host = self._port.host
         source = str(PublishedSource(f"[{host}]" if ":" in host else host, self._port.port, epoch, weights.digest))
         before, offer = dict(self._held), Offer(weights.session, weights)
@@ -145,20 +153,22 @@ class WeightServer:
         self._held = held
         self._port.offer(*held.values())
 
-    @property
-    def address(self) -> str:
-        """ "HOST:PORT" that engines connect to."""
-        return self._port.address.removeprefix("tcp://")
-
     def set_generation_epoch(self, epoch: int) -> None:
-        """Label the following tokens with `epoch`. Raises ControlRejectedError and CoordinatorUnreachableError."""
-        self._loop.run_sync(self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0)))
+        """Label the following tokens with `epoch`. With a group, only rank 0 may call this.
+
+        Raises ControlRejectedError and CoordinatorUnreachableError.
+        """
+        self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0))
 
     def status(self) -> StatusReply:
-        """Return the coordinator's report: the epoch, and of each engine epoch, source and digest."""
+        """Return the coordinator's report: the epoch, and of each engine epoch, source and digest.
+
+        With a group, only rank 0 may call this.
+        """
+        calls = self._connected()
 
         async def status() -> StatusReply:
-            return await self._connected().status(timeout_seconds=CONNECT_SECONDS)
+            return await calls.status(timeout_seconds=CONNECT_SECONDS)
 
         return self._loop.run_sync(status())
 
@@ -179,11 +189,19 @@ class WeightServer:
 
     def _connected(self) -> ControlCalls:
         if self._calls is None:
-            raise RuntimeError("coordinator=None: the program with the engines updates them; give a coordinator")
+            raise RuntimeError(
+                "no coordinator is connected: the program with the engines updates them, or give a coordinator; with a "
+                "group, call this method on its rank 0"
+            )
         return self._calls
 
-    async def _control(self, control: Control) -> ControlAck:
-        return await self._connected().control(control)
+    def _control(self, control: Control) -> ControlAck:
+        calls = self._connected()
+
+        async def send() -> ControlAck:
+            return await calls.control(control)
+
+        return self._loop.run_sync(send())
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
         """Send UPDATE_WEIGHTS until it is accepted. Other operations, such as the operator's, go first."""
@@ -193,7 +211,7 @@ class WeightServer:
             left = max(1.0, deadline - loop.time())
             update = Control(kind=Header.UPDATE_WEIGHTS, epoch=epoch, source=source, timeout_seconds=left, fence=0)
             try:
-                await self._control(update)
+                await self._connected().control(update)
                 return
             except ControlRejectedError as error:
                 is_recovering = error.state == CoordinatorState.RECOVERING

@@ -335,12 +335,12 @@ async def test_a_trainer_may_not_send_the_other_verbs(coordinator, serve, kind) 
     server = await serve({"a": torch.ones(2, 2)})
     control = Control(kind=kind, operation_id="theirs", fence=1 << 52)
     with pytest.raises(ControlRejectedError, match="Control is not for your role"):
-        await asyncio.to_thread(server._loop.run_sync, server._control(control))
+        await asyncio.to_thread(server._control, control)
     assert coordinator.core.verbs.fence == 0
 
 
 async def test_the_fence_of_a_trainer_is_ignored(coordinator, serve) -> None:
     server = await serve({"a": torch.ones(2, 2)})
     control = Control(kind=Header.SET_GENERATION_EPOCH, epoch=2, operation_id="theirs", fence=1 << 52)
-    await asyncio.to_thread(server._loop.run_sync, server._control(control))
+    await asyncio.to_thread(server._control, control)
     assert (coordinator.core.verbs.epoch, coordinator.core.verbs.fence) == (2, 0)

@@ -94,6 +94,12 @@ class LiveChunk:
     box: tuple[range, ...]
     values: torch.Tensor
 
+    def bytes_at(self, index: tuple[int, ...]) -> torch.Tensor:
+        """Return the bytes at one index of the leading axes. The last axis has the bytes of each value."""
+        place = tuple(position - axis.start for position, axis in zip(index, self.box, strict=False))
+        values = self.values.detach()[place]
+        return values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize)
+
 
 class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
     """The weights of a GPTModel, read from its parameters at each read().
@@ -108,21 +114,10 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
 
     def __init__(self, model: Any, *, ends: tuple[int, ...] = ()) -> None:
         gpt = unwrapped(model)
-        _require_pairs(gpt)
+        index = live_index(gpt)
         self.shard = _shard_of(gpt.config)
-        index: dict[str, TensorIndex[LiveChunk]] = {}
-        for tensor in _sharded_tensors(gpt.sharded_state_dict()):
-            leading = tensor.prepend_axis_num
-            extents = (*[1] * leading, *tensor.local_shape)
-            box = tuple(
-                range(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True)
-            )
-            name = _gpt_name(tensor.key) if _is_hybrid(gpt) else tensor.key
-            before = index[name].chunks if name in index else ()
-            chunk = LiveChunk(box, tensor.data[(None,) * leading])
-            index[name] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
         super().__init__(
-            _config_of(gpt, ends),
+            config_of(gpt, ends),
             index,
             where=_WHERE,
             remedy="build it with a layer spec that has these tensors, as for a Llama, Qwen or Mixtral model",
@@ -130,9 +125,7 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
         )
 
     def _values(self, chunk: LiveChunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        at = tuple(place - axis.start for place, axis in zip(index, chunk.box, strict=False))
-        values = chunk.values.detach()[at]
-        return values.contiguous().view(torch.uint8).view(*values.shape, dtype.itemsize)
+        return chunk.bytes_at(index)
 
     def _incomplete(self, name: str, *, held: int, wanted: int) -> UnsupportedModelError:
         sizes = self.shard.sizes
@@ -141,6 +134,27 @@ class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
             f"was built with tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} parallel ranks; "
             "give the engine the same sizes, and every pipeline stage as many layers"
         )
+
+
+def live_index(model: Any) -> dict[str, TensorIndex[LiveChunk]]:
+    """Return the parts of Megatron-Core's tensors that this rank holds, by key.
+
+    model: a GPTModel or HybridModel of megatron.core, possibly wrapped.
+
+    Raises UnsupportedModelError for a HybridModel with other layers than a GPTModel.
+    """
+    gpt = unwrapped(model)
+    _require_pairs(gpt)
+    index: dict[str, TensorIndex[LiveChunk]] = {}
+    for tensor in _sharded_tensors(gpt.sharded_state_dict()):
+        leading = tensor.prepend_axis_num
+        extents = (*[1] * leading, *tensor.local_shape)
+        box = tuple(range(start, start + extent) for start, extent in zip(tensor.global_offset, extents, strict=True))
+        name = _gpt_name(tensor.key) if _is_hybrid(gpt) else tensor.key
+        before = index[name].chunks if name in index else ()
+        chunk = LiveChunk(box, tensor.data[(None,) * leading])
+        index[name] = TensorIndex(tuple(tensor.global_shape), tensor.dtype, (*before, chunk))
+    return index
 
 
 def _is_hybrid(model: Any) -> bool:
@@ -243,8 +257,12 @@ def _shard_of(config: Any) -> Shard:
     )
 
 
-def _config_of(gpt: Any, ends: tuple[int, ...]) -> ModelConfig:
-    """Return the configuration of a model from its attributes and its TransformerConfig."""
+def config_of(model: Any, ends: tuple[int, ...] = ()) -> ModelConfig:
+    """Return the configuration of a model from its attributes and its TransformerConfig.
+
+    model, ends, errors: see LiveModelCheckpoint. It describes the whole model, also if a rank holds a part.
+    """
+    gpt = unwrapped(model)
     config = gpt.config
     for name, allowed in _ONLY.items():
         if (value := getattr(config, name, allowed[0])) not in allowed:

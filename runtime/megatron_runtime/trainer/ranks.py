@@ -1,0 +1,258 @@
+"""The ranks of a trainer that hold parts of one model of Megatron-Core. The first rank publishes the whole model.
+
+It reads the parts of the other ranks like a checkpoint that several ranks have saved. Each rank describes the boxes of
+Megatron's tensors that it holds, and sends the bytes of a box when the first rank requests them. The last message of
+each call is its result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_runtime.checkpoints.torch_dist.chunked import ChunkedCheckpoint, TensorIndex
+from megatron_runtime.checkpoints.torch_dist.live_model import LiveChunk, config_of, is_megatron_model, live_index
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
+from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.protocol.text import shown
+from megatron_runtime.trainer.published import PublishError
+
+logger = logging.getLogger(__name__)
+
+_BUCKET_BYTES = 64 << 20
+"""Size limit of one message with values."""
+_KEPT_MATRICES = 2
+"""Stored tensors that are kept, because several tensors are parts of them: weight and bias of query, key and value."""
+_HEADER_NUMBERS = 4
+"""Of a request: the number of a chunk, the number of leading axes, and the index on up to two axes.
+Of a text: _TEXT, and its number of bytes.
+"""
+_TEXT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class RankChunk:
+    """A box of the stored tensor `key`: chunk number `number` of a rank."""
+
+    key: str
+    box: tuple[range, ...]
+    rank: int
+    number: int
+
+
+Receive = Callable[[RankChunk, tuple[int, ...], torch.Tensor], None]
+"""Fills a tensor of bytes with the values of a chunk at one index of its leading axes."""
+
+
+class TrainerRanks:
+    """The ranks of a group. Every rank makes the same calls in the same order, and nothing else uses the group then.
+
+    group: of torch.distributed, with a backend for tensors on the CPU; None: this process is the only rank.
+
+    Raises ValueError for a group without this rank or without such a backend.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+        self.is_first = group is None or dist.get_rank(group) == 0
+        if group is None:
+            return
+        if dist.get_rank(group) < 0:
+            raise ValueError("group lacks this rank: create WeightServer only on the ranks of the group")
+        backends = dist.get_backend_config(group)
+        if "cpu:" not in backends:
+            raise ValueError(
+                f"group has backend {backends!r}: want one for the CPU: torch.distributed.new_group(backend='gloo')"
+            )
+        self._ranks = dist.get_process_group_ranks(group)
+
+    def run(self, act: Callable[[], str]) -> str:
+        """Return act() of the first rank on all ranks. If it raises an error, the other ranks raise PublishError."""
+        return self._run(act, [])
+
+    def publish(self, model: Any, act: Callable[[Any], str]) -> str:
+        """Return the result of `act` of the first rank on all ranks. `act` gets a checkpoint of the whole model.
+
+        model: this rank's part, a GPTModel. If this process is the only rank, `act` gets the model as it is.
+
+        Raises PublishError if a rank is lost, and on other ranks than the first if `act` raises an error.
+        """
+        if self._group is None:
+            return act(model)
+        held: list[LiveChunk] = []
+        try:
+            description = _describe(model, held)
+        except ValueError as error:
+            description = {"error": str(error)}
+        if not self.is_first:
+            self._send_text(0, description)
+
+        def gather() -> str:
+            others = [self._receive_text(rank) for rank in range(1, len(self._ranks))]
+            index = _union([description, *others])
+
+            def receive(chunk: RankChunk, place: tuple[int, ...], out: torch.Tensor) -> None:
+                if chunk.rank == 0:
+                    out.copy_(held[chunk.number].bytes_at(place).reshape(-1))
+                else:
+                    self._request(chunk, place, out)
+
+            return act(GatheredModel(config_of(model), index, receive, num_ranks=len(self._ranks)))
+
+        return self._run(gather, held)
+
+    def _run(self, act: Callable[[], str], held: Sequence[LiveChunk]) -> str:
+        if not self.is_first:
+            return self._follow(held)
+        try:
+            result = act()
+        except BaseException as error:
+            is_committed = False if isinstance(error, ValueError) else getattr(error, "is_committed", None)
+            self._end({"error": str(error) or type(error).__name__, "is_committed": is_committed})
+            raise
+        self._end({"result": result})
+        return result
+
+    def _end(self, result: dict[str, Any]) -> None:
+        """Send the result to the other ranks. A lost rank does not change the result."""
+        for rank in range(1, len(self._ranks)) if self._group is not None else ():
+            try:
+                self._send_text(rank, result)
+            except PublishError as error:
+                logger.warning("%s", error)
+
+    def _follow(self, held: Sequence[LiveChunk]) -> str:
+        """Send the values that the first rank requests, and return the result that it sends."""
+        while (header := self._receive_header(0))[0] != _TEXT:
+            number, axes, *place = header
+            for bucket in held[number].bytes_at(tuple(place[:axes])).reshape(-1).split(_BUCKET_BYTES):
+                self._send(0, bucket.cpu())
+        result = self._receive_body(0, header)
+        if "error" in result:
+            raise PublishError(f"the first rank of the trainer: {result['error']}", is_committed=result["is_committed"])
+        return str(result["result"])
+
+    def _request(self, chunk: RankChunk, place: tuple[int, ...], out: torch.Tensor) -> None:
+        self._send_header(chunk.rank, chunk.number, len(place), *place)
+        for bucket in out.split(_BUCKET_BYTES):
+            self._receive(chunk.rank, bucket)
+
+    # --- messages ---------------------------------------------------------------------------------------------------
+
+    def _send_text(self, rank: int, value: dict[str, Any]) -> None:
+        data = json.dumps(value).encode()
+        self._send_header(rank, _TEXT, len(data))
+        self._send(rank, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _receive_text(self, rank: int) -> dict[str, Any]:
+        return self._receive_body(rank, self._receive_header(rank))
+
+    def _receive_body(self, rank: int, header: Sequence[int]) -> dict[str, Any]:
+        data = torch.empty(header[1], dtype=torch.uint8)
+        self._receive(rank, data)
+        return dict(json.loads(data.numpy().tobytes()))
+
+    def _send_header(self, rank: int, *numbers: int) -> None:
+        self._send(rank, torch.tensor([*numbers, *[0] * (_HEADER_NUMBERS - len(numbers))]))
+
+    def _receive_header(self, rank: int) -> list[int]:
+        header = torch.empty(_HEADER_NUMBERS, dtype=torch.int64)
+        self._receive(rank, header)
+        return [int(number) for number in header.tolist()]
+
+    def _send(self, rank: int, tensor: torch.Tensor) -> None:
+        try:
+            dist.send(tensor, self._ranks[rank], group=self._group)
+        except RuntimeError as error:
+            raise self._lost(rank, error) from error
+
+    def _receive(self, rank: int, tensor: torch.Tensor) -> None:
+        try:
+            dist.recv(tensor, self._ranks[rank], group=self._group)
+        except RuntimeError as error:
+            raise self._lost(rank, error) from error
+
+    def _lost(self, rank: int, error: RuntimeError) -> PublishError:
+        # Without the first rank, the result is unknown. Other ranks are needed only before the update.
+        cause = f"rank {rank} of the trainer's group is lost: {error}; restart the ranks of the trainer"
+        return PublishError(cause, is_committed=False if self.is_first else None)
+
+
+class GatheredModel(ChunkedCheckpoint[RankChunk]):
+    """A model of which several ranks hold parts. read() receives the values.
+
+    index:     the parts of all ranks.
+    receive:   called with a chunk and its index for each part that a read() needs.
+    num_ranks: for errors.
+
+    Raises UnsupportedModelError if the ranks lack a part.
+    """
+
+    def __init__(
+        self, config: ModelConfig, index: Mapping[str, TensorIndex[RankChunk]], receive: Receive, *, num_ranks: int
+    ) -> None:
+        where = f"the GPTModel of {num_ranks} ranks"
+        super().__init__(config, index, where=where, remedy="give WeightServer a group with all ranks of the model")
+        self._receive = receive
+        self._received: OrderedDict[tuple[str, tuple[int, ...]], dict[RankChunk, torch.Tensor]] = OrderedDict()
+
+    def _values(self, chunk: RankChunk, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        chunks = self._received.setdefault((chunk.key, index), {})
+        if len(self._received) > _KEPT_MATRICES:
+            self._received.popitem(last=False)
+        if chunk not in chunks:
+            shape = [*map(len, chunk.box[len(index) :]), dtype.itemsize]
+            values = torch.empty(prod(shape), dtype=torch.uint8)
+            self._receive(chunk, index, values)
+            chunks[chunk] = values.view(shape)
+        return chunks[chunk]
+
+    def _incomplete(self, name: str, *, held: int, wanted: int) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._where} has {held} of the {wanted} bytes of {name!r}: give WeightServer a group with all ranks of "
+            "the model"
+        )
+
+
+def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
+    """Return the shapes, types and boxes of this rank's parts, and append the parts to `held` in the same order."""
+    if not is_megatron_model(model):
+        raise UnsupportedModelError(f"model is {type(model).__name__}: with a group, want a GPTModel of Megatron-Core")
+    tensors = []
+    for key, tensor in live_index(model).items():
+        held.extend(tensor.chunks)
+        boxes = [[[axis.start, axis.stop] for axis in chunk.box] for chunk in tensor.chunks]
+        tensors.append([key, tensor.shape, str(tensor.dtype).removeprefix("torch."), boxes])
+    return {"tensors": tensors}
+
+
+def _union(descriptions: Iterable[dict[str, Any]]) -> dict[str, TensorIndex[RankChunk]]:
+    """Return the parts of all ranks. Of ranks with the same box, such as data parallel replicas, the first one counts.
+
+    Raises UnsupportedModelError for a rank without a part of the same model.
+    """
+    kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    chunks: dict[str, dict[tuple[range, ...], RankChunk]] = {}
+    for rank, description in enumerate(descriptions):
+        if "error" in description:
+            raise UnsupportedModelError(f"rank {rank} of the trainer's group: {description['error']}")
+        number = 0
+        for key, shape, dtype, boxes in description["tensors"]:
+            kind = (tuple(shape), getattr(torch, dtype))
+            if kinds.setdefault(key, kind) != kind:
+                raise UnsupportedModelError(
+                    f"tensor {shown(key)} is {kind} on rank {rank} and {kinds[key]} on others: give the ranks parts of "
+                    "the same model"
+                )
+            for axes in boxes:
+                box = tuple(range(start, stop) for start, stop in axes)
+                chunks.setdefault(key, {}).setdefault(box, RankChunk(key, box, rank, number))
+                number += 1
+    return {key: TensorIndex(*kinds[key], tuple(chunks[key].values())) for key in kinds}
