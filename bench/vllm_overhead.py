@@ -303,15 +303,15 @@ def main(
     try:
         for name, server in servers.items():
             server.start(set(cpus))
-            if compute_cpus:
-                pin(server, compute, others)
             click.echo(f"{name} is ready")
-        os.sched_setaffinity(0, others)
-        # Warm-up.
+        # Warm-up. Our server is ready before its engine: only after the first answers do all processes exist.
         options: dict[str, Any] = {"api_key": None, "requests": 64, "prompt_words": 16, "new_tokens": 4, "seed": -1}
         for server in servers.values():
             for kind in FIRST_TOKENS.values():
                 measure(32, url=server.url, model=server.model, **options, **kind)
+            if compute_cpus:
+                pin(server, compute, others)
+        os.sched_setaffinity(0, others)
         idle = {name: round(idle_cpu_percent(server), 1) for name, server in servers.items()}
         measured = measure_rounds(
             servers,

@@ -194,6 +194,7 @@ class FakeNode(FakeKubelet):
             "--engine-port": str(ports.engine),
             "--admin-port": str(ports.admin),
             "--health-port": str(container.health_port),
+            "--weights-port": "0",
             "--host": "127.0.0.1",
             "--port": str(container.http_port),
             "--kv-port": "0",

@@ -125,10 +125,8 @@ class EngineWorker:
         self._last_rejection = ""
         """Error of the last rejected message since the last HELLO_ACK; it has been logged."""
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
-        self._updates = 0
-        """Commits of UPDATE_WEIGHTS in `_controls`, or being handled."""
-        self._after_update: list[Message] = []
-        """Messages about requests since then. What is dispatched after a commit is computed by the new weights."""
+        self._after_update: list[Message] | None = None
+        """Messages about requests after a commit of UPDATE_WEIGHTS, until the new weights are in use."""
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
             CoordinatorAddresses(coordinator_address(settings.coordinator)),
@@ -148,9 +146,7 @@ class EngineWorker:
             tracer=tracer,
         )
         self._exchange = self._exchange_of_role()
-        self._registry = CollectorRegistry()
-        ProcessCollector(registry=self._registry)
-        self._registry.register(EngineMetrics(self.lifecycle, backend))
+        self._registry = _registry_of(EngineMetrics(self.lifecycle, backend))
 
     def _exchange_of_role(self) -> KVExchange | None:
         """Return the exchange of KV blocks with other engines; None without a role."""
@@ -356,8 +352,9 @@ class EngineWorker:
             self._link.beat()
 
     def _on_message(self, message: Message) -> None:
-        if self._updates and isinstance(message, Dispatch | Abort | ReleaseBlocks | Prefill | Transfer):
-            self._after_update.append(message)
+        waiting = self._after_update
+        if waiting is not None and isinstance(message, Dispatch | Abort | ReleaseBlocks | Prefill | Transfer):
+            waiting.append(message)
             return
         match message:
             case Dispatch():
@@ -369,7 +366,8 @@ class EngineWorker:
             case Transfer() if self._exchange is not None:
                 self._exchange.transfer(message)
             case Control() | ControlCommit():
-                self._updates += _commits_weights(message)
+                if _commits_weights(message) and waiting is None:
+                    self._after_update = []
                 self._controls.put_nowait(message)
             case Heartbeat():
                 if message.state is not None:
@@ -401,9 +399,8 @@ class EngineWorker:
                 message = await self._controls.get()
                 await self._handle_control(message)
                 if _commits_weights(message):
-                    self._updates -= 1
-                    waiting, self._after_update = self._after_update, []
-                    for each in waiting:
+                    waiting, self._after_update = self._after_update, None
+                    for each in waiting or ():
                         self._on_message(each)
         except Exception as error:
             if not isinstance(error, OSError | ValueError):  # their messages name the cause and the remedy
@@ -583,6 +580,13 @@ class EngineWorker:
             self.failure = error
             self._goodbye = goodbye
         self.ended.set()
+
+
+def _registry_of(metrics: EngineMetrics) -> CollectorRegistry:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    registry.register(metrics)
+    return registry
 
 
 def _commits_weights(message: Control | ControlCommit | HelloAck) -> bool:
