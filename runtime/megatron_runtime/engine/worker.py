@@ -149,7 +149,7 @@ class EngineWorker:
         self._registry = _registry_of(EngineMetrics(self.lifecycle, backend))
 
     def _exchange_of_role(self) -> KVExchange | None:
-        """Return the exchange of KV blocks with other engines; None without a role."""
+        """Return the exchange of KV blocks with other engines, or None if the engine has no role."""
         settings = self._settings
         if settings.role is None:
             return None
@@ -250,8 +250,10 @@ class EngineWorker:
         )
 
     def _kv_port(self) -> KVPort | None:
-        """Return the port on which other engines import blocks. It opens with the first connection to the coordinator,
-        on the address of this machine that the connection has, as other engines reach that, too.
+        """Return the description of the port on which other engines import KV blocks.
+
+        The port opens with the first connection to the coordinator. Its address is the local address of this
+        connection, because other engines can reach this address, too.
         """
         exchange, host = self._exchange, self._link.local_host
         if exchange is not None and exchange.port is None and host is not None:
@@ -383,7 +385,7 @@ class EngineWorker:
                 logger.warning("ignored an unexpected message: %.120r", message)
 
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
-        """Request the state by HELLO when the coordinator has recovered, because the state may have changed."""
+        """Send HELLO when the coordinator has recovered, to get the state of the pool, which may have changed."""
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state
         if recovered:
@@ -529,7 +531,7 @@ class EngineWorker:
             self._backend.submit(request)
 
     def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
-        """Compute the complete blocks of a prompt for another engine. Whatever fails is left to that engine."""
+        """Compute the complete blocks of a prompt for another engine. After a failure, that engine computes them."""
         exchange.begin(dispatch.dispatch_id)
         try:
             params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))

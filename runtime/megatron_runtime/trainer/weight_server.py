@@ -43,10 +43,10 @@ class PublishError(RuntimeError):
 
 
 class WeightServer:
-    """Sends weights to engines, and keeps the published ones in host memory for engines that start later.
+    """Sends weights to engines, and keeps a copy of them in host memory for engines that start later.
 
-    The program may use torch.distributed: this class uses none of its groups. Between two calls of publish(), host
-    memory has one copy of the weights; during a call, two.
+    The program may use torch.distributed, because this class uses none of its process groups. Host memory holds one
+    copy of the weights between two calls of publish(), and two copies during a call.
 
     model:       see PublishedWeights. publish() reads its values at the time of the call.
     coordinator: "HOST:PORT" of its admin port. None: publish() updates no engine. A program with MegatronLLM gets the
@@ -116,10 +116,10 @@ class WeightServer:
         self._held.clear()
 
     def publish(self, epoch: int, *, timeout_seconds: float = 600.0) -> str:
-        """Replace the weights of every engine by the model's current weights, or of no engine, and return their source.
+        """Replace the weights of all engines by the current weights of the model, or raise and replace none.
 
-        Returns when each engine has received and verified them and the coordinator has committed. An engine that is
-        lost meanwhile gets them when it restarts, before it serves.
+        Returns the reference of the new weights when each engine has received and verified them and the coordinator
+        has committed. An engine that is lost during the update gets them when it restarts, before it serves.
 
         epoch: must be above the engines' epoch.
 
@@ -155,7 +155,7 @@ class WeightServer:
         self._loop.run_sync(self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0)))
 
     def status(self) -> StatusReply:
-        """Return the coordinator's report: the epoch, and of each engine epoch, source and digest."""
+        """Return the coordinator's STATUS: its epoch, and the epoch, source and digest of each engine's weights."""
 
         async def status() -> StatusReply:
             return await self._connected().status(timeout_seconds=CONNECT_SECONDS)
@@ -186,7 +186,7 @@ class WeightServer:
         return await self._connected().control(control)
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
-        """Send UPDATE_WEIGHTS until it is accepted. Other operations, such as the operator's, go first."""
+        """Send UPDATE_WEIGHTS again until the coordinator accepts it. It rejects it during another operation."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:

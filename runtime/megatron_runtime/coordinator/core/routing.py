@@ -57,7 +57,7 @@ class KnownBlocks:
         return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many blocks of a prompt an engine holds, and when it last received the deepest of them."""
+        """Return how many leading blocks of a prompt an engine holds, and when it last received the last of them."""
         held = self._held.get(engine.index)
         # Blocks are chained: without the first, a deeper one is of no use.
         if held is None or hashes[0] not in held:
@@ -68,8 +68,10 @@ class KnownBlocks:
         return depth, given
 
     def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
-        """Yield the engines that hold each block of a prompt, with the number of blocks up to it, the deepest first.
-        Depths with as many engines as the one before are left out: an engine that holds a block holds those before it.
+        """Yield (number of leading blocks, engines that hold them) for a prompt, the longest prefix first.
+
+        An engine that holds a block also holds all blocks before it. A shorter prefix that the same number of engines
+        hold is therefore left out.
         """
         count = 0
         for depth in range(len(hashes), 0, -1):
@@ -81,9 +83,7 @@ class KnownBlocks:
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that the engine receives these blocks now. Return how many blocks it held already, up to the deepest
-        block that it held.
-        """
+        """Record that the engine receives these blocks now. Return the number of leading blocks that it held before."""
         self.clock += 1
         if not hashes:
             return 0
@@ -225,7 +225,7 @@ class EngineRouter:
         return hashes
 
     def select(self, candidates: Sequence[Engine], hashes: PromptHashes) -> Engine:
-        """The engine for a request, from a non-empty sequence."""
+        """Return the engine for a request, from a non-empty sequence of engines."""
         if self.in_turn:
             return self.next_in_turn(candidates)
         if not hashes:
@@ -238,9 +238,11 @@ class EngineRouter:
         return best
 
     def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
-        """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
+        """Return the engine that select() would return for all suitable engines, but score only a part of them.
 
-        min_loaded: the engine with the lowest load (load_by()) among those that fit; the lowest index wins a tie.
+        Engines that hold no block of the prompt cannot win against `min_loaded`, and are not scored.
+
+        min_loaded: the suitable engine with the lowest load (load_by()); the lowest index wins a tie.
         """
         # An engine without the first block scores its free share alone: none more than this one.
         best, rank = min_loaded, self._rank(min_loaded, hashes)
@@ -266,13 +268,15 @@ class EngineRouter:
         fits: Callable[[Engine], bool],
         session: str = "",
     ) -> Engine:
-        """Return the engine of least cost for a prompt, among `least_loaded` and the engines that hold one of its
-        blocks. Of a block that more than MAX_HOLDERS hold, only `least_loaded` count.
+        """Return the engine with the lowest cost for a prompt.
 
-        least_loaded: the first engines that fit, in the order of load_by(); not empty.
-        tokens:   number of tokens of the prompt, and of an answer that another engine began.
+        The candidates are `least_loaded` and the engines that hold a prefix of the prompt. A prefix that more than
+        MAX_HOLDERS engines hold adds no candidates.
+
+        least_loaded: the first suitable engines in the order of load_by(); not empty.
+        tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
-        session:  empty: the request belongs to none.
+        session:  the session of the request; empty if it has none.
         """
         best, cost = least_loaded[0], math.inf
         compared: Collection[Engine] = ()  # with a longer prefix
@@ -361,9 +365,7 @@ class EngineRouter:
         return cached
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that `engine` receives these blocks now. Return how many blocks it held already, up to the deepest
-        block that it held.
-        """
+        """Record that `engine` receives these blocks now. Return the number of leading blocks that it held before."""
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
@@ -376,7 +378,7 @@ class EngineRouter:
         self._blocks.evict(engine, hashes)
 
     def forget(self, engine: Engine) -> None:
-        """The engine's cache is gone."""
+        """Forget all blocks of an engine that has left or has emptied its cache."""
         self._blocks.forget(engine)
 
     def forget_all(self) -> None:
@@ -384,5 +386,5 @@ class EngineRouter:
         self._blocks.forget_all()
 
     def decisions_text(self) -> str:
-        """The content of the schedule file."""
+        """Return the recorded scheduling decisions as JSON, the content of `schedule_output_path`."""
         return json.dumps(self.decisions or [], indent=1) + "\n"
