@@ -1,4 +1,4 @@
-"""A hostile coordinator, as an image of a tenant may contain: it sends garbage, floods or invalid values.
+"""A hostile coordinator, as an image of a tenant may contain: it sends garbage, floods or invalid values."""
 
 from __future__ import annotations
 

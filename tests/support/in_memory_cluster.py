@@ -531,7 +531,8 @@ class Cluster:
         """Replace servers one after another.
 
         A new server becomes ready in the tick after its creation, unless `broken_servers` is set. Then an old server is
-        deleted."""
+        deleted.
+        """
         name, template = deployment["metadata"]["name"], deployment["spec"]["template"]
         count = deployment["spec"].get("replicas", 1)
         pods = {key: pod for key, pod in self.pods.items() if key.startswith(f"{name}-")}
