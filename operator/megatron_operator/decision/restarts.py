@@ -136,7 +136,7 @@ def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
-    """Return an exhausted budget, or the budget of a restarted engine, which the next incident exhausts."""
+    """Return an exhausted budget or, if its engine is due to start again, a budget that the next incident exhausts."""
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
         return EngineBudget(
@@ -199,8 +199,8 @@ def _forgiving(limit: RestartBudget) -> timedelta:
 def _cause(pods: tuple[PodView, ...]) -> tuple[str, bool]:
     """Return the diagnosis of the pods, and whether only the infrastructure is the cause.
 
-    Ranks that ended because another one was lost say nothing of the cause. If there are no others, the pod of the lost
-    rank is gone, as with its node.
+    Ranks that exited because another rank was lost do not show the cause. If all ranks did, the pod of the lost rank is
+    gone, for example together with its node, so the infrastructure is the cause.
     """
     lost = [pod for pod in pods if is_rank_lost(pod)]
     found = [(pod, diagnosis) for pod in pods if pod not in lost and (diagnosis := diagnose(pod)) is not None]
@@ -304,8 +304,10 @@ def crash_events(
 
 
 def _ended_together(pods: list[PodView]) -> list[PodView]:
-    """Return the pods of the last incident, the first to end first. The clocks of nodes are only compared with each
-    other."""
+    """Return the pods of the last incident in the order in which they ended.
+
+    The times are from the clocks of nodes, and are never compared with the operator's clock.
+    """
     last = max((pod.ended_at for pod in pods if pod.ended_at is not None), default=None)
     if last is None:
         return sorted(pods, key=lambda pod: pod.name)
