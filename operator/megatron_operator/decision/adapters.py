@@ -111,7 +111,7 @@ class AdapterView:
 
     @cached_property
     def due(self) -> str | None:
-        """Digest of the list that SET_ADAPTERS should set now; None if the engines have it, or if it has just failed.
+        """Digest of the list that SET_ADAPTERS should set now; None if it is set already, or has just failed.
 
         It is the list of the spec, or the list without the adapters that cannot be loaded.
         """

@@ -5,8 +5,9 @@ The operator replaces pods and never restarts their containers, so every restart
 An engine's budget limits its restarts, after which the operator removes its pods. The containers of all its pods
 restart together, so the highest restart count of a pod is the number of its restarts. Each one is forgiven after
 windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Time alone forgives no
-restart of an engine that has not served since: a kubelet's backoff can take longer. Restarts from before the
-budget do not count, nor do those of pods of another revision than the spec's, so that a reverted change is not charged.
+restart of an engine that has not served since: a kubelet's backoff can take longer. Restarts from before the budget do
+not count. Restarts of pods of another revision than the spec's do not count either, so that a reverted change costs
+nothing.
 
 A failure of a device exhausts the budget at once: a container that restarts keeps its devices. The new pods of the
 engine avoid the node of the device for AVOID_SECONDS, counted from their creation.

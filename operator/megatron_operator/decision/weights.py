@@ -127,7 +127,7 @@ class Weights:
 
     @cached_property
     def due(self) -> str | None:
-        """Revision of the weights that engines should load in place; None if they have it.
+        """Revision of the weights that engines should load in place; None if they serve this revision.
 
         Different digests lead to an update only after an earlier one, which shows that the engines can update.
         """

@@ -138,7 +138,7 @@ class CanaryBook:
     def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
         """Handle an answer. Return whether there is a verdict.
 
-        uid: None for an ERROR without one, by which a coordinator without support for canaries rejects them.
+        uid: None for an ERROR without a uid, with which a coordinator that does not support canaries rejects them.
         """
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
         if engine is None:

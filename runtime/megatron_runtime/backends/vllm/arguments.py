@@ -180,7 +180,7 @@ def engine_arguments(
 
 
 def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = "") -> Iterator[str]:
-    """Yield an error for each argument that the installed version of vLLM lacks, or for which it has another type.
+    """Yield an error for each argument that the installed version of vLLM lacks, or that has another type there.
 
     declared: the dataclass of vLLM that has the arguments as fields.
     parent:   name of the argument whose members are checked, followed by a dot; empty for top-level arguments.

@@ -244,7 +244,7 @@ class Context:
 
     now:         time of the event, on a monotonic clock.
     wall_offset: seconds to add to `now` for seconds since 1970.
-    next_timer:  when the earliest timer is due; infinite without one.
+    next_timer:  when the earliest timer is due; infinite if no timer is set.
     randbits:    returns an integer with the given number of random bits.
     needs_pump:  engines may have room, or requests wait: dispatch them before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.

@@ -133,8 +133,9 @@ class RequestSlots:
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
-        """Assign and return a slot, with pages for all tokens of the request; the first pages are those of `matched`,
-        as match() returned them. The caller must have called has_room().
+        """Assign and return a slot, with pages for all tokens of the request. The caller must have called has_room().
+
+        matched: the cached blocks that match() returned. Their pages become the first pages of the request.
         """
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
