@@ -442,7 +442,7 @@ class VllmBackend(EngineBackend):
         )
 
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
-        """Deliver the end of the reasoning. Return whether the answer ends there."""
+        """Deliver the tokens `added`, which end the reasoning. Return whether they also reach the answer's limit."""
         output = opened.output(added)
         if opened.params.wants_log_probs:
             output.new_log_probs = [0.0] * len(added)

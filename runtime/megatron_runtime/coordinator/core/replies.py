@@ -270,7 +270,7 @@ def _owed(entry: Entry) -> Frames:
 
 
 def _index_details(entries: Iterable[Entry]) -> None:
-    """Replace the raw extras of these entries by an Extras object, which entries of the same message share."""
+    """Parse the raw extras of these entries. Entries whose tokens came in the same message share one Extras object."""
     shared: dict[int, Extras] = {}
     for entry in entries:
         details = entry.details

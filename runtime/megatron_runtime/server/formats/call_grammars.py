@@ -240,9 +240,10 @@ class _MiniMaxM3Rules:
 
 
 def _separated(rule: str, entries: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Return the rules of a list of entries in a fixed order.
+    """Return grammar rules for a list whose entries are separated by `separator` and have a fixed order.
 
-    entries: expression of each, and whether it is required.
+    rule:    name of the rule for the list.
+    entries: the expression of each entry, and whether the entry is required.
     """
     rules = []
     first = rule
