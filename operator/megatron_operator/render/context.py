@@ -230,10 +230,11 @@ def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
 
 
 def scale_selector(ctx: RenderContext) -> str:
-    """Selector of the scale subresource: one pod of each engine that spec.replicas counts."""
+    """Selector of the scale subresource: one pod of each engine that spec.replicas counts. The API server does not
+    accept != in it."""
     wanted = {**selector(ctx, ENGINE), LABEL_POD_INDEX: "0"}
     parts = [f"{key}={value}" for key, value in sorted(wanted.items())]
-    return ",".join([*parts, *([f"{LABEL_ROLE}!={PREFILL}"] if PREFILL in ctx.roles else [])])
+    return ",".join([*parts, *([f"{LABEL_ROLE} notin ({PREFILL})"] if PREFILL in ctx.roles else [])])
 
 
 def owner_reference(ctx: RenderContext) -> dict[str, Any]:

@@ -13,35 +13,32 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 
 import numpy as np
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.distributed.errors import RankLostError
-from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend, UnsupportedVerbError
-from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.engine.kv_exchange import KVExchange, params_of_prompt
+from megatron_runtime.engine.backend import CacheEvents, Capability, EngineBackend
+from megatron_runtime.engine.engine_request import RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
-from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.engine.open_requests import OpenRequests
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import end_signals
 from megatron_runtime.process.health import HealthServer, serve_on_thread
-from megatron_runtime.process.logs import of_request, write_termination_message
+from megatron_runtime.process.logs import write_termination_message
 from megatron_runtime.process.progress import PROGRESS
 from megatron_runtime.process.tracing import Tracer, tracer_from_environment
 from megatron_runtime.protocol import limits
-from megatron_runtime.protocol.adapters import Adapter, AdapterList
-from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.adapters import AdapterList
+from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.media import MEDIA_NEED
 from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
     ENGINE_LEAVES,
     ENGINE_STOPPED,
-    PARAMETERS,
     Abort,
     CachedBlocks,
     Control,
@@ -57,13 +54,10 @@ from megatron_runtime.protocol.messages import (
     Prefill,
     ReleaseBlocks,
     Transfer,
-    tokens_to_bytes,
-    unpack,
 )
 from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
-from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.peer_link import (
     CoordinatorUnreachableError,
@@ -116,7 +110,6 @@ class EngineWorker:
         self._serving = False
         self._leaving: asyncio.Task[None] | None = None
         self._goodbye = ENGINE_LEAVES
-        self._aborts_in_progress = 0
         self._weights_wanted = True
         self._weights_unavailable = ""
         """Why the trainer's weights cannot be loaded; empty otherwise. While it is set, the engine does not serve."""
@@ -136,27 +129,15 @@ class EngineWorker:
             on_ack=self._on_ack,
             on_message=self._on_message,
         )
-        self._adapters_in_use: dict[int, Adapter] = {}
-        """Adapters in use, by dispatch id."""
-        self._outputs = OutputStage(
+        self._requests = OpenRequests(
+            settings,
+            backend,
+            adapters=self.lifecycle.adapters,
             send=self._link.send,
-            finish_early=backend.abort,
-            tokenizer=backend.tokenizer,
-            on_forget=self._release_adapter,
+            on_idle=self._link.beat,
             tracer=tracer,
         )
-        self._exchange = self._exchange_of_role()
         self._registry = _registry_of(EngineMetrics(self.lifecycle, backend))
-
-    def _exchange_of_role(self) -> KVExchange | None:
-        """Return the exchange of KV blocks with other engines, or None if the engine has no role."""
-        settings = self._settings
-        if settings.role is None:
-            return None
-        self._backend.info.require(f"--role {settings.role}", Capability.KV_TRANSFER)
-        return KVExchange(
-            self._backend, keys_dir=settings.keys_dir, send=self._link.send, release=self._abort_in_backend
-        )
 
     async def run(self) -> None:
         """Serve until `ended` is set, the engine fails, or STOP ends it.
@@ -185,8 +166,7 @@ class EngineWorker:
             with contextlib.suppress(asyncio.CancelledError):
                 await controller
             self._link.close(self._goodbye)
-            if self._exchange is not None:
-                self._exchange.close()
+            self._requests.close()
             await self._backend.stop(self.failure)
             if health is not None:
                 await health.stop()
@@ -203,7 +183,7 @@ class EngineWorker:
         self._link.say_hello()
         if self.lifecycle.state is EngineState.RUNNING:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._outputs.idle.wait(), self._settings.drain_seconds)
+                await asyncio.wait_for(self._requests.wait_idle(), self._settings.drain_seconds)
         self.ended.set()
 
     def _missing(self) -> list[str]:
@@ -218,6 +198,7 @@ class EngineWorker:
 
     def _hello(self, incarnation: int) -> Hello:
         settings, info = self._settings, self._backend.info
+        lacks = info.lacks if self._requests.exchange is not None else (*info.lacks, Capability.KV_TRANSFER.name)
         return Hello(
             role=Role.ENGINE,
             name=settings.name,
@@ -245,7 +226,7 @@ class EngineWorker:
             engine_role=settings.role,
             kv=self._kv_port(),
             copies=self._backend.copies or None,
-            lacks=(*info.lacks, *(() if self._exchange is not None else (Capability.KV_TRANSFER.name,))) or None,
+            lacks=lacks or None,
             parameters=(*KNOWN_PARAMETERS, MEDIA_NEED) if Capability.MEDIA in info.capabilities else KNOWN_PARAMETERS,
         )
 
@@ -255,7 +236,7 @@ class EngineWorker:
         The port opens with the first connection to the coordinator. Its address is the local address of this
         connection, because other engines can reach this address, too.
         """
-        exchange, host = self._exchange, self._link.local_host
+        exchange, host = self._requests.exchange, self._link.local_host
         if exchange is not None and exchange.port is None and host is not None:
             try:
                 exchange.listen(host, self._settings.kv_port)
@@ -271,7 +252,7 @@ class EngineWorker:
             epoch=self.lifecycle.epoch,
             source=self.lifecycle.source,
             adapters=self.lifecycle.adapters.current.generation,
-            running=self._num_running,
+            running=self._requests.num_running,
             steps=stats.steps,
             busy_for=self._busy_for,
             digest=stats.weights_digest,
@@ -279,13 +260,8 @@ class EngineWorker:
             decode_rate=stats.decode_rate,
             queued_tokens=stats.queued_tokens,
             last_dispatch=stats.last_request,
-            free_blocks=stats.free_blocks if self._exchange is not None else None,
+            free_blocks=stats.free_blocks if self._requests.exchange is not None else None,
         )
-
-    @property
-    def _num_running(self) -> int:
-        split = self._exchange.num_running if self._exchange is not None else 0
-        return len(self._outputs.open) + self._aborts_in_progress + split
 
     async def _report_until_registered(self) -> None:
         """Log the coordinator's address and why it does not answer, until it answers or the engine exits."""
@@ -311,62 +287,18 @@ class EngineWorker:
         self._acknowledged.set()
         self._last_rejection = ""
         if given_away:
-            self._drop_all()
+            self._requests.drop_all()
         self._coordinator_state = ack.state
         self._controls.put_nowait(ack)
 
-    def _drop_all(self) -> None:
-        """Drop every request: the coordinator or the client sends them again."""
-        split = self._exchange.ids if self._exchange is not None else []
-        for dispatch_id in [*self._outputs.open, *split]:
-            self._abort(dispatch_id)
-
-    def _abort(self, dispatch_id: int) -> None:
-        """Drop a request, an export or an import. It counts as running, and keeps its adapter in use, until the backend
-        has released it.
-        """
-        if self._exchange is not None:
-            self._exchange.forget(dispatch_id)
-        self._abort_in_backend(dispatch_id)
-
-    def _abort_in_backend(self, dispatch_id: int) -> None:
-        adapter = self._adapters_in_use.pop(dispatch_id, None)
-        self._outputs.forget(dispatch_id)
-        self._aborts_in_progress += 1
-        aborting = self._backend.abort(dispatch_id)
-        aborting.add_done_callback(self._aborted)
-        if adapter is not None:
-            aborting.add_done_callback(lambda _: self.lifecycle.adapters.end(adapter))
-
-    def _release_adapter(self, dispatch_id: int) -> None:
-        adapter = self._adapters_in_use.pop(dispatch_id, None)
-        if adapter is not None:
-            self.lifecycle.adapters.end(adapter)
-
-    def _aborted(self, aborted: asyncio.Future[object]) -> None:
-        """Report at once that the engine is idle, because the coordinator may wait for it. A stopped backend counts as
-        idle.
-        """
-        if not aborted.cancelled():
-            aborted.exception()
-        self._aborts_in_progress -= 1
-        if not self._num_running:
-            self._link.beat()
-
     def _on_message(self, message: Message) -> None:
         waiting = self._after_update
-        if waiting is not None and isinstance(message, Dispatch | Abort | ReleaseBlocks | Prefill | Transfer):
-            waiting.append(message)
-            return
         match message:
-            case Dispatch():
-                self._dispatch(message)
-            case Abort(id=int() as dispatch_id) | ReleaseBlocks(dispatch_id=dispatch_id):
-                self._abort(dispatch_id)
-            case Prefill() if self._exchange is not None:
-                self._prefill(message.dispatch, self._exchange)
-            case Transfer() if self._exchange is not None:
-                self._exchange.transfer(message)
+            case Dispatch() | Abort() | ReleaseBlocks() | Prefill() | Transfer():
+                if waiting is None:
+                    self._requests.receive(message)
+                else:
+                    waiting.append(message)
             case Control() | ControlCommit():
                 if _commits_weights(message) and waiting is None:
                     self._after_update = []
@@ -427,7 +359,7 @@ class EngineWorker:
                 self._link.say_hello()
             if self.lifecycle.state is EngineState.STOPPED:
                 logger.info("stopped")
-                self._drop_all()
+                self._requests.drop_all()
                 self._weights_wanted = False
                 self._link.close(ENGINE_STOPPED)
                 if not self._settings.revision:
@@ -490,75 +422,10 @@ class EngineWorker:
         finally:
             self._busy_for = 0.0
 
-    def _dispatch(self, dispatch: Dispatch) -> None:
-        adapter = None
-        if dispatch.meta.adapter:
-            try:
-                adapter = self.lifecycle.adapters.begin(dispatch.meta.adapter)
-            except UnsupportedVerbError as error:
-                self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
-                return
-            if adapter is None:
-                message = f"engine {self._settings.name} has no adapter {dispatch.meta.adapter!r}"
-                self._outputs.reject(dispatch, ErrorCode.ADAPTER_NOT_FOUND, message)
-                return
-            self._adapters_in_use[dispatch.dispatch_id] = adapter
-        try:
-            params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
-            self._backend.info.check_request(params)
-            self._check_media(dispatch)
-            self._check_handoff(params)
-            text = None
-            if dispatch.meta.text and params.pooling is not None:
-                text = dispatch.prompt.decode("utf-8", "replace")
-                dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=b"")
-            elif dispatch.meta.text:
-                tokens = self._backend.tokenize(dispatch.prompt.decode("utf-8", "replace"), add_bos=params.add_BOS)
-                dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
-            bad_words = self._backend.bad_words(params.bad_words) if params.bad_words else None
-            request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter, text=text)
-            request = replace(request, keeps_blocks=params.do_kv_handoff)
-            self._outputs.add(dispatch, params, request.generated_tokens.tolist())
-        except Exception as error:  # a request must not crash the engine, whatever it contains
-            is_invalid = isinstance(error, ValueError | TypeError | AttributeError)
-            code = ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED
-            self._outputs.reject(dispatch, code, error)
-            return
-        if logger.isEnabledFor(logging.DEBUG):
-            extra = of_request(dispatch.meta.request_id)
-            logger.debug("request %s received", dispatch.uid.hex(), extra=extra)
-        if dispatch.dispatch_id in self._outputs.open:  # the request was not rejected
-            self._backend.submit(request)
-
-    def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
-        """Compute the complete blocks of a prompt for another engine. After a failure, that engine computes them."""
-        exchange.begin(dispatch.dispatch_id)
-        try:
-            params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))
-            request = EngineRequest.of_dispatch(dispatch, params)
-            self._backend.submit(replace(request, prefill_only=True))
-        except Exception as error:  # nothing that a request contains ends the engine
-            exchange.fail(dispatch.dispatch_id, error)
-
-    def _check_handoff(self, params: SamplingParams) -> None:
-        if params.do_kv_handoff and self._exchange is None:
-            raise InvalidSamplingParamsError("do_kv_handoff", True, "False: only engines with a role keep blocks")
-
-    def _check_media(self, dispatch: Dispatch) -> None:
-        """Raise ValueError for images, audio or video that the backend does not accept, or that did not arrive."""
-        if dispatch.media is not None and Capability.MEDIA not in self._backend.info.capabilities:
-            raise ValueError(
-                f"backend {self._backend.info.name!r} of this engine takes no images, audio or video: leave them out"
-            )
-        if dispatch.media is None and MEDIA_NEED in dispatch.meta.needs.split():
-            raise ValueError(
-                "the coordinator is of a release that does not forward images, audio and video: upgrade it"
-            )
-
     # --- BackendListener ----------------------------------------------------------------------------------------
 
     def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
-        self._outputs.step(outputs if self._exchange is None else self._exchange.take(outputs))
+        self._requests.take(outputs)
 
     def on_cache_events(self, events: CacheEvents) -> None:
         if not events:

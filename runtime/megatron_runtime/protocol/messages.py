@@ -778,6 +778,8 @@ def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
     prompt = _array("prompt", items[3], 1 if meta.text else 4)
     bodies = prompt, _array("generated", items[4], 4), _body("params", items[5])
+    if len(items) == 6:
+        return Submit(_uid(items[1]), meta, *bodies)
     handoff = _body("handoff", items[8]) if len(items) > 8 else b""
     if len(handoff) > limits.MAX_HANDOFF_BYTES:
         raise MalformedMessageError(f"handoff of {len(handoff)} bytes: at most {limits.MAX_HANDOFF_BYTES}")

@@ -56,19 +56,18 @@ class RequestMeta(NamedTuple):
         """
         if type(value) is list and len(value) >= 4:
             meta = cls._make((value + _META[len(value) :])[: len(_META)])
-            streaming, seed, deadline, text, priority, salt, engine, tenant, adapter, *texts, session = meta
-            request_id, trace, needs = texts
+            stream, seed, deadline, text, priority, salt, engine, tenant, adapter, request, trace, needs, session = meta
             if (
-                type(streaming) is type(text) is bool
+                type(stream) is type(text) is bool
                 and type(seed) is type(priority) is int
                 and 0 <= seed < 1 << 64
                 and (deadline is None or type(deadline) is int)
                 and type(salt) is type(engine) is type(tenant) is type(adapter) is str
-                and type(request_id) is type(trace) is type(needs) is type(session) is str
+                and type(request) is type(trace) is type(needs) is type(session) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
                 and len(tenant) <= limits.MAX_TENANT_CHARACTERS
                 and len(adapter) <= MAX_ADAPTER_NAME_CHARACTERS
-                and len(request_id) <= limits.MAX_REQUEST_ID_CHARACTERS
+                and len(request) <= limits.MAX_REQUEST_ID_CHARACTERS
                 and len(trace) <= limits.MAX_TRACEPARENT_CHARACTERS
                 and len(needs) <= limits.MAX_NEEDS_CHARACTERS
                 and len(session) <= limits.MAX_SESSION_CHARACTERS

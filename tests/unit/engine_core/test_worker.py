@@ -18,6 +18,7 @@ from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.distributed.errors import RankLostError
+from megatron_runtime.engine import open_requests
 from megatron_runtime.engine import worker as worker_module
 from megatron_runtime.engine.backend import CacheEvents, RankResults
 from megatron_runtime.engine.settings import EngineSettings
@@ -235,7 +236,7 @@ async def test_an_error_while_a_request_is_read_ends_only_this_request(
         raise RecursionError("too deep")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker_module.SamplingParams, "deserialize", fail)
+        patch.setattr(open_requests.SamplingParams, "deserialize", fail)
         error = (await served.generate([1, 2, 3], 5))["error"]
     assert (error["code"], error["type"]) == (500, "RecursionError")
     assert (await served.generate([1, 2, 3], 5))["status"] == "COMPLETED"

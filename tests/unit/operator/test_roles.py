@@ -150,7 +150,7 @@ def test_each_role_has_a_disruption_budget_and_autoscalers_see_decode_engines_on
     # An engine from before the roles has no label, and generates.
     (rule,) = budgets["demo-engines"]["spec"]["selector"]["matchExpressions"]
     assert rule == {"key": ROLE, "operator": "NotIn", "values": ["prefill"]}
-    assert scale_selector(context()).endswith(f",{ROLE}!=prefill")
+    assert scale_selector(context()).endswith(f",{ROLE} notin (prefill)")
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,18 @@ back and forth. While only one tenant has requests, no request is moved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Iterable
 
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.handoffs import Handoffs
 from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
+from megatron_runtime.coordinator.core.placement import Placement
 from megatron_runtime.coordinator.core.quarantine import Quarantine
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Ended, Engine, Entry, PeerId, RequestStage
+from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
-from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
+from megatron_runtime.coordinator.core.routing import EngineRouter
 from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, KEEPS_BLOCKS, Transfers
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import PromptReader
@@ -85,6 +85,7 @@ class Dispatcher:
         self._context = context
         self._engines = context.engines
         self._router = router
+        self._placement = Placement(context, router, verbs, self.transfers)
         self._verbs = verbs
         self._prompts = prompts
         self._counters = context.counters
@@ -112,8 +113,8 @@ class Dispatcher:
             return
         if media is not None and (media := self._complete_media(client, uid, media)) is None:
             return
-        now, tokens = self._context.now, len(generated) // TOKEN_BYTES
-        entry = Entry(
+        now = self._context.now
+        entry = Entry(  # at most 15 arguments: Python would put more into a dictionary
             uid=uid,
             client=client,
             tenant=self.tenants.of(meta.tenant or client.route),
@@ -121,16 +122,16 @@ class Dispatcher:
             prompt=prompt,
             params=params,
             generated=bytearray(generated),
-            epochs=list(epochs),
             arrived=now,
             deadline=now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
             model=client.model,
             hashes=None if self._router.by_prefix else {},
-            forwarded=tokens,
-            held=tokens,
-            media=media,
-            media_route=client.route,
         )
+        if generated:
+            entry.forwarded = entry.held = entry.tokens_so_far
+            entry.epochs.extend(epochs)
+        if media is not None:
+            entry.media, entry.media_route = media, client.route
         entry.admitted_bytes = entry.cost() + self.journal.media.added_bytes(entry)
         verdict = self._admission.decide(entry)
         if isinstance(verdict, Rejection):
@@ -172,11 +173,12 @@ class Dispatcher:
             pinned = self._engines.named(entry.meta.engine)
             chosen = None if pinned is None else (pinned, _DECODING)
         else:
-            chosen = self._choose(entry)
+            chosen = self._placement.choose(entry)
         if chosen is not None:
-            self._dispatch(entry, *chosen)
+            engine, stage = chosen
+            self._dispatch(entry, engine, stage)
             return True
-        return self._has_room() and self._reject_unanswerable(entry)
+        return self._placement.has_room() and self._reject_unanswerable(entry)
 
     def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
         if entry.client is not client:
@@ -199,7 +201,7 @@ class Dispatcher:
         if self.quarantine.active and self._verbs.may_dispatch:
             self._dispatch_suspect()
         while self.queue.length and self._verbs.may_dispatch:
-            if not self._has_room() or not any(self._offer(entry) for entry in self.queue.heads()):
+            if not self._placement.has_room() or not any(self._offer(entry) for entry in self.queue.heads()):
                 break
         if self.queue.length and len(self.tenants) > 1:
             self._balance()
@@ -226,71 +228,15 @@ class Dispatcher:
             self.tenants.returned(entry)
             entry.engine, entry.dispatch_id = None, 0
 
-    def _has_room(self) -> bool:
-        if self._router.deterministic:
-            return bool(self._engines.available())
-        return next(self._engines.with_room(), None) is not None
-
-    def _choose(self, entry: Entry) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request and the stage that it enters there.
-
-        None if all engines that may answer it are at capacity.
-        """
-        if self._engines.has_roles:
-            if entry.hashes is None:
-                entry.hashes = self._hashes_of(entry)
-            return self.transfers.choose(entry, self._cheapest)
-        engine = self._cheapest(entry)
-        return None if engine is None else (engine, _DECODING)
-
-    def _cheapest(self, entry: Entry, accepts: Callable[[Engine], bool] | None = None) -> Engine | None:
-        """Return the engine that the routing policy prefers for a request; None if no engine can accept it now.
-
-        accepts: returns whether an engine may be chosen; None: every engine may.
-        """
-        needs_match = entry.model or entry.meta.adapter or entry.meta.needs or self._engines.has_pooling
-        if self._router.in_turn:
-            open_engines = self._engines.available() if self._router.deterministic else self._engines.with_room()
-            fitting = [engine for engine in open_engines if not needs_match or engine.runs(entry)]
-            fitting = fitting if accepts is None else list(filter(accepts, fitting))
-            return self._router.next_in_turn(fitting) if fitting else None
-        with_room = self._engines.with_room()
-        by_load = (engine for engine in with_room if engine.runs(entry)) if needs_match else with_room
-        if accepts is not None:
-            by_load = filter(accepts, by_load)
-        least_loaded = list(islice(by_load, self._router.num_compared))
-        if len(least_loaded) < 2:
-            return least_loaded[0] if least_loaded else None
-        if entry.hashes is None:
-            entry.hashes = self._hashes_of(entry)
-
-        def fits(engine: Engine) -> bool:
-            may_answer = engine.has_room() and (not needs_match or engine.runs(entry))
-            return may_answer and (accepts is None or accepts(engine))
-
-        if self._router.by_cost:
-            return self._router.cheapest(
-                least_loaded,
-                entry.hashes,
-                tokens=entry.num_tokens,
-                min_prefill_cost=self._engines.min_prefill_cost,
-                fits=fits,
-                session=entry.meta.session,
-            )
-        if not entry.hashes:
-            # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
-            # policy.
-            return self._router.select([*least_loaded, *by_load], {})
-        return self._router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=fits)
-
     def _offer(self, entry: Entry) -> bool:
         """Dispatch or reject a request at the head of the queue. Return False if it has to wait for an engine."""
         if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
-        chosen = self._choose(entry)
+        chosen = self._placement.choose(entry)
         if chosen is None:
             return self._reject_unanswerable(entry)
-        self._dispatch(entry, *chosen)
+        engine, stage = chosen
+        self._dispatch(entry, engine, stage)
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
@@ -324,9 +270,10 @@ class Dispatcher:
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         if stage is not _IMPORTING:
-            bodies = entry.prompt, bytes(entry.generated), entry.params, entry.media, tuple(entry.epochs)
+            generated, epochs = bytes(entry.generated), tuple(entry.epochs) if entry.epochs else ()
+            bodies = entry.prompt, generated, entry.params, entry.media, epochs
             dispatch = Dispatch(dispatch_id, entry.uid, route, meta, *bodies)
-            self._context.effects.append((engine.peer, Prefill(dispatch) if stage is _PREFILLING else dispatch))
+            self._context.effects.append((engine.peer, dispatch if stage is _DECODING else Prefill(dispatch)))
         if logger.isEnabledFor(logging.DEBUG):
             extra = of_request(meta.request_id)
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
@@ -337,8 +284,7 @@ class Dispatcher:
         entry.dispatches += 1
         if stage is not entry.stage:
             self.transfers.move(entry, stage)
-            self._counters.split_requests += stage is _PREFILLING
-        if stage is _DECODING and entry.export is not None:
+        if entry.export is not None and stage is _DECODING:
             self.transfers.drop(entry)
         if entry.dispatched_at is None:
             entry.dispatched_at = self._context.now
@@ -349,11 +295,13 @@ class Dispatcher:
             engine.in_flight[dispatch_id] = entry
             return
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
-            entry.hashes = self._hashes_of(entry)
+            entry.hashes = self._placement.hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=meta.session)
         if stage is _IMPORTING:
             cached = max(cached, self.transfers.begin(entry, engine))
-        engine.give(entry, cached)
+        engine.in_flight[dispatch_id] = entry
+        if self._router.by_cost or self._engines.has_roles:
+            engine.add_work(entry, cached)
         self._engines.load_changed(engine)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
@@ -373,16 +321,6 @@ class Dispatcher:
         self.journal.replace_prompt(entry, prompt)
         entry.meta = entry.meta._replace(text=False)
         return True
-
-    def _hashes_of(self, entry: Entry) -> PromptHashes:
-        if entry.meta.text:  # the engine tokenizes it
-            return {}
-        adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
-        key = adapter.key if adapter is not None else ""
-        items = () if entry.media is None else entry.media.items
-        return self._router.hashes_of(
-            entry.prompt, self._engines.block_sizes, salt=entry.meta.cache_salt, adapter=key, media=items
-        )
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
         """Return a request to its position in the queue, because the connection of `engine` did not accept it."""
@@ -412,7 +350,7 @@ class Dispatcher:
             if entry.splits:
                 self.transfers.keep(entry, engine, message)
             may_go_on = entry.splits and self._verbs.may_dispatch and not self.queue.length
-            if may_go_on and (chosen := self._choose(entry)) is not None:
+            if may_go_on and (chosen := self._placement.choose(entry)) is not None:
                 self._dispatch(entry, *chosen)
             else:
                 self._wait(entry, first=entry.is_replay, moved=True)

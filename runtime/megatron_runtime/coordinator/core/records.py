@@ -195,8 +195,9 @@ class Engine:
     welcomed:  time at which it was last sent the state that it must adopt.
     owed:      the last commit that was sent to it, until a heartbeat shows that the engine has carried it out.
     entered_during: operation in progress when this engine joined; the outcome is sent to it.
-    in_flight: requests by dispatch id; changed by give() and take().
+    in_flight: requests by dispatch id.
     queued:    uncached tokens that it has to compute before all its requests can generate: the sum of Entry.uncached.
+               This and the next two fields are 0 unless the policy or the split of requests needs them; see add_work().
     waiting:   number of its requests that have such tokens.
     held:      tokens of its requests at the time of their dispatch.
     step_tokens: maximum number of tokens that it computes in a step; 0: not announced.
@@ -290,9 +291,8 @@ class Engine:
             ahead = shared
         return (ahead + tokens + tokens * requests / self.max_requests) * prefill_cost + self.held * self.held_cost
 
-    def give(self, entry: Entry, cached: int) -> None:
-        """Add a request under its dispatch id. cached: number of its tokens in the engine's cache."""
-        self.in_flight[entry.dispatch_id] = entry
+    def add_work(self, entry: Entry, cached: int) -> None:
+        """Count the tokens of a request that it was given. cached: number of its tokens in the engine's cache."""
         size = entry.size = entry.num_tokens
         uncached = entry.uncached = max(0, size - cached)
         if uncached:
@@ -303,10 +303,13 @@ class Engine:
     def take(self, dispatch_id: int) -> Entry | None:
         """Remove a request."""
         entry = self.in_flight.pop(dispatch_id, None)
-        if entry is not None:
+        if entry is not None and entry.size:
             self.held -= entry.size
+            entry.size = 0
             if entry.uncached:
-                self.computed(entry, entry.uncached)
+                self.queued -= entry.uncached
+                self.waiting -= 1
+                entry.uncached = 0
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
@@ -439,7 +442,8 @@ class Entry:
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
     media_route: Client.route of the client that sent the media.
     uncached:   tokens that its engine has to compute before its next token, as estimated; 0 after that token.
-    size:       tokens of prompt and answer at its dispatch. Text counts as one token per four bytes.
+    size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 while its engine
+                does not count them.
     stage, export: see Transfers.
     promised:   number of free blocks that a decode engine needs for it while its prompt is computed or exported.
     splits:     whether it may be split; False after an export or import has failed.
@@ -501,7 +505,9 @@ class Entry:
         bodies = len(self.prompt) + len(self.params) + len(self.generated)
         if self.media is not None:
             bodies += len(self.media.template)  # MediaStore counts this data
-        return bodies + self.details_bytes + EPOCH_SPAN_BYTES * len(self.epochs) + ENTRY_OVERHEAD_BYTES
+        if self.epochs:
+            bodies += EPOCH_SPAN_BYTES * len(self.epochs)
+        return bodies + self.details_bytes + ENTRY_OVERHEAD_BYTES
 
 
 @dataclass(slots=True, eq=False, repr=False)

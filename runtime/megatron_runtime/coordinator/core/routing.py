@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
@@ -83,23 +84,22 @@ class KnownBlocks:
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that the engine receives these blocks now. Return the number of leading blocks that it held before."""
+        """Record that the engine receives these blocks now. Return how many of them it held already."""
         self.clock += 1
         if not hashes:
             return 0
         held = self._held.get(engine.index)
         if held is None:
             held = self._held[engine.index] = OrderedDict()
+        before = len(held)
         # The deepest first: where the table is full, a prompt is forgotten from its end.
-        depth, known = len(hashes), 0
         for block in reversed(hashes):
             if block in held:
                 held.move_to_end(block)
-                known = known or depth
             else:
                 self._add_holder(block, engine)
             held[block] = self.clock
-            depth -= 1
+        known = before + len(hashes) - len(held)
         while len(held) > MAX_KNOWN_BLOCKS:
             self._remove_holder(held.popitem(last=False)[0], engine)
         return known
@@ -186,8 +186,6 @@ class EngineRouter:
         self.by_prefix = policy in PREFIX_POLICIES
         self.by_cost = policy is RoutingPolicy.LEAST_COST
         self._by_first_block = policy is RoutingPolicy.FIRST_PREFIX_BLOCK
-        # Of the least loaded engines.
-        self.num_compared = MAX_COMPARED if self.by_cost else 2 if self.by_prefix else 1
         self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
@@ -260,7 +258,7 @@ class EngineRouter:
 
     def cheapest(
         self,
-        least_loaded: Sequence[Engine],
+        by_load: Iterable[Engine],
         hashes: PromptHashes,
         *,
         tokens: int,
@@ -270,31 +268,41 @@ class EngineRouter:
     ) -> Engine:
         """Return the engine with the lowest cost for a prompt.
 
-        The candidates are `least_loaded` and the engines that hold a prefix of the prompt. A prefix that more than
-        MAX_HOLDERS engines hold adds no candidates.
+        The candidates are the first MAX_COMPARED engines of `by_load`, and the engines that hold a block of the prompt
+        that at most MAX_HOLDERS engines hold.
 
-        least_loaded: the first suitable engines in the order of load_by(); not empty.
+        by_load:  the suitable engines in the order of load_by(); not empty.
         tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  the session of the request; empty if it has none.
         """
-        best, cost = least_loaded[0], math.inf
+        best, cost, fewest = None, math.inf, 0
         compared: Collection[Engine] = ()  # with a longer prefix
+        common, min_uncached = [], tokens  # common: uncached tokens of many engines, and the engines
         for size, blocks in hashes.items():
             for depth, engines in self._blocks.by_depth(blocks):
                 uncached = tokens - depth * size
                 if cost <= uncached * min_prefill_cost:
                     break
                 if len(engines) > MAX_HOLDERS:
-                    engines = tuple(engine for engine in least_loaded if engine in engines)
+                    common.append((uncached, engines))
+                    min_uncached = min(min_uncached, uncached)
+                    continue
                 for engine in engines:
                     if engine not in compared and (found := engine.cost_of(uncached)) < cost and fits(engine):
-                        best, cost = engine, found
+                        best, cost, fewest = engine, found, uncached
                 compared = engines
-        if cost > tokens * min_prefill_cost:
-            for engine in least_loaded:
-                if engine not in compared and (found := engine.cost_of(tokens)) < cost:
-                    best, cost = engine, found
+        if best is None or cost > min_uncached * min_prefill_cost:
+            for engine in islice(by_load, MAX_COMPARED):
+                if engine in compared:
+                    continue
+                uncached = next((uncached for uncached, engines in common if engine in engines), tokens)
+                found = engine.cost_of(uncached)
+                if found < cost or (found == cost and uncached < fewest):
+                    best, cost, fewest = engine, found, uncached
+                    if uncached == min_uncached and cost <= uncached * min_prefill_cost:
+                        break
+        assert best is not None
         return self._session_engine(session, best, cost, hashes, tokens, fits) if session else best
 
     def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
@@ -365,7 +373,7 @@ class EngineRouter:
         return cached
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that `engine` receives these blocks now. Return the number of leading blocks that it held before."""
+        """Record that `engine` receives these blocks now. Return how many of them it held already."""
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:

@@ -151,6 +151,7 @@ class Transfers:
 
     def move(self, entry: Entry, stage: RequestStage) -> None:
         """Set the stage of a request."""
+        entry.stage = stage
         if stage is _P or stage is _E:
             if not entry.promised:
                 entry.promised = _blocks(entry, min(self._engines.block_sizes))
@@ -158,7 +159,6 @@ class Transfers:
         elif entry.promised:
             self._promised -= entry.promised
             entry.promised = 0
-        entry.stage = stage
 
     def at_stage(self, stage: RequestStage, engine: Engine, dispatch_id: int) -> Entry | None:
         """Return the request with this dispatch id at `engine` if it is in `stage`.

@@ -1,0 +1,222 @@
+"""The requests of one engine between the coordinator's messages and the backend: dispatches, split requests, aborts.
+
+A dispatch is checked and submitted to the backend, or rejected. It counts as running until the backend has released it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from megatron_runtime.engine.adapters import AdapterSet
+from megatron_runtime.engine.backend import Capability, EngineBackend, UnsupportedVerbError
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
+from megatron_runtime.engine.kv_exchange import KVExchange, params_of_prompt
+from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.process.logs import of_request
+from megatron_runtime.process.tracing import Tracer
+from megatron_runtime.protocol.adapters import Adapter
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.media import MEDIA_NEED
+from megatron_runtime.protocol.messages import (
+    PARAMETERS,
+    Abort,
+    Dispatch,
+    Prefill,
+    ReleaseBlocks,
+    Transfer,
+    tokens_to_bytes,
+    unpack,
+)
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+class OpenRequests:
+    """Submits requests to the backend, sends their answers, and ends them.
+
+    adapters: the adapters that requests may name.
+    send:     sends a message to the coordinator.
+    on_idle:  called when the last request has been released after an abort.
+    tracer:   None: requests are not traced.
+    exchange: prefills, exports and imports of blocks; None for an engine without a role.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        backend: EngineBackend,
+        *,
+        adapters: AdapterSet,
+        send: Callable[[Frames], bool | None],
+        on_idle: Callable[[], object],
+        tracer: Tracer | None,
+    ) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._adapters = adapters
+        self._on_idle = on_idle
+        self._aborts_in_progress = 0
+        self._adapters_in_use: dict[int, Adapter] = {}
+        """Adapters in use, by dispatch id."""
+        self._outputs = OutputStage(
+            send=send,
+            finish_early=backend.abort,
+            tokenizer=backend.tokenizer,
+            on_forget=self._release_adapter,
+            tracer=tracer,
+        )
+        self.exchange: KVExchange | None = None
+        if settings.role is not None:
+            backend.info.require(f"--role {settings.role}", Capability.KV_TRANSFER)
+            self.exchange = KVExchange(backend, keys_dir=settings.keys_dir, send=send, release=self._abort_in_backend)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that the backend has, including aborted ones that it has not released, prefills and imports."""
+        split = self.exchange.num_running if self.exchange is not None else 0
+        return len(self._outputs.open) + self._aborts_in_progress + split
+
+    async def wait_idle(self) -> None:
+        """Wait until every request is answered."""
+        await self._outputs.idle.wait()
+
+    def close(self) -> None:
+        """End the transfers of blocks. Requests stay as they are."""
+        if self.exchange is not None:
+            self.exchange.close()
+
+    def receive(self, message: Dispatch | Abort | ReleaseBlocks | Prefill | Transfer) -> None:
+        """Carry out a message about one request. Nothing that a request contains raises an exception."""
+        match message:
+            case Dispatch():
+                self._dispatch(message)
+            case Abort(id=int() as dispatch_id) | ReleaseBlocks(dispatch_id=dispatch_id):
+                self.abort(dispatch_id)
+            case Prefill() if self.exchange is not None:
+                self._prefill(message.dispatch, self.exchange)
+            case Transfer() if self.exchange is not None:
+                self.exchange.transfer(message)
+            case _:
+                logger.warning("ignored an unexpected message: %.120r", message)
+
+    def take(self, outputs: Iterable[RequestOutput]) -> None:
+        """Send the outputs of one step."""
+        self._outputs.step(outputs if self.exchange is None else self.exchange.take(outputs))
+
+    # --- dispatches -----------------------------------------------------------------------------------------------
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        adapter = None
+        if dispatch.meta.adapter:
+            try:
+                adapter = self._adapters.begin(dispatch.meta.adapter)
+            except UnsupportedVerbError as error:
+                self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
+                return
+            if adapter is None:
+                message = f"engine {self._settings.name} has no adapter {dispatch.meta.adapter!r}"
+                self._outputs.reject(dispatch, ErrorCode.ADAPTER_NOT_FOUND, message)
+                return
+            self._adapters_in_use[dispatch.dispatch_id] = adapter
+        try:
+            request = self._accept(dispatch, adapter)
+        except Exception as error:  # a request must not crash the engine, whatever it contains
+            is_invalid = isinstance(error, ValueError | TypeError | AttributeError)
+            code = ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED
+            self._outputs.reject(dispatch, code, error)
+            return
+        if logger.isEnabledFor(logging.DEBUG):
+            extra = of_request(dispatch.meta.request_id)
+            logger.debug("request %s received", dispatch.uid.hex(), extra=extra)
+        if dispatch.dispatch_id in self._outputs.open:  # the request was not rejected
+            self._backend.submit(request)
+
+    def _accept(self, dispatch: Dispatch, adapter: Adapter | None) -> EngineRequest:
+        """Check a dispatch, tokenize its prompt, and open it in the output stage. Raises an error for a bad request."""
+        params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
+        self._backend.info.check_request(params)
+        self._check_media(dispatch)
+        self._check_handoff(params)
+        text = None
+        if dispatch.meta.text and params.pooling is not None:
+            text = dispatch.prompt.decode("utf-8", "replace")
+            dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=b"")
+        elif dispatch.meta.text:
+            tokens = self._backend.tokenize(dispatch.prompt.decode("utf-8", "replace"), add_bos=params.add_BOS)
+            dispatch = dispatch._replace(meta=dispatch.meta._replace(text=False), prompt=tokens_to_bytes(tokens))
+        bad_words = self._backend.bad_words(params.bad_words) if params.bad_words else None
+        request = EngineRequest.of_dispatch(dispatch, params, bad_words=bad_words, adapter=adapter, text=text)
+        request = replace(request, keeps_blocks=params.do_kv_handoff)
+        self._outputs.add(dispatch, params, request.generated_tokens.tolist())
+        return request
+
+    def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
+        """Compute the complete blocks of a prompt for another engine. Whatever fails is left to that engine."""
+        exchange.begin(dispatch.dispatch_id)
+        try:
+            params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))
+            request = EngineRequest.of_dispatch(dispatch, params)
+            self._backend.submit(replace(request, prefill_only=True))
+        except Exception as error:  # nothing that a request contains ends the engine
+            exchange.fail(dispatch.dispatch_id, error)
+
+    def _check_handoff(self, params: SamplingParams) -> None:
+        if params.do_kv_handoff and self.exchange is None:
+            raise InvalidSamplingParamsError("do_kv_handoff", True, "False: only engines with a role keep blocks")
+
+    def _check_media(self, dispatch: Dispatch) -> None:
+        """Raise ValueError for images, audio or video that the backend does not accept, or that did not arrive."""
+        if dispatch.media is not None and Capability.MEDIA not in self._backend.info.capabilities:
+            raise ValueError(
+                f"backend {self._backend.info.name!r} of this engine takes no images, audio or video: leave them out"
+            )
+        if dispatch.media is None and MEDIA_NEED in dispatch.meta.needs.split():
+            raise ValueError(
+                "the coordinator is of a release that does not forward images, audio and video: upgrade it"
+            )
+
+    # --- aborts ---------------------------------------------------------------------------------------------------
+
+    def drop_all(self) -> None:
+        """Drop every request: the coordinator or the client sends them again."""
+        split = self.exchange.ids if self.exchange is not None else []
+        for dispatch_id in [*self._outputs.open, *split]:
+            self.abort(dispatch_id)
+
+    def abort(self, dispatch_id: int) -> None:
+        """Drop a request, an export or an import. It counts as running, and keeps its adapter in use, until the backend
+        has released it.
+        """
+        if self.exchange is not None:
+            self.exchange.forget(dispatch_id)
+        self._abort_in_backend(dispatch_id)
+
+    def _abort_in_backend(self, dispatch_id: int) -> None:
+        adapter = self._adapters_in_use.pop(dispatch_id, None)
+        self._outputs.forget(dispatch_id)
+        self._aborts_in_progress += 1
+        aborting = self._backend.abort(dispatch_id)
+        aborting.add_done_callback(self._aborted)
+        if adapter is not None:
+            aborting.add_done_callback(lambda _: self._adapters.end(adapter))
+
+    def _release_adapter(self, dispatch_id: int) -> None:
+        adapter = self._adapters_in_use.pop(dispatch_id, None)
+        if adapter is not None:
+            self._adapters.end(adapter)
+
+    def _aborted(self, aborted: asyncio.Future[object]) -> None:
+        """Report at once that the engine is idle, because the coordinator may wait for it. A stopped backend counts as
+        idle.
+        """
+        if not aborted.cancelled():
+            aborted.exception()
+        self._aborts_in_progress -= 1
+        if not self.num_running:
+            self._on_idle()
