@@ -250,11 +250,7 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
-        """Send a request to an engine, which generates, or computes or imports the prompt, depending on `stage`.
-
-        For an import, Transfers.begin() sends the message, which contains no prompt. If the request moves on to its
-        next stage, `entry.engine` is still the engine of the previous stage.
-        """
+        """Send a request to an engine for `stage`. For an import, Transfers.begin() sends the message."""
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
         dispatch_id = self.next_dispatch_id
@@ -279,7 +275,7 @@ class Dispatcher:
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
         if self.queue.length:
             self.queue.discard(entry)
-        former = entry.dispatch_id
+        former = entry.dispatch_id  # at the engine of the previous stage; 0 without one
         entry.engine, entry.dispatch_id = engine, dispatch_id
         entry.dispatches += 1
         if stage is not entry.stage:
