@@ -2,16 +2,16 @@
 
     python bench/cells.py --json build/cells.json
 
-Each coordinator is the real core (`megatron_runtime.coordinator.core`) with longest-prefix routing. It gets the
-messages of engines and of a client, and its effects are read back. Half of each prompt is one of as many prefixes as
-half the engines, or always the same one. Layouts: one coordinator for all engines; cells of --cell engines, and a front
-door that chooses the cell by the prefix; the same cells in rotation. Above the coordinator's limit of engines, the
-simulation raises the limit.
+Each coordinator is the real core (`megatron_runtime.coordinator.core`) with longest-prefix routing. The simulation
+passes it the messages of engines and of one client, and reads its effects. The first half of each prompt is one of
+(number of engines / 2) shared prefixes, or always the same prefix. There are three layouts: one coordinator for all
+engines; cells of --cell engines, with a router that chooses the cell by the prefix; and the same cells in rotation. If
+there are more engines than a coordinator accepts, the simulation raises this limit.
 
-Figures of a layout: CPU time of the core from a Submit to its Dispatch and of the Final, resident memory per engine,
-the share of requests whose engine had been given the prefix before, and the most requests of an engine at once. A table
-(.md) and a plot (.svg) are written next to the figures. The memory of a known block is measured with as many blocks of
-one engine as the router remembers.
+The figures of a layout are: CPU time of the core from Submit to Dispatch and for a Final, resident memory per engine,
+the share of requests that went to an engine which had received their prefix before, and the maximum number of requests
+of one engine at a time. A table (.md) and a plot (.svg) are written next to the figures. To measure the memory of one
+known block, one engine gets as many blocks as the router remembers.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class Result:
     """The figures of one layout.
 
     submit_us, final_us: CPU time of a coordinator per message, the median.
-    kib_per_engine: growth of the process' resident memory from before the coordinators to the end.
-    hits: share of requests, 0 to 1. max_open: most requests of an engine at once; the mean is a half.
+    kib_per_engine: growth of the resident memory of the process since before the coordinators existed, per engine.
+    hits:           share of requests that went to an engine which had received their prefix before, 0 to 1.
+    max_open:       maximum number of requests of one engine at a time; the mean is 0.5.
     """
 
     layout: str
@@ -80,7 +81,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """A request at an engine."""
+    """A request that an engine has not answered yet."""
 
     peer: tuple[int, bytes]
     dispatch_id: int
@@ -109,7 +110,7 @@ class Cell:
         assert sum(engine.has_room() for engine in self.core.engines) == engines, "an engine was rejected"
 
     def submit(self, uid: bytes, prompt: bytes) -> tuple[Open, float]:
-        """Return the dispatch of a request, and the CPU seconds of the core."""
+        """Submit a request. Return its dispatch, and the CPU seconds that the core took."""
         frames = messages.Submit(uid, messages.RequestMeta(seed=1), prompt, b"", _PARAMS).to_frames()
         seconds, ((peer, sent),) = self._receive(_CLIENT, frames)
         dispatch = messages.decode(messages.frames_of(sent))
@@ -117,7 +118,7 @@ class Cell:
         return Open(peer, dispatch.dispatch_id, uid), seconds
 
     def finish(self, request: Open) -> float:
-        """Have the engine answer. Return the CPU seconds of the core."""
+        """Send the engine's answer to the core. Return the CPU seconds that the core took."""
         frames = messages.Final(request.dispatch_id, request.uid, _TOKEN, _REPLY).to_frames()
         seconds, ((peer, _),) = self._receive(request.peer, frames)
         assert peer == _CLIENT

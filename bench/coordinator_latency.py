@@ -1,4 +1,4 @@
-"""The latency of a coordinator at a fixed rate of requests, without the load's own threads and sleeps.
+"""Measures the latency of a coordinator at a fixed rate of requests. The load itself uses no threads and no sleeps.
 
     python bench/coordinator_latency.py --rate 1000 --json coordinator_latency.json
 
@@ -29,7 +29,7 @@ WARM_UP_REQUESTS = 100
 
 
 class UnbatchedDealer(Dealer):
-    """Sends each message at once, as peers in separate processes do. Batches would cost the coordinator less."""
+    """Sends each message separately, like peers in separate processes. Batches would cost the coordinator less time."""
 
     def send(self, message: Frames) -> bool:
         is_sent = super().send(message)

@@ -1,4 +1,4 @@
-"""Decode speed of the number formats on this CPU, by instruction set: what `dtype: auto` is chosen by.
+"""Measures the decode speed of the number formats on this CPU by instruction set. `dtype: auto` follows the results.
 
     python bench/formats.py --instruction-sets amx,avx512,avx2 --json build/formats.json
 

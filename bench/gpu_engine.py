@@ -1,4 +1,4 @@
-"""The engine on a CUDA device next to vLLM and transformers: an 8B Llama shape, random weights, one process.
+"""Compares the engine on a CUDA device with vLLM and transformers: an 8B Llama shape, random weights, one process.
 
     python bench/gpu_engine.py --json gpu.jsonl --seconds 120
     python bench/gpu_engine.py --with vllm --with transformers
@@ -60,7 +60,7 @@ class Options:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(self.prompt_tokens + self.new_tokens, self.prefill_tokens + 1)
 
     @property

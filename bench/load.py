@@ -1,4 +1,4 @@
-"""How long a model takes to load, in addition to `import torch`.
+"""Measures how long a model takes to load, in addition to `import torch`.
 
     python bench/load.py --against ../before
 

@@ -4,14 +4,14 @@ nothing.
     python bench/megatron_coordinator.py --json megatron_coordinator.json
     python bench/megatron_coordinator.py --client frames --engines 32 --open 1024 --prompt-tokens 512
 
-A cell is a client, a number of engines, a length of the prompts, a routing by prefix or by load, and a number of open
-requests. The client sends a request for each answer. The clients are raw frames, which are neither packed nor unpacked,
-Megatron-Core's InferenceClient, and the InferenceClient of this project. One process has all engines. An engine answers
-all requests that it has read at once, in one message, with a request of Megatron-Core.
+A cell is a combination of a client, a number of engines, a prompt length, a routing policy (prefix or load) and a
+number of open requests. After each answer, the client sends another request. There are three clients: raw frames, which
+are neither packed nor unpacked; Megatron-Core's InferenceClient; and the InferenceClient of this project. One process
+contains all engines. An engine answers all requests that it has read with one message of Megatron-Core's format.
 
 The client, the coordinator and the engines are processes. Each round runs both coordinators, in alternating order,
-while the processes of the other one are stopped. On a busy machine compare the CPU time of a request: the
-coordinator's, of all its threads.
+while the processes of the other one are stopped. On a loaded machine, compare the CPU time per request, which includes
+all threads of the coordinator.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Cell:
         return f"{self.client}, {self.engines} engines, {self.prompt_tokens} tokens, by {routing}, {self.open} open"
 
     def prompts(self) -> list[list[int]]:
-        """Half of each prompt is one of SHARED_PREFIXES."""
+        """Return the prompts. The first half of each is one of SHARED_PREFIXES prefixes."""
         rng, half = random.Random(1), self.prompt_tokens // 2
         shared = [[rng.randrange(50_000) for _ in range(half)] for _ in range(SHARED_PREFIXES)]
         return [
@@ -85,7 +85,7 @@ class Cell:
 
 
 class Tokenizer:
-    """Detokenizes in a few microseconds, so that the coordinator is measured."""
+    """Detokenizes in a few microseconds, so that the measured time is the time of the coordinator."""
 
     eod = -1
 
@@ -170,7 +170,7 @@ def number_of(message: bytes) -> bytes | None:
 
 
 def be_frames(pipe: Connection, address: str, cell: Cell) -> None:
-    """Send packed requests."""
+    """Run the client that sends packed requests and does not unpack answers."""
     params = msgpack.packb(SamplingParams(num_tokens_to_generate=GENERATED_TOKENS).serialize())
     bodies = itertools.cycle([msgpack.packb(prompt) + params for prompt in cell.prompts()])
     numbers = itertools.count()
@@ -276,7 +276,7 @@ class Side:
             os.kill(pid, signal.SIGCONT)
 
     def measure(self, seconds: float) -> dict[str, float]:
-        """Return requests per second and the coordinator's CPU time of a request in microseconds."""
+        """Return requests per second, and the CPU time of the coordinator per request in microseconds."""
         self.resume()
         time.sleep(WARM_UP_SECONDS)
         before = self._count()

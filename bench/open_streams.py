@@ -2,9 +2,9 @@
 
     python bench/open_streams.py --json build/open_streams.json
 
-For each number of streams, a new coordinator process with longest-prefix routing. Clients open the streams, and engines
-send the first token of each. Then short requests run in a closed loop while no stream gets a token, and then all
-streams get tokens in turn. Clients and engines do almost nothing and run in this process.
+A new coordinator process with longest-prefix routing is started for each number of streams. Clients open the streams,
+and engines send the first token of each. Then short requests run in a closed loop while no stream gets a token. Then
+all streams get tokens in turn. Clients and engines do almost no work and run in this process.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python bench/peers.py --venv build/peers/venv --vllm-venv build/peers/vllm
 
-Each engine is a process that waits while another one is measured; all are pinned to the same CPUs. In each round every
-engine runs every cell once, one after the other. The figure of a cell is the median of the rounds. Peers have their own
-virtual environments (see docs/development/benchmarks.md). A peer that does not start is listed with its error. Figures
-are written after each round of engines and each cell of servers. Engines and servers on weights of one kind are a part
-of the file, which one run measures completely: the figures of a part come from one machine and one hour.
+Each engine is a process that waits while another one is measured. All processes are pinned to the same CPUs. In each
+round, the engines run each cell one after the other. The figure of a cell is the median of the rounds. Peers have their
+own virtual environments (see docs/development/benchmarks.md). If a peer does not start, the file has its error. Figures
+are written after each round of engines and each cell of servers. The file has one part per kind of weights and of
+process (engines or servers). One run measures a part completely, so its figures come from one machine and one hour.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def main(
     models: Path,
     path: Path,
 ) -> None:
-    """Measure the engine and its server beside others; write build/peers.json and a plot beside it.
+    """Compare the engine and its server with others. Write build/peers.json, and a plot next to it.
 
     Parts of the file that this run does not measure stay as they are.
     """

@@ -1,10 +1,11 @@
-"""Speed of the CPU kernels' matrix products by format, instruction set and batch, beside the bounds of one core.
+"""Measures the matrix products of the CPU kernels by format, instruction set and batch, and the bounds of one core.
 
     python bench/products.py --formats bfloat16,int4 --instruction-sets avx2,avx512_bf16 --json build/products.json
 
-One thread. Products with fewer than --cached-from rows read each weight from memory: the matrices together exceed the
-cache. The others multiply 512 outputs again and again and show the arithmetic. A cell is the best of many runs in CPU
-time of the thread, so other processes disturb it little. Bytes are the size of the packed weight.
+One thread computes. Products with fewer than --cached-from rows read each weight from memory, because the matrices
+together exceed the cache. Products with more rows repeat one matrix with 512 outputs, which stays in the cache, and so
+show the arithmetic rate. A cell is the minimum CPU time of the thread over many runs, which other processes hardly
+disturb. Bytes are the size of the packed weights.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def random_matrix(format: str, outputs: int, inputs: int) -> PackedMatrix:
 
 
 def measure(pool: ThreadPool, matrices: list[Matrix], batch: int, seconds: float) -> float:
-    """Return the least CPU time of a product of `batch` rows, with each matrix in turn."""
+    """Return the minimum CPU time of a product with `batch` rows. The matrices are used one after the other."""
     x, y = torch.randn(batch, matrices[0].inputs), torch.empty(batch, matrices[0].outputs)
     following = itertools.cycle(matrices)
     return best_seconds(

@@ -1,4 +1,4 @@
-"""What `MegatronLLM.generate` and `generate_stream` cost in direct mode, compared with another checkout.
+"""Compares the time of `MegatronLLM.generate` and `generate_stream` in direct mode with another checkout.
 
     python bench/python_api_versions.py --against ../other --json python_api_versions.json
 

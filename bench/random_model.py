@@ -41,10 +41,10 @@ _MAX_OFFSET = 1 << 16
 
 @dataclass(frozen=True)
 class RandomCheckpoint(Checkpoint):
-    """Repeated reads of a tensor on the same type of device return the same values.
+    """A checkpoint with random weights. On one type of device, each read of a tensor returns the same values.
 
-    All tensors are windows of one random vector: a row of a matrix begins _ROW_STEP values after the row before it. So
-    a read generates nothing.
+    All tensors are views of one random vector, so a read generates no numbers. Each row of a matrix begins _ROW_STEP
+    values after the previous row.
     """
 
     config: ModelConfig
@@ -66,7 +66,7 @@ class RandomCheckpoint(Checkpoint):
 
     @cached_property
     def _scaled(self) -> dict[int, torch.Tensor]:
-        """The vector for matrices with this many columns, whose products keep the size of their inputs."""
+        """Return the random vector, scaled so that a matrix with this many columns preserves the variance."""
         widths = {kind.shape[1] for kind in self.kinds.values() if len(kind.shape) > 1}
         return {width: (self._vector * width**-0.5).to(self.dtype) for width in widths}
 

@@ -2,10 +2,10 @@
 
     python bench/routing_engines.py --json routing_engines.json
 
-A server of `megatron serve` starts for each policy, with the same engines. Each round sends one trace to every server,
-in alternating order, and each request at its time of arrival, whatever the earlier ones wait for. All numbers of tokens
-are those of the trace times --scale, so that a CPU computes the longest prompt within seconds. The first tenth of the
-requests warms up. The servers share the CPUs, so measure on an idle machine; only one server has requests at a time.
+Each policy has its own `megatron serve` with the same engines. Each round sends one trace to every server, one server
+at a time, in alternating order. Requests are sent at their times of arrival, whether earlier ones are answered or not.
+The token counts of the trace are multiplied by --scale, so that a CPU computes the longest prompt within seconds. The
+first tenth of the requests is not measured. The servers share the CPUs, so use an idle machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ MAX_TOKENS, MIN_TOKENS = 4000, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The requests of a round. scale: factor for the token counts of the trace. vocabulary: token ids are below it."""
+    """The requests of a round.
+
+    scale:      factor for the token counts of the trace.
+    vocabulary: size of the vocabulary, from which random token ids are drawn.
+    """
 
     trace: Sequence[TraceRequest]
     scale: float

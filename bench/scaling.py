@@ -2,10 +2,11 @@
 
     python bench/scaling.py --dtype int4 --json build/scaling.json
 
-One engine in this process. A cell is the median of some steps on a KV cache of the given length, written completely.
-Linear fits give the cost of one more sequence and of one more cached token, next to the time that reading their bytes
-takes at the memory bandwidth of the same run. A table (.md) and a plot (.svg) are written next to the figures. Cells of
-more than --max-tokens are skipped: a token of the built-in model takes 23 KB.
+One engine runs in this process. A cell is the median time of --steps steps on a KV cache of the given length, all of
+which was written before. Linear fits give the cost of one more sequence and of one more cached token. The lower bound
+is the time to read their bytes at the memory bandwidth that the same run measures. A table (.md) and a plot (.svg) are
+written next to the figures. Cells with more than --max-tokens tokens are skipped: a token of the built-in model takes
+23 KB.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Bench:
 
     @torch.inference_mode()
     def write_cache(self, tokens: int) -> None:
-        """Write the pages of `tokens` tokens: reads of memory that was never written all hit one page of zeros."""
+        """Write the pages of `tokens` tokens, because reads of memory never written would all hit one page of zeros."""
         pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE
         if not self._written:

@@ -1,4 +1,4 @@
-"""What a server and a coordinator cost for each request, compared with another checkout. Echo engines answer.
+"""Compares the cost of a request in server and coordinator with another checkout. Echo engines answer.
 
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
@@ -13,7 +13,7 @@ coordinator` of both runs in turn. Figures are compared within a round.
 With --instructions, server and coordinator run under valgrind's callgrind, and the figures are instructions in user
 space in place of CPU time. They repeat within 1 %, whatever else the machine does.
 
-With --tools the requests are chats with tools, which a --model may call.
+With --tools, the requests are chats with tools, which the model of --model may call.
 """
 
 from __future__ import annotations
@@ -108,7 +108,10 @@ def instructions(process: psutil.Process, folder: Path) -> int:
 
 
 def idle_rates(server: Server, folder: Path) -> dict[str, float]:
-    """Return the instructions of each component in a second without requests: callgrind slows requests, not timers."""
+    """Return the instructions per second of each component without requests.
+
+    They are the instructions of timers, whose rate callgrind does not slow down.
+    """
     processes = {name: component(server, name) for name in COMPONENTS}
     for process in processes.values():
         instructions(process, folder)
@@ -149,7 +152,7 @@ def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, 
 
 
 def chat(text: str, *, tools: int) -> dict[str, Any]:
-    """Return the members of a body that have a chat with tools, which a model may call, and an earlier call."""
+    """Return the fields of a request body for a chat with tools and an earlier tool call."""
     properties = {word: {"type": "string", "maxLength": 40} for word in WORDS}
     schema = {"type": "object", "properties": properties, "required": list(WORDS[:3])}
     names = [f"find_{number}" for number in range(tools)]
@@ -243,7 +246,10 @@ class Rounds:
         self._found: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
 
     def measure(self, rounds: int, measured: Callable[[str, int], dict[str, float]]) -> None:
-        """Measure both in alternating order, `rounds` times. measured: figures of a name, in a round."""
+        """Measure both checkouts in alternating order, `rounds` times.
+
+        measured: returns the figures of a checkout, given its name and the number of the round.
+        """
         for _ in range(rounds):
             number = len(self._found[THIS])
             for name in sorted(self._found, reverse=number % 2 == 1):

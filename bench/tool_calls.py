@@ -1,4 +1,4 @@
-"""How many calls of a small model parse and fit their schemas under `tool_choice: auto`, beside another checkout.
+"""Compares how many tool calls of a small model are valid under `tool_choice: auto` with another checkout.
 
     python bench/tool_calls.py --against ../other --json tool_calls.json
 
@@ -158,7 +158,7 @@ def conversation(tool: str, question: str) -> list[Message]:
 
 
 def judged(message: Message) -> dict[str, bool]:
-    """Return which of FIGURES hold for the message of an answer."""
+    """Return which of the conditions FIGURES the message of an answer fulfils."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     values = []
     for call in calls:

@@ -1,4 +1,4 @@
-"""What our coordinator and server cost a vLLM engine: `megatron serve --backend vllm` beside vLLM's own OpenAI server.
+"""Measures the overhead of our coordinator and server: `megatron serve --backend vllm` against vLLM's OpenAI server.
 
     build/vllm/bin/python bench/vllm_overhead.py --json vllm_overhead.json
 
@@ -102,7 +102,7 @@ def vllm_command(directory: Path, sizes: Sizes) -> list[str]:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Return options of a command line. Braces are doubled but for {port}, which Server.start() fills in."""
+    """Return command line options as a format string with doubled braces, in which Server.start() replaces {port}."""
     found: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):
@@ -202,7 +202,7 @@ def installed() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What one round measured of a server: its answers, and the CPU seconds of each of its processes."""
+    """Results of one server in one round: its answers, and the CPU seconds of each of its processes."""
 
     answers: Answers
     cpu_seconds: Mapping[str, float]
@@ -221,7 +221,7 @@ Load = int | str
 def measure_rounds(
     servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
 ) -> dict[str, dict[Load, list[Loaded]]]:
-    """Return what was measured by server and load, one entry per round."""
+    """Return the results by server and load, one entry per round."""
     found: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
     of_first = {"requests": first_token_requests, "new_tokens": 8}
     sizes: dict[Load, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""A bounded run of everything that only a GPU can show, in order of value: bench/gpu/README.md.
+"""Runs all tests and benchmarks that need a GPU within a time limit, the most valuable first. See bench/gpu/README.md.
 
     python -m bench.gpu.campaign --out FOLDER
     python -m bench.gpu.campaign --out FOLDER --dry
@@ -61,7 +61,7 @@ def run_step(campaign: Campaign) -> None:
 
 
 def run_in_process(step: str, box: float, campaign: Campaign, arguments: list[str]) -> int | str:
-    """Run a step in a process group of its own, at most `box` seconds. Return its exit status, or "time limit"."""
+    """Run a step in its own process group for at most `box` seconds. Return its exit status, or "time limit"."""
     command = [sys.executable, "-P", "-m", "bench.gpu.campaign", *arguments, "--run", step, "--box", f"{step}={box:g}"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     status: int | str
@@ -97,7 +97,7 @@ def drive(campaign: Campaign, steps: list[str], boxes: dict[str, float], argumen
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the results of all steps in a line each, errors first."""
+    """Return a text with one line per step and its results, steps with errors first."""
 
     def line(row: dict[str, Any]) -> str:
         figures = " ".join(f"{key}={value}" for key, value in row.items() if key not in ("step", "name", "time"))

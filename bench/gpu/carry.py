@@ -3,8 +3,8 @@
     python -m bench.gpu.carry packages
     python -m bench.gpu.carry pack --size 64 --wheels FOLDER build/gpu-carry
 
-A bundle is a part of one compressed archive: the checkout, wheels of the packages that a machine with torch lacks, and
-the model of the server's steps.
+The bundles are parts of one compressed archive. It contains the checkout, wheels of the packages that a machine with
+torch lacks, and the model for the steps with a server.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def closure(*requirements: str) -> set[str]:
 
 
 def carried() -> list[str]:
-    """Return the packages that the runtime needs and the machine need not have."""
+    """Return the packages that the runtime needs and that the machine may lack."""
     return sorted(closure(PROJECT) - closure(*EXPECTED) - {"megatron-inference"})
 
 

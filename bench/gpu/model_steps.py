@@ -185,7 +185,7 @@ def _shape(campaign: Campaign) -> ModelConfig:
 
 
 def _ceilings(campaign: Campaign) -> Ceilings:
-    """Return the device's rates as the step `facts` measured them, or measure them."""
+    """Return the device's rates that the step `facts` measured; measure them if it has not run."""
     path = campaign.folder / CEILINGS
     if path.exists():
         return Ceilings(**json.loads(path.read_text()))
@@ -300,7 +300,7 @@ def _prefill_cell(campaign: Campaign, engine: Engine, weights: int, ceilings: Ce
 
 
 def race(campaign: Campaign) -> None:
-    """Stage weights in another thread during steps, while graphs are captured again, and use them."""
+    """Stage weights in another thread while the engine runs steps and captures graphs again, and then use them."""
     engine = Engine.start(campaign, _shape(campaign), kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE)
     core, executor = engine.core, engine.executor
     errors: list[str] = []

@@ -100,7 +100,7 @@ def page(rows: Sequence[Row], *, commit: str) -> str:
 
 
 def unfinished(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the steps whose last run did not end well, and how it ended."""
+    """Return the steps whose last run failed or was ended, with the way in which it ended."""
     ends: dict[str, str] = {}
     for row in rows:
         match row:

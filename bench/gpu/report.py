@@ -115,13 +115,13 @@ DRY_SIZES = Sizes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """A step of a campaign, or its driver.
+    """Context of one step of a campaign, or of the driver that starts the steps.
 
     folder: folder of the results and logs.
-    step:   its name in the results.
-    dry:    runs on the CPU, with the shapes of small models.
-    model:  reference of the server's model.
-    box:    seconds that the step may take.
+    step:   name of the step in the results.
+    dry:    whether the step runs on the CPU, with the shapes of small models.
+    model:  model reference for the steps with a server.
+    box:    maximum duration of the step in seconds.
     """
 
     folder: Path
@@ -144,7 +144,7 @@ class Campaign:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part of a step. Its error is a result, and the next part runs."""
+        """Run a part of a step. If it raises an exception, record that as a result, and continue with the next part."""
         try:
             yield
         except Exception as error:

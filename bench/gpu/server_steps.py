@@ -50,7 +50,7 @@ _POLL_SECONDS = 0.05
 
 
 class Process(Protocol):
-    """The part of subprocess.Popen that a fleet needs."""
+    """The methods of subprocess.Popen that Fleet uses."""
 
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
@@ -119,7 +119,7 @@ class Fleet:
         return [*options, "--threads", str(sizes.threads), *self.backend]
 
     def ended(self) -> str | None:
-        """Return the name of a process that has ended and should not have."""
+        """Return the name of a process that has ended unexpectedly; None if there is none."""
         return next((name for name, child in self.children.items() if child.poll() is not None), None)
 
     def kill(self, name: str) -> Process:
@@ -134,11 +134,11 @@ class Fleet:
 
 
 class Streams:
-    """Greedy streams over HTTP.
+    """Concurrent greedy streams over HTTP.
 
-    texts:  answers so far.
-    times:  times of all events, in seconds.
-    failed: errors.
+    texts:  received text of each stream.
+    times:  arrival times of the events of all streams, in seconds.
+    failed: errors of streams.
     """
 
     def __init__(self, url: str, count: int, tokens: int) -> None:
@@ -189,7 +189,7 @@ class Streams:
 
     @property
     def longest_gap_ms(self) -> float:
-        """The longest time without an event of any stream."""
+        """Longest time in milliseconds during which no stream received an event."""
         return round(1e3 * max((later - earlier for earlier, later in pairwise(self.times)), default=0.0), 1)
 
     async def reach(self, events: int) -> None:

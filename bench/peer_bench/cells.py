@@ -32,8 +32,8 @@ _LONG_LOAD = 20.0
 class Cell:
     """One measurement: a batch of prompts and the tokens to generate.
 
-    turns:   how often all engines are measured in turn in a round. Short answers, often in turn, meet the same memory.
-    is_less: less is better.
+    turns:   number of turns of all engines in a round. In many short turns, the engines meet the same memory rate.
+    is_less: whether a lower figure is better.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Engine:
         self.figures.setdefault(cell.name, []).append(figure)
 
     def run_guarded(self, what: Callable[[], T]) -> T | None:
-        """Return what `what` returns. If it fails, the engine takes no further part and has the cause as `failure`."""
+        """Return the result of `what`. If it fails, store the cause in `failure`, and skip this engine from now on."""
         begun = time.perf_counter()
         try:
             return what()
@@ -168,10 +168,11 @@ def wait_until_idle() -> None:
 
 
 def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> None:
-    """Measure the load in new processes, one engine after the other in each round, until its end and until the first
-    token after it: a file that is mapped is read by the first request. All files are in the page cache.
+    """Measure the load in new processes, one engine after the other in each round.
 
-    An engine that loads for _LONG_LOAD is measured once.
+    Measured are the time until the load ends and the time until the first token after it, because an engine that maps
+    its file reads it in the first request. All files are in the page cache. An engine whose load takes _LONG_LOAD
+    seconds or more is measured once.
     """
     engines = list(group)
     for number in range(rounds):
@@ -203,8 +204,9 @@ def _start(engine: Engine, cpus: set[int]) -> None:
 
 
 def _drop_cached_weights(engine: Engine) -> None:
-    """Drop the files that the command names from the page cache. An engine that maps its file gets other pages if the
-    file has just been written than after a boot.
+    """Drop the files that the command names from the page cache.
+
+    Otherwise an engine that maps a file would get other pages if the file was just written than after a boot.
     """
     named = [Path(argument) for argument in engine.command[1:] if argument.startswith("/")]
     for file in [*named, *(file for path in named if path.is_dir() for file in path.rglob("*"))]:

@@ -24,7 +24,7 @@ _MIN_TURNS = 3
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Engines or servers on weights of one kind, measured in one run. own: our engine, for servers."""
+    """Engines or servers on weights of one kind, measured in one run. own: for servers, the figures of our engine."""
 
     weights: str
     kind: Literal["engines", "servers"]

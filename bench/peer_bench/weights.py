@@ -98,7 +98,7 @@ def _is_current(written: Path, source: Path) -> bool:
 
 
 def _write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """Write the model of `source` with its matrices as numbers of `kind`."""
+    """Write the model of `source` as a GGUF file whose matrices have the type `kind`."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "llama")
     _copy_fields(reader, writer, without=("general.file_type",))

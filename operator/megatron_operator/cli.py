@@ -389,7 +389,8 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
     """Return the effect of a file. A resource keeps the images of its release, unless the command line names others.
 
-    If the options reject the current resource, its operator runs with other ones, and the pod policy is not previewed.
+    If the options reject the current resource, its operator must run with other options. Then the pod policy is not
+    part of the preview.
     """
     if old is None:
         return preview(None, new.context(fixed))

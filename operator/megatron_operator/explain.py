@@ -90,7 +90,7 @@ def _by_number(name: str) -> tuple[str, int]:
 
 
 def _together(names: Sequence[str]) -> str:
-    """Return one name, or several engines of a role as `engines 0-3, 5`."""
+    """Return a single name unchanged, and several engines of one role in the form `engines 0-3, 5`."""
     if len(names) == 1:
         return names[0]
     numbers = [_by_number(name)[1] for name in names]

@@ -27,7 +27,7 @@ class ResourceFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ResourceFile:
-    """One resource read from a file. namespace, uid: empty if it has none, as a file that is to be applied."""
+    """One resource read from a file. namespace, uid: empty if the file has none, as before the first apply."""
 
     name: str
     namespace: str

@@ -17,8 +17,9 @@ EXPIRED_DURATIONS = 2
 class OperatorLease:
     """The Lease of one operator.
 
-    holder: the leader's identity; empty if it was released. renewed: time of the last renewal or of the release.
-    namespaces: that it serves; empty means all.
+    holder:     identity of the leader; empty if the Lease was released.
+    renewed:    time of the last renewal, or of the release.
+    namespaces: namespaces that the operator serves; empty: all.
     """
 
     name: str

@@ -54,7 +54,7 @@ async def verify(
 
 
 def _session() -> aiohttp.ClientSession:
-    """Return the session of the requests to operator and server. One carries the API key: it follows no redirect."""
+    """Return the session for requests to operator and server. Some have the API key, so it follows no redirect."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     return aiohttp.ClientSession(timeout=timeout, trust_env=True, trace_configs=[rejects_redirects()])
 

@@ -53,7 +53,7 @@ class BadValue:
         return ".".join(("spec", *self.path))
 
     def spec(self) -> dict[str, Any]:
-        """Return a spec that is invalid in this one field."""
+        """Return a spec in which only this field is invalid."""
         spec = copy.deepcopy(GOOD)
         if self.path[:2] == ("model", "source") and len(self.path) > 2:
             spec["model"]["source"] = {}

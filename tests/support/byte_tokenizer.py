@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are bytes, in place of `Tokenizer` of a model: token 0 to 255 is a byte of UTF-8."""
+"""A replacement of a model's `Tokenizer` whose tokens 0 to 255 are the bytes of UTF-8."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class ControlLink:
 
     @property
     def coordinator_incarnation(self) -> int:
-        """A new number after each restart of the coordinator; 0 before the first answer."""
+        """A number that is different after each restart of the coordinator; 0 before its first answer."""
         return self._link.coordinator_incarnation
 
     async def start(self, *, connect_timeout_seconds: float = LONG_SECONDS) -> None:

@@ -101,7 +101,7 @@ def _check_tenants(tenants: Tenants, entries: list[Entry]) -> None:
 
 
 def _check_levels(levels: Levels, tenants: Collection[Tenant]) -> None:
-    """`tenants` are those that belong here."""
+    """Assert that a table contains exactly `tenants`, in the order of their load."""
     found = [(load, tenant) for load, level in levels._levels.items() for tenant in level]
     assert all(load == tenant.load for load, tenant in found), "a tenant is at another load than its own"
     assert {tenant for _, tenant in found} == set(tenants), "a tenant is missing or has no request here"

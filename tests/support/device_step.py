@@ -1,4 +1,4 @@
-"""A forward pass whose tokens are drawn as on a GPU, on the CPU."""
+"""A forward pass on the CPU that draws its tokens like the executor for GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron_runtime.sampling.batch import SamplingBatch
 
 
 def on_device(step: ForwardStep, batch: SamplingBatch, kernel: Sample, *, reports_raw: bool) -> DeviceForwardStep:
-    """Return `step`, all of whose rows are sampled in the order of the plan, as the output of a GPU."""
+    """Return `step` in the form that the executor for GPUs returns: all rows are sampled, in the order of the plan."""
     count = len(step.sampled_rows)
     plan = StepPlan(
         token_ids=np.zeros(count, np.int32),

@@ -2,9 +2,9 @@
 
 As a program it takes the options of `megatron engine` and its own, which inject faults.
 
-An adapter changes the answers. Of its source only a path is checked, a repository is not fetched.
+An adapter changes the answers. If its source is a path, the engine checks that it exists; it fetches no repository.
 
-With a task it is a pooling model: it answers echo_pooled() after one step and generates nothing.
+With a task, the engine has a pooling model: it answers echo_pooled() after one step and generates no tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_CACHE_BYTES = 16 << 20
 
 
 def echo_prompt(prompt: list[int], media: Media) -> list[int]:
-    """Return the prompt to which an echo engine answers: the tokens of each item become a number of its file."""
+    """Return the prompt that an echo engine answers: a hash of each media item replaces the item's tokens."""
     prompt = list(prompt)
     for item in media.items:
         assert item.digest == media_digest(item.kind, item.data), "a file and its digest differ"
@@ -56,8 +56,9 @@ ECHO_LABELS = ("short", "long")
 
 
 def echo_pooled(pooling: dict[str, Any], content: str | Sequence[int]) -> np.ndarray:
-    """Return what a pooling model answers: a vector of 8 numbers, one for each byte or token, classes, or the score of
-    a pair.
+    """Return the answer of an echo engine with a pooling model.
+
+    Depending on the task, it is a vector of 8 numbers, such a vector per byte or token, classes, or a score of a pair.
     """
     values = list(content.encode() if isinstance(content, str) else content)
     if pooling["task"] == "classify" and "pair" not in pooling:
@@ -76,10 +77,10 @@ def echo_pooled(pooling: dict[str, Any], content: str | Sequence[int]) -> np.nda
 class EchoBackend(NativeBackend):
     """Implements EngineBackend.
 
-    ranks:    None: one that acknowledges every verb.
-    lacks:    capabilities that it does not declare.
-    takes_media: whether it takes images, audio and video. It answers as if the digest of each were in the prompt.
-    task:     of a pooling model; None: it generates.
+    ranks:    the ranks that acknowledge verbs; None: one rank that acknowledges every verb.
+    lacks:    capabilities that the backend does not declare.
+    takes_media: whether it accepts images, audio and video. It answers as if the prompt contained their digests.
+    task:     task of a pooling model; None: the backend generates tokens.
     executor: options of EchoExecutor.
     """
 
@@ -127,7 +128,7 @@ class EchoBackend(NativeBackend):
         self._pooling[request.request_id] = answer
 
     def _pool(self, request: EngineRequest) -> None:
-        """Answer, unless the engine is paused: then later."""
+        """Answer the request now or, if the engine is paused, after it continues."""
         if not self._running:
             self.submit(request)
             return

@@ -1,4 +1,4 @@
-"""Wait for a condition that another process makes true."""
+"""Waits for a condition that another process makes true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The functions of a CUDA device on the CPU. A recording fails as on a device if another thread uses the device."""
+"""The functions of a CUDA device, on the CPU. As on a device, a capture fails if another thread uses the device."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class FakeCuda(HostFunctions):
 
 
 def _overwrite(output: Any, new: Any) -> None:
-    """Write a new output to the tensors of another one of the same shapes, as a replay does."""
+    """Copy a new output into the tensors of an earlier output with the same shapes, as a replay of a graph does."""
     assert is_dataclass(output)
     for field in fields(output):
         target, source = getattr(output, field.name), getattr(new, field.name)

@@ -1,4 +1,4 @@
-"""A fake of the Hugging Face hub on loopback: what huggingface_hub asks for a download, with fault injection.
+"""A fake of the Hugging Face hub on loopback that serves downloads of huggingface_hub, with fault injection.
 
 It does not offer Xet, so the library transfers files over plain HTTP.
 """
@@ -25,8 +25,10 @@ LARGE = (".safetensors", ".gguf", ".distcp", ".bin")
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, home: Path) -> None:
-    """Let this process and its children use the hub at `url` and the caches in `home`, as if they were started with
-    these variables: huggingface_hub reads them when it is imported."""
+    """Make this process and its children use the hub at `url` and the caches in `home`.
+
+    huggingface_hub reads the environment variables when it is imported, so its constants are set as well.
+    """
     from huggingface_hub import constants
 
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE"):
@@ -118,13 +120,13 @@ class FakeHub:
         return found
 
     def digest(self, path: str) -> str:
-        """Return the name of a content in the cache, which is its ETag."""
+        """Return the ETag of a content, under which huggingface_hub stores it in its cache."""
         data = self.files[path]
         return hashlib.sha256(data).hexdigest() if path.endswith(LARGE) else blob_id(data)
 
 
 def blob_id(data: bytes) -> str:
-    """Return git's name of a content."""
+    """Return the SHA-1 that git gives to a file with this content."""
     return hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
 
 

@@ -130,7 +130,10 @@ class Fleet:
         return self.engines[name]
 
     async def serve(self, engines: int, *arguments: str) -> tuple[Process, ControlLink]:
-        """Start a coordinator and engines. Return it and a link to it when they serve. arguments: of the engines."""
+        """Start a coordinator and engines. When they serve, return the coordinator and a control link to it.
+
+        arguments: command line arguments of the engines.
+        """
         coordinator = await self.coordinator()
         for number in range(engines):
             await self.engine(f"engine-{number}", *arguments)
@@ -319,8 +322,11 @@ class Load:
         await asyncio.wait_for(event.wait(), seconds)
 
     async def at_rest(self) -> int:
-        """Return the number of tokens that have arrived, when no more are on their way. Engines must be paused: the
-        coordinator has their last tokens, and sends them before its answer on the same connection."""
+        """Wait until all generated tokens have arrived, and return their number.
+
+        The engines must be paused, so the coordinator has received their last tokens. It sends them before its answer
+        to a request for its status, on the same connection.
+        """
         await asyncio.gather(*(client.status(timeout_seconds=LONG_SECONDS) for client in self._clients))
         tokens = -1
         while tokens != self.tokens:
@@ -340,7 +346,10 @@ class Load:
     async def check(
         self, *, answer: Callable[[list[int], int], list[int]] = echo_answer, seconds: float = LONG_SECONDS
     ) -> None:
-        """Wait until every stream is complete, and check it. answer: returns the tokens of a prompt and a length."""
+        """Wait until every stream is complete, and check its tokens.
+
+        answer: returns the expected tokens for a prompt and a number of tokens.
+        """
         await self.finish(seconds=seconds)
         for record in self.records:
             record.check(answer(record.prompt, record.length))

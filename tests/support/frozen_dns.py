@@ -1,4 +1,4 @@
-"""A DNS in which every name below `test.` is this machine, and which stops answering while a file exists.
+"""A fake DNS: every name below `test.` resolves to this machine. It does not answer while a file exists.
 
 As a program: `frozen_dns.py SCRIPT|-m MODULE …` runs a program with it. The variable TEST_DNS_FROZEN names the file.
 """
@@ -40,7 +40,7 @@ def getaddrinfo(host: Any, port: Any, *rest: Any, **options: Any) -> Any:
 
 
 class Loop(uvloop.Loop):
-    """A loop of uvloop, which otherwise calls the resolver of libc."""
+    """An event loop of uvloop that uses getaddrinfo() of this module instead of the resolver of libc."""
 
     async def getaddrinfo(self, host: Any, port: Any, **options: Any) -> Any:
         return await self.run_in_executor(None, partial(getaddrinfo, host, port, **options))
@@ -48,7 +48,7 @@ class Loop(uvloop.Loop):
 
 @contextlib.contextmanager
 def frozen() -> Iterator[None]:
-    """Stop answering this process and all that have its environment."""
+    """Make the DNS stop answering this process, and all processes with the same environment, inside the context."""
     file = Path(os.environ[VARIABLE])
     file.touch()
     try:

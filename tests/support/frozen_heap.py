@@ -1,4 +1,4 @@
-"""The last module that a fork server imports: no collection of a forked process visits what the imports have made."""
+"""The last module that a fork server imports. It excludes all imported objects from garbage collection."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""GPTModels of megatron.core on the CPU, with random weights that do not depend on how ranks divide them.
+"""GPTModels of megatron.core on the CPU. Their random weights are the same for every division over ranks.
 
 Megatron-Core needs three patches to run on the CPU without Transformer Engine; each names what it replaces.
 """
@@ -66,9 +66,9 @@ def patch_for_cpu() -> None:
 def make_gpt(
     case: str, *, sizes: ParallelSizes | None = None, seed: int = 0, vocab_size: int = VOCAB, **more: Any
 ) -> GPTModel:
-    """Return this rank's part of a model in float32. Its values are those of the whole model of the same seed.
+    """Return this rank's part of a model in float32, with the same values as in the whole model of this seed.
 
-    more: fields of TransformerConfig.
+    more: further fields of TransformerConfig.
     """
     sizes = sizes or ParallelSizes()
     traits = {**CASES[case], **more}
@@ -121,7 +121,7 @@ def make_gpt(
 
 
 def make_hybrid(config: TransformerConfig, pattern: str, *, vocab_size: int = VOCAB) -> HybridModel:
-    """Return a HybridModel without the parts of Transformer Engine. pattern: of Megatron-Core's symbols of layers."""
+    """Return a HybridModel without Transformer Engine. pattern: the layers, in Megatron-Core's symbols."""
     layer = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
     names = {"sharded_state_dict_keys_map": layer.sharded_state_dict_keys_map}
     attention = TransformerLayerSubmodules(
@@ -150,7 +150,7 @@ def make_hybrid(config: TransformerConfig, pattern: str, *, vocab_size: int = VO
 
 @torch.no_grad()
 def fill(model: GPTModel, seed: int) -> None:
-    """Give each tensor the values that its name and the seed determine, on this rank its part of them."""
+    """Fill each tensor with values that depend on its name and the seed; a rank gets its part of the values."""
     for tensor in _sharded_tensors(model.sharded_state_dict()):
         digest = hashlib.sha256(f"{seed} {tensor.key}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:4], "big"))

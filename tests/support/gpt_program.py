@@ -53,11 +53,12 @@ class Job:
 
 @dataclass
 class Result:
-    """The answers with the weights of seed 0 and then of seed 1.
+    """Results of a job with the weights of seed 0, and then with the weights of seed 1.
 
-    answers: with the log-probabilities of the whole vocabulary.
-    logits, expected: [T, V], of the engine and of Megatron, for each prompt with its answer; of one rank only.
-    routing: the experts of each of these tokens that Megatron records; of one rank only.
+    answers: the answers, with the log-probabilities of the whole vocabulary.
+    logits, expected: logits [T, V] of our engine and of Megatron, for each prompt with its answer. Set for engines of
+        one rank only.
+    routing: the experts that Megatron records for each of these tokens. Set for engines of one rank only.
     """
 
     answers: list[dict[int, dict[str, list[Any]]]]
@@ -78,9 +79,9 @@ def run_ranks(job: Job) -> Result:
 
 
 def in_processes(world: int, work: Callable[..., None], *arguments: Any) -> Any:
-    """Call work(rank, port, send, *arguments) in `world` processes, and return what the first send() sends.
+    """Call work(rank, port, send, *arguments) in `world` processes, and return the value of the first send() call.
 
-    port: a free one for the rendezvous. All processes must end without an error.
+    port: a free port for the rendezvous. All processes must end without an error.
     """
     assert not dist.is_initialized(), "a process group does not survive a fork"
     fork = multiprocessing.get_context("fork")
@@ -186,7 +187,7 @@ def _one_rank(model: GPTModel) -> Result:
 
 
 def _several_ranks(job: Job, rank: int, port: int, send: Send) -> None:
-    """Run one rank of an engine, which initialises torch.distributed; Megatron's groups are then of the same ranks."""
+    """Run one rank of an engine, which initialises torch.distributed. Megatron's groups then use the same ranks."""
     sizes, models = job.sizes, []
     identity = RankIdentity(
         rank=rank, world=sizes.world, local_rank=rank, local_world=sizes.world, address="127.0.0.1", port=port

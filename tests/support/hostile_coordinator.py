@@ -1,4 +1,4 @@
-"""A hostile coordinator from a tenant's image: it answers garbage, floods, or values that no real one can have."""
+"""A hostile coordinator, as an image of a tenant may contain: it sends garbage, floods or invalid values."""
 
 from __future__ import annotations
 

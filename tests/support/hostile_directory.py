@@ -1,4 +1,4 @@
-"""A directory, such as that of a downloaded model, with modules that leave a mark when a process imports them."""
+"""A directory, such as a downloaded model's, with Python modules that record when a process imports them."""
 
 from __future__ import annotations
 

@@ -33,9 +33,9 @@ from megatron_runtime.protocol.messages import (
 
 
 class HostileFrames:
-    """An endless source of frames, by `rng`.
+    """An endless source of random frames, drawn by `rng`.
 
-    It omits messages that the sender is authorised to send: registration or departure under another name, and SHUTDOWN
+    It omits messages that the sender may legitimately send: registration or departure under another name, and SHUTDOWN
     of the Megatron protocol.
     """
 
@@ -128,7 +128,7 @@ def _map(size: int) -> bytes:
 
 
 def _nested(size: int) -> bytes:
-    """Lists of a thousand, in a list of a thousand, in a list."""
+    """Return a list with one list of a thousand lists, each with a thousand elements."""
     inner = b"\xdc\x03\xe8" + bytes(1000)
     middle = b"\xdc\x03\xe8" + inner * 1000
     count = max(1, size // len(middle))

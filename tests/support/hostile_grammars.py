@@ -43,13 +43,13 @@ def nested_arrays(depth: int) -> Structure:
 
 
 def multiples(count: int, *, of: int = 9973) -> Structure:
-    """Needs `of` states per property: seconds to minutes for some hundreds of properties."""
+    """Return a schema that needs `of` states per property. Some hundreds of properties take seconds to minutes."""
     properties = {f"p{number}": {"type": "integer", "multipleOf": of - 2 * number} for number in range(count)}
     return {"type": "json_schema", "value": {"type": "object", "properties": properties}}
 
 
 def ambiguous(count: int) -> Structure:
-    """Compiles fast; the mask after the first token takes up to seconds."""
+    """Return a grammar that compiles fast, but whose mask after the first token takes up to seconds to compute."""
     sequences = " | ".join(" ".join(["s"] * length) for length in range(2, count + 2))
     return {"type": "grammar", "value": f'start: ("x" s "\\n")+\ns: {sequences} | /(.|\\n)/'}
 
@@ -59,12 +59,12 @@ def lark(text: str) -> Structure:
 
 
 def schema_in_lark(structure: Structure) -> Structure:
-    """The same JSON schema, written as a part of a grammar."""
+    """Return the same JSON schema as a part of a Lark grammar."""
     return lark(f"start: %json {json.dumps(structure['value'])}")
 
 
 def chained_properties(count: int) -> Structure:
-    """References to places other than definitions."""
+    """Return a schema with chained references to properties instead of definitions."""
     properties: dict[str, Any] = {
         f"p{n}": {"$ref": f"#/properties/p%{ord(str(n + 1)[0]):x}{str(n + 1)[1:]}"} for n in range(count)
     }
@@ -72,7 +72,7 @@ def chained_properties(count: int) -> Structure:
 
 
 def chained_names(count: int, keyword: str) -> Structure:
-    """References to schemas by a name of their own. keyword: $anchor or $id."""
+    """Return a schema with chained references to named schemas. keyword: "$anchor" or "$id"."""
     mark = "#" if keyword == "$anchor" else ""
     definitions = {f"d{number}": {keyword: f"x{number}", "$ref": f"{mark}x{(number + 1)}"} for number in range(count)}
     definitions[f"d{count}"] = {keyword: f"x{count}", "type": "integer"}
@@ -80,7 +80,7 @@ def chained_names(count: int, keyword: str) -> Structure:
 
 
 def nested_chains(count: int, levels: int) -> Structure:
-    """A chain of `count` rules, whose last is a grammar with such a chain, `levels` times."""
+    """Return `levels` nested grammars. Each is a chain of `count` rules, whose last rule is the next grammar."""
     text = 'start: "x"'
     for _ in range(levels):
         rules = [f"r{number}: r{number + 1}" for number in range(count)]

@@ -136,7 +136,7 @@ class FakeCoordinator:
                 engine.draining = engine.draining or signal.engine in (None, name)
 
     def finish(self) -> None:
-        """All ranks confirm the open operation."""
+        """Confirm the operation in progress on all ranks."""
         if self.open is None:
             return
         bad = [each for each in self.open.adapters or () if each.source in self.bad_sources]
@@ -222,7 +222,7 @@ class FakeCoordinator:
 
 
 def as_stored(value: Any) -> Any:
-    """Return a copy, as the API server would return it."""
+    """Return a copy of an object in the form in which the API server would return it."""
     return json.loads(json.dumps(value))
 
 
@@ -489,7 +489,7 @@ class Cluster:
                 self._bring_keys(self.coordinator)
 
     def _bring_keys(self, coordinator: FakeCoordinator) -> None:
-        """Update mounted Secrets. Peers reload their key pairs at once, the coordinator its own at its start only."""
+        """Update mounted Secrets. Engines and servers reload their keys at once, the coordinator only at its start."""
         secret = self.objects.get(self.secret)
         if secret is None:
             return
@@ -528,8 +528,11 @@ class Cluster:
                 self.pods[name] = self._pod(name, made["template"], made["index"])
 
     def _roll_out_servers(self, deployment: dict[str, Any]) -> None:
-        """Replace servers one after another: a new one becomes ready in the tick after its creation, unless
-        `broken_servers`, and then an old one is deleted."""
+        """Replace servers one after another.
+
+        A new server becomes ready in the tick after its creation, unless `broken_servers` is set. Then an old server is
+        deleted.
+        """
         name, template = deployment["metadata"]["name"], deployment["spec"]["template"]
         count = deployment["spec"].get("replicas", 1)
         pods = {key: pod for key, pod in self.pods.items() if key.startswith(f"{name}-")}

@@ -1,7 +1,7 @@
 """The speed of this machine, measured once before the tests, so that timeouts scale with it.
 
-A timeout in a test is the time that an idle two-core machine may take. `scaled()` multiplies it by the factor by which
-this machine is slower, at least by 1: a shorter timeout finds nothing sooner. MEGATRON_TIME_SCALE sets the factor.
+A timeout in a test is written for an idle machine with two cores. `scaled()` multiplies it by the factor by which this
+machine is slower, but never shortens it. MEGATRON_TIME_SCALE sets the factor.
 """
 
 from __future__ import annotations

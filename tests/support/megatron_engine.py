@@ -1,7 +1,7 @@
 """The engine of Megatron-Core in a process on the CPU: its own queues, coordinator loop, records and states.
 
-Replaced is what needs a GPU: events, memory statistics, the context's tensors, and the model, whose next token is the
-last one plus one. The socket and the messages are Megatron's own.
+Only the parts that need a GPU are replaced: events, memory statistics, the context's tensors, and the model. The next
+token is always the last token plus 1. Socket and messages are Megatron's own.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def be_engine(coordinator: str, rendezvous: int, report: Connection) -> None:
 
 
 class Engine(dynamic_engine.DynamicInferenceEngine):  # type: ignore[misc]
-    """Reports each pause and each epoch as it begins: a poll of the state would miss short ones."""
+    """Reports the beginning of each pause and each epoch. Polling the state would miss short ones."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         is_new = getattr(self, name, None) != value

@@ -1,5 +1,4 @@
-"""Object stores on loopback: moto's S3 server, fake-gcs-server, Azurite, and a proxy before any of them that breaks
-connections."""
+"""Object stores on loopback: moto's S3 server, fake-gcs-server and Azurite, and a proxy that injects faults."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _PIECE_BYTES = 64 << 10
 
 @dataclass
 class FaultyProxy:
-    """Forwards GET, HEAD and PUT requests to a server.
+    """A proxy that forwards GET, HEAD and PUT requests to a server, and injects faults.
 
     upstream:  URL of the server.
     cut_after: bytes of the body after which the connection of an object breaks, one entry per GET with a range.

@@ -1,7 +1,7 @@
 """An imitation of OpenShift's admission of pods: the constraint restricted-v2, as a webhook.
 
-Like the real plugin, it rejects fixed IDs outside of the namespace's range, and assigns those of the range to pods that
-have none. It does not assign SELinux labels, which the nodes here do not have.
+Like the real plugin, it rejects fixed IDs outside of the namespace's range, and assigns IDs of the range to pods that
+have none. It does not assign SELinux labels, because the test nodes do not have SELinux.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ import psutil
 def own_children(*, recursive: bool = False) -> set[int]:
     """Return the process ids of the children.
 
-    The fork server and the resource tracker of multiprocessing, and what the fork server forks, are left out: all tests
-    of this process share them.
+    All tests of a process share the fork server of multiprocessing, the processes that it forks, and the resource
+    tracker. These are left out.
     """
     found = set()
     for child in psutil.Process().children(recursive=recursive):

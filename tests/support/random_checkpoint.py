@@ -142,10 +142,10 @@ OVERFLOW = 7
 
 
 def write_overflowing_model(directory: Path) -> Path:
-    """Write a mixture of experts of which one has huge, finite weights; OVERFLOW is the only token that chooses it.
+    """Write a mixture of experts in which one expert has huge, finite weights. Only the token OVERFLOW selects it.
 
-    Two features of the hidden state are written by no layer: the first is 0 except for OVERFLOW, the second is 1. The
-    sizes consist of whole blocks of integer weights, of panels of the kernels and of a page's keys.
+    No layer writes two features of the hidden state: the first is 0 except for OVERFLOW, the second is 1. All sizes are
+    multiples of the blocks of integer weights, of the panels of the kernels, and of the keys of a page.
     """
     moe = replace(_EXPERTS, intermediate_size=64)
     config = replace(

@@ -61,16 +61,16 @@ class ScriptedEngine:
 
     mute:    control messages that it does not answer.
     failing: control messages that it answers with an error.
-    must_load: it loads weights in a second step of UPDATE_WEIGHTS. fails_to_load, mute_load: that step goes
-        wrong, or has no answer.
-    adapters: the list that it has; None: its release has no adapters.
-    adapter_errors: why adapters of the list are not loaded.
-    backend, lacks: its backend and the features that it lacks; None: its release announces neither.
-    parameters: the sampling parameters that it knows; None: its release announces none.
-    task: of its pooling model; None: it generates.
+    must_load: whether it loads weights in a second step of UPDATE_WEIGHTS.
+    fails_to_load, mute_load: whether this second step fails, or is not answered.
+    adapters: the adapters that it has loaded; None: it behaves like a release without adapters.
+    adapter_errors: why it has not loaded other adapters of the list.
+    backend, lacks: its backend and the features that it lacks; None: it behaves like a release that announces neither.
+    parameters: the sampling parameters that it knows; None: it behaves like a release that announces none.
+    task: task of its pooling model; None: it generates tokens.
     copies: addresses at which it offers the weights of a trainer.
     reply_fields: further fields of its replies.
-    log_prob: of every token; None: its replies have none.
+    log_prob: log-probability of every token; None: its replies have none.
     """
 
     address: str

@@ -60,7 +60,7 @@ def collect() -> Callable[[Any], Any]:
 
 @pytest.fixture
 def elsewhere() -> Iterator[asyncio.AbstractEventLoop]:
-    """Another thread with an event loop."""
+    """An event loop that runs in another thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""An engine with a small random model, on any device, and its answers."""
+"""An engine with a small random model on any device, and functions that collect its answers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A trainer in a process of its own: `python trainer_program.py COORDINATOR KEYS_DIR MODEL_DIRECTORY PORT`.
 
-Reads one JSON object a line: {"epoch": E}. It makes the weights of that epoch, publishes them, and writes
+Reads one JSON object per line: {"epoch": E}. It computes the weights of this epoch, publishes them, and writes
 {"source": …}, or {"error": …, "is_committed": …}.
 """
 

@@ -1,4 +1,4 @@
-"""Small vocabularies of each kind, as tokenizer.json has them: words, and byte tokens for other characters."""
+"""Small vocabularies of each kind, in the format of tokenizer.json: words, and byte tokens for other characters."""
 
 from __future__ import annotations
 

@@ -106,11 +106,11 @@ class WarmProgram:
 class WarmProcess:
     """`python -m module …`, or a script by its path: the part of `subprocess.Popen` that tests need.
 
-    environment: its whole environment.
-    log:         file to which its standard output and error are appended; None inherits those of the tests.
-    output:      descriptor in place of such a file.
-    passed:      descriptor that the process gets, whose number is its last argument; it leads a session then.
-    modules:     imported modules, if this is the first forked process.
+    environment: all environment variables of the process.
+    log:         file to which its standard output and error are appended; None: it shares the tests' descriptors.
+    output:      descriptor for standard output and error, instead of `log`.
+    passed:      descriptor that the process inherits. Its number is the last argument, and the process leads a session.
+    modules:     modules that the fork server imports, if this is its first process.
     """
 
     def __init__(

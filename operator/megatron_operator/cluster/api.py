@@ -181,8 +181,9 @@ class KubeApi:
     async def delete(
         self, kind: ObjectKind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> None:
-        """Delete the object with this UID in the background. grace_seconds: of a pod, if not its own; with 0 the API
-        server does not wait for its kubelet.
+        """Delete the object with this UID in the background.
+
+        grace_seconds: grace period of a pod instead of its own; with 0 the API server does not wait for its kubelet.
 
         Raises:
             KubeApiError: 404 if it does not exist, 409 if another object has the name now.

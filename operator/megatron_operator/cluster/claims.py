@@ -1,8 +1,9 @@
-"""Which operator manages a resource: its status names the Lease of its manager.
+"""Decides which operator manages a resource. The status of a resource names the Lease of its manager.
 
-An operator leaves a resource alone while another operator renews the Lease that the resource names, or may renew it. It
-takes the resource over when it has observed, on its own monotonic clock, that the Lease is not renewed. Two operators
-that meet an unclaimed resource write its status on the same version of it: one of them fails, and then sees the other.
+An operator does not change a resource while another operator renews the Lease that the resource names, or may still
+renew it. It takes over the resource after it has observed, by its own monotonic clock, that the Lease is not renewed.
+If two operators claim a new resource at the same time, both write its status on the same resource version. One write
+fails, and that operator then reads the claim of the other one.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class _Lease:
 
 
 class Claims:
-    """The Leases of the managers of resources.
+    """What this operator knows about the Leases that resources name as their managers.
 
     own: namespace and name of this operator's Lease, as in `status.manager`.
     """
@@ -54,8 +55,9 @@ class Claims:
         self._reading = asyncio.Lock()
 
     async def other(self, manager: str) -> str:
-        """Return who manages a resource whose status names this Lease, if that is another operator or may be; empty if
-        this operator may manage it.
+        """Return the other operator that manages, or may manage, a resource whose status names this Lease.
+
+        Return an empty string if this operator may manage the resource.
 
         Raises:
             KubeApiError: the Lease cannot be read now.
@@ -76,7 +78,7 @@ class Claims:
         return f"it is managed by {lease.holder or 'an operator'} with Lease {manager}"
 
     async def _read(self, manager: str) -> _Lease | None:
-        """Return what is known of a Lease; None if there is none."""
+        """Read a Lease, and return what was observed of it so far; None if it does not exist."""
         now, known = self._clock(), self._leases.get(manager)
         if known is not None and now - known.read < READ_SECONDS:
             return known

@@ -1,7 +1,7 @@
-"""The operator's children and pods as the API server shows them: one watch and one store for each kind and namespace.
+"""Watches the operator's children and pods: one watch and one store for each kind and namespace.
 
-Stores keep what decisions read, and nothing of the objects. A kind that cannot be listed or watched fails alone: it is
-tried again, and `watches.denied` names it until it works.
+Stores keep projections with the fields that decisions read, not whole objects. If a kind cannot be listed or watched,
+the other kinds are not affected. It is tried again, and `watches.denied` names it until it works.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class _ByResource(Mapping[Key, list[Any]]):
 
 
 class Informers:
-    """Watches of all kinds of children and of the pods, from run() on.
+    """Runs the watches of pods and of all kinds of children. run() starts them.
 
-    namespaces: empty means all.
-    wake:       called with a resource of which an object has changed; with None when a kind has become watchable, or is
-                not any more.
+    namespaces: namespaces to watch; empty: all.
+    wake:       called with a resource when one of its objects has changed, and with None when a kind can be watched
+                now, or can no longer be watched.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Informers:
                 group.create_task(self._follow(POD, namespace, POD_SELECTOR, self._pods, _project_pod))
 
     async def listed(self) -> None:
-        """Wait until every kind has been listed, or is known not to be watchable."""
+        """Wait until every kind has been listed, or the API server has denied the list."""
         await asyncio.gather(*(event.wait() for event in self._settled.values()))
 
     def denied(self, namespace: str) -> dict[str, str]:

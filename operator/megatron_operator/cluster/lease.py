@@ -166,8 +166,10 @@ class Elector:
             raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
 
     async def _holds_former(self) -> bool:
-        """Hold the former Lease, if it exists. Return whether this process may lead: it holds that Lease, or an
-        operator of another release does that has a Lease of its own, too."""
+        """Acquire or renew the Lease that earlier releases used, if it exists.
+
+        Return whether this process may lead: it holds that Lease, or the holder has a Lease of its own, too.
+        """
         former = self._former
         if former is None:
             return True

@@ -36,8 +36,11 @@ class SeenChild:
         return self.view.uid
 
     def may_be_of(self, owner_uid: str) -> bool:
-        """Return whether a resource owns the child, or may adopt it. Keys are adopted only if this operator made them
-        (see `Observer`): who else made them could pose as a coordinator."""
+        """Return whether a resource owns the child, or may adopt it.
+
+        A Secret with keys is adopted only if this operator created it (see `Observer`). Any other author of the keys
+        could pose as the coordinator.
+        """
         return self.owner_uid == owner_uid or (self.view.orphan and self.ref.kind != SECRET.kind)
 
 

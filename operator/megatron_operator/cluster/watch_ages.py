@@ -1,8 +1,8 @@
 """Whether each watch works: when the API server last accepted it, and why it rejects it.
 
-The server ends every watch after `watch_seconds`, and its client renews it from the last seen version. So a watch that
-is not renewed in time is dead, whatever the reason: a proxy dropped its connection, or the client stopped watching. One
-that the server rejects is denied: a permission, the namespace or the kind is missing.
+The server ends every watch after `watch_seconds`, and its client starts the next one at the last seen version. A watch
+that is not renewed in time is dead, for example because a proxy dropped its connection or the client stopped watching.
+A watch that the server rejects is denied: a permission, the namespace or the kind is missing.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class WatchAges:
     def trace(self) -> aiohttp.TraceConfig:
         """Return a trace configuration that reports the requests of kopf's session to this object.
 
-        kopf ends if it may not list the resources of one namespace. So that rejection becomes a broken connection,
-        after which kopf tries again for ever.
+        kopf exits if it may not list the resources of one namespace. This object therefore turns the rejection into a
+        broken connection, after which kopf tries again without end.
         """
         config = aiohttp.TraceConfig()
         config.on_request_start.append(self._asked)
@@ -107,7 +107,7 @@ class DeniedError(aiohttp.ClientConnectionError):
 
 
 def watched(path: str) -> Watched:
-    """Return what the path of a collection watches."""
+    """Return the kind and the namespace that a watch of this collection path covers."""
     *_, scope, namespace, plural = ["", *path.split("/")]
     return (plural, namespace) if scope == "namespaces" else (plural, "")
 

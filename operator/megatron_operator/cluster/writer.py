@@ -90,7 +90,7 @@ class Writer:
         return await self._apply(kind, _onto(manifest, known), force=True)
 
     async def _hand_over_replicas(self, kind: ObjectKind, manifest: Manifest, known: SeenChild) -> None:
-        """Let another manager own the present number of replicas. Without an owner it would become the default, 1."""
+        """Make another field manager own the current number of replicas. Without an owner, it would be reset to 1."""
         metadata = {name: manifest["metadata"][name] for name in ("name", "namespace")}
         metadata["resourceVersion"] = str(known.version)
         body = {

@@ -106,7 +106,7 @@ class ObserverSettings:
 
 
 class Cached(Generic[K, T]):
-    """The last values read for one topic, by key. empty: the value of a key that was not read yet."""
+    """Caches values that are read from the API server, by key. empty: the value of a key before its first read."""
 
     def __init__(self, empty: T) -> None:
         self._empty = empty
@@ -123,25 +123,28 @@ class Cached(Generic[K, T]):
         self._read[key] = (time.monotonic(), value)
 
     def keep(self, keys: Collection[K], *, wait: bool = False) -> None:
-        """Forget all other keys. wait: the age of new keys begins now, with the empty value."""
+        """Forget all keys that are not in `keys`.
+
+        wait: give new keys the empty value now, so that read() reads them only when this value is too old.
+        """
         self._read = {key: entry for key, entry in self._read.items() if key in keys}
         for key in keys if wait else ():
             if key not in self._read:
                 self.put(key, self._empty)
 
     async def read(self, key: K, read: Callable[[], Awaitable[T]], *, seconds: float) -> T:
-        """Return the value, which is read if it is older."""
+        """Return the cached value. Read it first if it is older than `seconds`."""
         if self.age(key) >= seconds:
             self.put(key, await read())
         return self.get(key)
 
 
 class Registrations:
-    """For how long engines with pods have not been registered at their coordinator.
+    """Measures for how long engines with pods have not been registered at their coordinator.
 
-    The time begins when the coordinator knows its engines. If it has taken over from one whose pod was not deleted, and
-    is still reported as ready, the node of that pod may be lost, and with it engines: those that have not registered at
-    the end of the recovery count as missing for ever. Live engines register during the recovery.
+    The time begins when the coordinator has recovered. A coordinator may have replaced one whose pod was not deleted
+    and is still reported as ready. The node of that pod, and engines on it, may then be lost. Live engines register
+    during the recovery, so engines that have not registered at its end count as missing for an infinite time.
     """
 
     def __init__(self) -> None:
@@ -342,8 +345,10 @@ class Observer:
         return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
-        """Return the progress of the pod that downloads the model. It is read every few seconds, from the pod itself:
-        a pod has no permission to write it anywhere."""
+        """Return the progress of the pod that downloads the model.
+
+        It is read from the pod every few seconds, because pods have no permission to write to the API server.
+        """
         pods = sorted(
             (pod for pod in self._cache.pods() if pod.fetching_at and not pod.deleting), key=lambda pod: pod.name
         )
@@ -361,8 +366,11 @@ class Observer:
         return await self._downloads.read("", read, seconds=DOWNLOAD_SECONDS)
 
     def _load(self) -> Loading | None:
-        """Return the progress of the first engine that loads, as it was last read, while no engine is ready. It is read
-        outside the passes, so that a pod that does not answer delays none, and not before a short load has ended."""
+        """Return the last known progress of the first engine that loads its weights, while no engine is ready.
+
+        It is read outside of the passes, so that a pod that does not answer delays no pass. The first read waits some
+        seconds, so that a short load causes no read.
+        """
         engines = [pod for pod in self._cache.pods() if pod.component == ENGINE and not pod.deleting]
         pods = sorted((pod for pod in engines if pod.loading_at), key=lambda pod: pod.name)
         if not pods or any(pod.ready for pod in engines):
@@ -400,7 +408,7 @@ class Observer:
         return "" if latest is None else str(latest.get("note") or "")
 
     async def _events(self, resource: SeenResource, selector: str) -> list[Object]:
-        """Return Events. They only explain: without permission there are none."""
+        """Return Events. They are used for explanations only, so a missing permission counts as no Events."""
         try:
             return await self._api.list(EVENT, resource.namespace, fields=selector)
         except KubeApiError as error:
@@ -410,8 +418,10 @@ class Observer:
             return []
 
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
-        """Add the reasons of Events to pods that have none. At most one pod of each component is read at a time, the
-        one that has waited longest."""
+        """Add reasons from Events to pods that have no reason.
+
+        Events are read for at most one pod of each component per pass, the one that has waited longest.
+        """
         waiting = {pod.uid: pod for pod in pods if pod.unexplained}
         self._pod_events.keep(waiting, wait=True)
         for component in sorted({pod.component for pod in waiting.values()}):

@@ -44,7 +44,9 @@ EAGER_PASSES = 10
 
 
 class UpdateLimit:
-    """Counts the resources that are being updated. A resource holds its place as long as its status says Running.
+    """Limits how many resources are updated at the same time.
+
+    A resource occupies a place while `status.update.phase` is Running.
 
     The caller asks may_begin(), decides, and calls decided() without an await in between, so that two resources cannot
     take one place.
@@ -274,8 +276,9 @@ class ResourceTask:
         return decision
 
     async def _persisted_or_healed(self, resource: SeenResource, decision: Decision) -> bool:
-        """Persist the status. While that fails, create what is missing: only the rest needs a status that is written
-        first. Return whether the actions of the decision may follow.
+        """Persist the status. If that fails, create missing objects, which does not require a written status.
+
+        Return whether the other actions of the decision may follow.
 
         Raises:
             KubeApiError: the status cannot be written.

@@ -150,12 +150,12 @@ class Decision:
     """The `.status` to persist if it differs from the stored one. A timestamp changes only with its fact."""
     actions: tuple[Action, ...] = ()
     healing: tuple[Action, ...] = ()
-    """Those that may be carried out while the status cannot be written: they replace what is missing or lost."""
+    """The actions that are allowed while the status cannot be written: they replace missing and lost objects."""
     objects: frozenset[ChildRef] = frozenset()
-    """The objects that pods need and that the operator does not create. A World without one is completed, and decided
-    again."""
+    """The objects that pods need and that the operator does not create. If the World lacks one, the caller reads it and
+    decides again."""
     object_seconds: float = OBJECT_SECONDS
-    """Interval at which they are read."""
+    """Interval at which these objects are read again."""
     attentive: bool = False
     """Poll the coordinator faster: it reports the awaited change first."""
     requeue_after: float | None = None

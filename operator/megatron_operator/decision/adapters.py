@@ -24,7 +24,7 @@ RETRY_SECONDS = 30.0
 
 @dataclass(frozen=True)
 class AdapterView:
-    """Adapters of a World. operation: the resolved operation."""
+    """The adapters of a World as policies see them. operation: the operation of `status.lifecycle`, updated."""
 
     world: World
     operation: Operation | None
@@ -35,7 +35,7 @@ class AdapterView:
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
-        """`status.adapters`: each adapter of the spec, with the error that it has, or had until it is loaded."""
+        """`status.adapters`: each adapter of the spec, with its last error until it is loaded."""
         before = {(entry["name"], entry["source"]): entry for entry in self._recorded}
         return [self._entry(adapter, before.get((adapter.name, adapter.source), {})) for adapter in self.wanted]
 
@@ -79,8 +79,10 @@ class AdapterView:
 
     @cached_property
     def _causes(self) -> Mapping[Adapter, str | None]:
-        """Why each adapter of the list that the last operation did not set could not be loaded; None: it could. If the
-        engines did not report that, all that are not loaded have the message of the operation."""
+        """The error of each adapter in the list that the last operation failed to set; None: the adapter has no error.
+
+        If the engines reported no error per adapter, each adapter that is not loaded has the error of the operation.
+        """
         failed = self._failure
         tried = adapter_lists(self.world, self._recorded).get((failed and failed.adapters) or "")
         if failed is None or tried is None:
@@ -109,7 +111,7 @@ class AdapterView:
 
     @cached_property
     def due(self) -> str | None:
-        """Digest of the list that SET_ADAPTERS should set now; None if the engines have it, or if it has just failed.
+        """Digest of the list that SET_ADAPTERS should set now; None if it is set already, or has just failed.
 
         It is the list of the spec, or the list without the adapters that cannot be loaded.
         """

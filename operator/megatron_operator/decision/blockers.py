@@ -17,7 +17,7 @@ from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDB
 
 @dataclass(frozen=True)
 class Blockers:
-    """What the components of a World wait for, each as reason and message."""
+    """Determines what each component of a World waits for, as a reason and a message."""
 
     world: World
     ctx: RenderContext

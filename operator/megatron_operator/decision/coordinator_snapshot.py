@@ -1,4 +1,4 @@
-"""What the coordinator reports: its answer to STATUS, as decisions read it."""
+"""The coordinator's answer to STATUS, in the form that decisions read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wanted: the effective desired state, the operation towards it, and the generation of the CURVE keys."""
+"""The effective desired state of a resource, the operation towards it, and the desired generation of CURVE keys."""
 
 from __future__ import annotations
 

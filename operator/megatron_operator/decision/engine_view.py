@@ -37,7 +37,7 @@ class EngineView:
 
     @property
     def responsive(self) -> bool:
-        """It serves and sends heartbeats."""
+        """Whether the engine serves and sends heartbeats."""
         return self.report is not None and self.report.serving and not self.report.suspect
 
     @property
@@ -68,7 +68,7 @@ class EngineView:
 
     @property
     def incomplete(self) -> bool:
-        """Its StatefulSet has not created all its pods."""
+        """Whether the StatefulSet of the engine has not created all pods yet."""
         return len(self.pods) < self.scaled
 
     @property

@@ -1,4 +1,4 @@
-"""The engines of a resource: their StatefulSets, pods and reports, joined, and their common state."""
+"""The engines of a resource: joins their StatefulSets, pods and reports, and computes their common state."""
 
 from __future__ import annotations
 
@@ -161,8 +161,10 @@ class Engines:
         return role in self.ctx.roles and count <= index < count + self.ctx.spec.rollout.max_surge
 
     def is_drained(self, engine: EngineView) -> bool:
-        """Return whether a DRAIN of this engine is unnecessary: it has no requests, or its DRAIN is complete. An engine
-        that has restarted since gets requests again."""
+        """Return whether an engine needs no DRAIN: it has no requests, or its DRAIN is complete.
+
+        An engine that has restarted since its DRAIN gets requests again, so it needs another one.
+        """
         if engine.report is None or not engine.serving:
             return True
         operation = self.desired.operation
@@ -225,8 +227,11 @@ class Engines:
         return serving or self.world.resource.engine_status(name).get("state") in REPORTED_STATES
 
     def _is_held(self, revision: str) -> bool:
-        """Return whether a revision differs from the desired one only by how this operator renders it, and engines
-        keep it until the resource is updated."""
+        """Return whether engines keep this revision until the resource is updated.
+
+        They do if it differs from the desired revision only because this version of the operator renders pods in
+        another way.
+        """
         if not self.update.available:
             return False
         record = self.world.children.get(ChildRef(REVISION_KIND, revision_name(self.ctx, revision), APPS))

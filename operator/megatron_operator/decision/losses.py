@@ -1,4 +1,4 @@
-"""Engines, coordinators and nodes that are lost, and what the operator does before Kubernetes would. Pure.
+"""Detects lost engines, coordinators and nodes, and replaces pods earlier than Kubernetes would. Pure functions.
 
 Kubernetes marks a node as lost after 50 s, and servers stay ready for 30 s. The operator deletes the pod of a lost
 coordinator earlier, so that its Deployment creates another one. On a node that is alive, the kubelet ends the old
@@ -73,9 +73,7 @@ class Losses:
 
     @property
     def unknown_in(self) -> float | None:
-        """Seconds until the state of engines from before the loss of the coordinator no longer counts; None if none
-        counts.
-        """
+        """Seconds until the engine states that the lost coordinator had reported expire; None if there are none."""
         if self.world.membership_known or not any(self.engines.serves(engine) for engine in self.engines.all):
             return None
         return UNKNOWN_SECONDS - self.world.coordinator.unknown_seconds

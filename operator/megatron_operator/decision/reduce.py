@@ -93,8 +93,7 @@ def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
 
 
 def offer(pod: Object) -> tuple[str, str]:
-    """Return what the servers of a pod's spec offer to clients: the scheme of their port, and the name of the model.
-    Empty for other pods."""
+    """Return the scheme and the model name with which the servers of a pod's spec serve; empty for other pods."""
     container = next((entry for entry in pod.get("containers") or () if entry.get("name") == SERVER), None)
     if container is None:
         return "", ""

@@ -67,7 +67,7 @@ def _claims(pod: Manifest) -> Iterator[PodReference]:
 
 
 def _references(node: dict[str, Any] | list[Any]) -> Iterator[PodReference]:
-    """Walk a part of a pod, which a podTemplate may have made of any form."""
+    """Walk a part of a pod. It may have any structure, because a podTemplate may have set it."""
     for field, value in node.items() if isinstance(node, dict) else enumerate(node):
         if field in _KINDS:
             for entry in value if field == "imagePullSecrets" and isinstance(value, list) else [value]:

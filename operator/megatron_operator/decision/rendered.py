@@ -28,7 +28,7 @@ REJECTION_RETRY_SECONDS = 15
 
 @dataclass(frozen=True)
 class Rendered:
-    """Renders each manifest once.
+    """The rendered children of a World's resource. Each manifest is rendered at most once.
 
     ctx:        context with the current weights of the engines.
     model_hash: hash of the model of the spec.
@@ -42,8 +42,9 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The shared children that can be rendered, and the errors of the others by name. The others are left
-        unchanged.
+        """The children that all engines share: those that can be rendered, and the errors of the others by name.
+
+        The operator leaves the others unchanged.
         """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
@@ -168,16 +169,21 @@ class Rendered:
         return avoided_in(self.world.resource.engine_status(name), self.world.now).get("avoided", ())
 
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
-        """Return an engine rendered from the recorded inputs of its current revision, which is not the desired
-        one: with no pods or with all pods of that revision. None if the inputs are unknown or are rendered
-        differently now: then the engine is left unchanged."""
+        """Return the manifest of an engine that keeps its current revision, rendered from the inputs recorded for it.
+
+        The engine has no pods, or all pods of that revision. Return None if the inputs are unknown, or if this operator
+        renders them to another revision. The engine is then left unchanged.
+        """
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
         before = next((entry.get("revision", "") for entry in entries if entry["name"] == engine.name), "")
         return self.recorded_manifest(engine, found.revision if found is not None else before, pods=pods)
 
     def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
-        """Return an engine as own_manifest() does, of this revision. None also if the revision has no such role."""
+        """Return the manifest of an engine of the given revision, as own_manifest() does.
+
+        None also if the revision has no engines of this role.
+        """
         stored = self._stored_context(revision)
         if stored is None or engine.role not in stored.roles:
             return None
@@ -237,7 +243,7 @@ class Rendered:
         return None
 
     def rejected(self, manifest: Manifest) -> Finding | None:
-        """Return what the pods of a manifest lack, or the API server's last rejection of it."""
+        """Return the error of an object that the pods of a manifest need and lack, or the API server's rejection."""
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
         return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)
 

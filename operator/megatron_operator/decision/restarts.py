@@ -5,8 +5,9 @@ The operator replaces pods and never restarts their containers, so every restart
 An engine's budget limits its restarts, after which the operator removes its pods. The containers of all its pods
 restart together, so the highest restart count of a pod is the number of its restarts. Each one is forgiven after
 windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Time alone forgives no
-restart of an engine that has not served since: a kubelet's backoff can take longer. Restarts from before the
-budget do not count, nor do those of pods of another revision than the spec's, so that a reverted change is not charged.
+restart of an engine that has not served since: a kubelet's backoff can take longer. Restarts from before the budget do
+not count. Restarts of pods of another revision than the spec's do not count either, so that a reverted change costs
+nothing.
 
 A failure of a device exhausts the budget at once: a container that restarts keeps its devices. The new pods of the
 engine avoid the node of the device for AVOID_SECONDS, counted from their creation.
@@ -136,7 +137,7 @@ def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
-    """Return an exhausted budget, or the budget of a restarted engine, which the next incident exhausts."""
+    """Return an exhausted budget or, if its engine is due to start again, a budget that the next incident exhausts."""
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
         return EngineBudget(
@@ -199,8 +200,8 @@ def _forgiving(limit: RestartBudget) -> timedelta:
 def _cause(pods: tuple[PodView, ...]) -> tuple[str, bool]:
     """Return the diagnosis of the pods, and whether only the infrastructure is the cause.
 
-    Ranks that ended because another one was lost say nothing of the cause. If there are no others, the pod of the lost
-    rank is gone, as with its node.
+    Ranks that exited because another rank was lost do not show the cause. If all ranks did, the pod of the lost rank is
+    gone, for example together with its node, so the infrastructure is the cause.
     """
     lost = [pod for pod in pods if is_rank_lost(pod)]
     found = [(pod, diagnosis) for pod in pods if pod not in lost and (diagnosis := diagnose(pod)) is not None]
@@ -304,8 +305,10 @@ def crash_events(
 
 
 def _ended_together(pods: list[PodView]) -> list[PodView]:
-    """Return the pods of the last incident, the first to end first. The clocks of nodes are only compared with each
-    other."""
+    """Return the pods of the last incident in the order in which they ended.
+
+    The times are from the clocks of nodes, and are never compared with the operator's clock.
+    """
     last = max((pod.ended_at for pod in pods if pod.ended_at is not None), default=None)
     if last is None:
         return sorted(pods, key=lambda pod: pod.name)

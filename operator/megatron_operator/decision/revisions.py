@@ -36,13 +36,13 @@ class Rollout:
 
     @cached_property
     def revision(self) -> str:
-        """The desired revision, also if no engine is desired; empty if its template cannot be rendered."""
+        """The desired revision, even if no engine is desired; empty if its template cannot be rendered."""
         manifest = self.rendered.engine_manifest(0)
         return engine_revision(manifest) if manifest is not None else ""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles in the order of their rollouts. A wrong revision costs less at the engines that do not generate."""
+        """The roles in the order of their rollouts: prefill engines first, because they generate no answers."""
         return tuple(reversed(self.engines.ctx.roles))
 
     @cached_property
@@ -57,7 +57,7 @@ class Rollout:
 
     @cached_property
     def verified(self) -> tuple[str, ...]:
-        """The last revisions whose check passed, or of which an engine served; the latest last."""
+        """The last revisions whose check has passed or with which an engine has served; the newest one last."""
         recent = {pod.revision for pod in self.check_pods if pod.phase == "Succeeded"}
         recent |= {engine.serving_revision for engine in self.engines.all} - {""}
         recorded = self.world.resource.status.get("verifiedRevisions") or ()
@@ -66,8 +66,11 @@ class Rollout:
 
     @cached_property
     def check_due(self) -> bool:
-        """Whether the desired revision must pass its check before an engine gets it: while engines of another revision
-        serve, and once its check has begun, because they may restart meanwhile, or be scaled to zero and back."""
+        """Whether the desired revision must pass its check before an engine gets it.
+
+        It must while engines of another revision serve. It also must after its check has begun, because these engines
+        may restart meanwhile, or be scaled to zero and back.
+        """
         if self.revision in self.verified:
             return False
         begun = any(pod.revision == self.revision and not pod.deleting for pod in self.check_pods)
@@ -80,8 +83,10 @@ class Rollout:
 
     @cached_property
     def former(self) -> str:
-        """Revision of an engine that starts before the desired revision may be used: the revision of the other engines;
-        without engines the last verified one. Empty if there is none."""
+        """Revision for an engine that starts before the desired revision may be used; empty if there is none.
+
+        It is the revision of the other engines or, if there are no engines, the last verified revision.
+        """
         if self.outdated:
             last = max(self.outdated, key=lambda engine: (engine.serving, engine.index)).statefulset
             return last.revision if last is not None else ""
@@ -90,15 +95,17 @@ class Rollout:
 
     @cached_property
     def paused(self) -> bool:
-        """Whether engines keep an earlier revision because the rollout is paused. Without engines,
-        it is the last one that served."""
+        """Whether engines keep an earlier revision because the rollout is paused.
+
+        If there are no engines, the earlier revision is the last one that served.
+        """
         absent = not any(engine.statefulset for engine in self.engines.wanted)
         held = absent and self.former and self.verified[-1] != self.revision
         return self.world.resource.spec.rollout.paused and bool(self.outdated or held)
 
     @cached_property
     def keeps_former(self) -> bool:
-        """Whether engines keep an earlier revision: the desired revision must be checked first, or its rollout is
+        """Whether engines keep an earlier revision, because the desired one must be checked first or the rollout is
         paused.
         """
         return self.check_due or self.paused
@@ -153,8 +160,7 @@ class Rollout:
         return (not self.engines.old_model or self.keeps_former) and not leaving
 
     def facts(self, engine: EngineView) -> EngineFacts:
-        """Return the rollout planner's view of an engine. A process of an earlier revision proves nothing about the
-        desired one."""
+        """Return the rollout planner's view of an engine. Its process counts only if it runs the desired revision."""
         report = engine.report
         return EngineFacts(
             name=engine.name,

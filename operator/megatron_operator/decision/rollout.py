@@ -74,28 +74,28 @@ class EngineFacts:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Check the desired revision, before this engine is replaced."""
+    """Step: check the desired revision before this engine is replaced."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Apply the desired template of these engines and delete their old pods."""
+    """Step: apply the desired template of these engines and delete their old pods."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Recreate:
-    """Delete the pods of these engines that do not have the template, which an interrupted Replace has applied."""
+    """Step: complete a Replace that was interrupted: delete the pods of these engines with an earlier template."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """Add an engine of the desired revision, before this engine is drained."""
+    """Step: add an engine of the desired revision before this engine is drained."""
 
     name: str
 
@@ -107,14 +107,14 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Prove:
-    """Send this engine a canary completion."""
+    """Step: send this engine a canary completion."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Wait: a step is in progress, or the next one would reduce capacity too much."""
+    """Result: wait, because a step is in progress or the next one would reduce capacity too much."""
 
     names: tuple[str, ...]
     what: str
@@ -122,7 +122,7 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Halt:
-    """The new revision gives wrong answers: the rollout stops until the spec changes."""
+    """Result: stop the rollout until the spec changes, because an engine of the new revision gave a wrong answer."""
 
     name: str
     drain: bool
@@ -131,7 +131,7 @@ class Halt:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """All engines have the desired revision."""
+    """Result: all engines have the desired revision."""
 
 
 Step = Check | Replace | Recreate | Surge | Drain | Prove | Await | Halt | Finished

@@ -189,8 +189,10 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
 
 
 def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
-    """Return the weights, which are recorded when the first engine serves and then only change in place. Those of
-    another model are kept until its engines are replaced, because the change may be reverted."""
+    """Return `status.weights`. It is recorded when the first engine serves, and then changes only by updates in place.
+
+    While engines of an earlier model serve, their weights are kept, because the change may be reverted.
+    """
     wanted = scene.world.resource.spec.weights
     if wanted is None:
         return None

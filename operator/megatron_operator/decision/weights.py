@@ -78,11 +78,11 @@ class Weights:
     engines: Engines
 
     def of(self, engine: EngineView) -> str | None:
-        """Return the revision of the weights that a serving engine reports; empty if the weights have another source.
-        None if that is unknown.
+        """Return the revision of the weights that a serving engine reports.
 
-        An engine that was not updated in place has the weights of its pod. So does one that restarts in its pod while
-        no coordinator remembers the update.
+        Empty if the weights have another source than the spec's; None if the revision is unknown. An engine that was
+        not updated in place has the weights for which its pod was created. So does an engine whose container restarts
+        while no coordinator remembers the update.
         """
         report, revision = engine.report, self.confirmed.revision
         if report is None or not report.serving or revision is None:
@@ -119,7 +119,7 @@ class Weights:
 
     @cached_property
     def mixed_after_update(self) -> tuple[str, ...]:
-        """The different digests, if loading the weights again has not made them equal."""
+        """The digests that still differ between engines after the weights were loaded again; empty if none differ."""
         last, stored = self.operation, (self.world.resource.status.get("weights") or {}).get("differentDigests")
         updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
         recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
@@ -127,7 +127,7 @@ class Weights:
 
     @cached_property
     def due(self) -> str | None:
-        """Revision of the weights that engines should load in place; None if they have it.
+        """Revision of the weights that engines should load in place; None if they serve this revision.
 
         Different digests lead to an update only after an earlier one, which shows that the engines can update.
         """

@@ -247,7 +247,7 @@ class PodView:
 
     @property
     def unexplained(self) -> bool:
-        """Whether its containers are not created and its status has no reason: only Events say what it lacks."""
+        """Whether its containers are not created and its status has no reason, so that only Events explain why."""
         return self.phase == "Pending" and not (self.ready or self.deleting) and self.reason in ("", *POD_EVENTS)
 
 

@@ -32,7 +32,10 @@ PASSING = frozenset({ErrorCode.UNKNOWN_PEER, ErrorCode.ENGINES_MISSING, ErrorCod
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A prompt whose greedy continuation is the same at any precision: no other token comes within 3.5 nats."""
+    """A prompt whose greedy continuation is the same at any precision.
+
+    The log-probability of each other token is lower by at least 3.5.
+    """
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -72,7 +75,7 @@ def frames_of(canary: SentCanary) -> list[bytes]:
 
 
 def judge(canary: SentCanary, answer: Final | Error) -> CanaryReport | None:
-    """Return the verdict on the engine; None if the answer allows none."""
+    """Return the verdict on the engine; None if its answer does not allow a verdict."""
     revision = canary.asked.revision
     if isinstance(answer, Error):
         if answer.code in PASSING:
@@ -135,7 +138,7 @@ class CanaryBook:
     def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
         """Handle an answer. Return whether there is a verdict.
 
-        uid: None for an ERROR without one, by which a coordinator without support for canaries rejects them.
+        uid: None for an ERROR without a uid, with which a coordinator that does not support canaries rejects them.
         """
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
         if engine is None:

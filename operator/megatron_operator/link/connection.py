@@ -193,7 +193,7 @@ class CoordinatorLink:
 
     @property
     def silent(self) -> bool | None:
-        """Whether a coordinator was connected and is lost (True), or is connected (False); None if neither."""
+        """True if a coordinator was connected and is lost, False if one is connected, otherwise None."""
         return False if self._registered.is_set() else True if self._lost_at is not None else None
 
     def _unreachable(self, error: str) -> CoordinatorSnapshot:
@@ -367,7 +367,7 @@ class CoordinatorLink:
             return
 
     async def _ask(self, timeout: float) -> bool:
-        """Send STATUS and wait for its answer. Answers come in the order of the requests."""
+        """Send STATUS and wait for its answer. The coordinator answers in the order of the requests."""
         if not self._send(Status().to_frames()):
             return False
         self._asked += 1

@@ -80,8 +80,11 @@ def printable(text: str, maximum: int) -> str:
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
-    """Return the part whose change wakes a task. It does not change with every request, except that it shows whether a
-    request waits while the engines are suspended."""
+    """Return the part of a snapshot whose change wakes a task.
+
+    It leaves out counts that change with every request, but includes whether a request waits while the engines are
+    suspended.
+    """
     engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
     waits = snapshot.queue_length > 0 and snapshot.state is CoordinatorState.SUSPENDED
     return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, unknown_seconds=0.0, engines=engines)

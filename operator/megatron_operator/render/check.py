@@ -41,9 +41,9 @@ def check_pod_name(ctx: RenderContext, revision: str) -> str:
 def check_pod(ctx: RenderContext) -> Manifest:
     """Return the pod that checks the engines of the spec.
 
-    Of an engine's pod it has image, environment, volumes, node selection, security context and init containers. It has
-    neither its GPUs nor its rules about other pods: those engines occupy the nodes that the check needs. Instead of a
-    claim of one engine, which that engine may have mounted on another node, it has an empty volume.
+    It has the image, environment, volumes, node selection, security context and init containers of an engine's pod. It
+    has no GPUs and no rules about other pods, because engines occupy the nodes that it needs. A claim that belongs to
+    one engine may be mounted on another node, so the check has an empty volume instead.
 
     Raises:
         RenderError: the spec cannot be rendered.
@@ -78,8 +78,10 @@ def check_pod(ctx: RenderContext) -> Manifest:
 
 
 def _grouping_keys(ctx: RenderContext) -> set[str]:
-    """Return the labels and annotations that put the pods of an engine into a group, of which the check is no member:
-    those of Kueue, whose queue may have quota for GPUs only, and those that contain a placeholder."""
+    """Return the labels and annotations that group the pods of an engine, and that the check's pod must not have.
+
+    These are labels of Kueue, whose queue may have quota for GPUs only, and texts that contain a placeholder.
+    """
     metadata = (ctx.spec.engine.pod_template or {}).get("metadata") or {}
     found = [*(metadata.get("labels") or {}).items(), *(metadata.get("annotations") or {}).items()]
     return {key for key, value in found if key.startswith(KUEUE) or has_placeholder(value)}

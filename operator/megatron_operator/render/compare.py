@@ -53,8 +53,10 @@ class Preview:
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Return each field whose value differs, depth first and in the manifest's order. Of a section that one side
-    lacks, its fields."""
+    """Return each field whose value differs, depth first and in the manifest's order.
+
+    If one side lacks a section, return the fields of the section.
+    """
     if isinstance(old, Mapping | None) and isinstance(new, Mapping | None) and (old or new):
         before, after = old or {}, new or {}
         for key in [*before, *(key for key in after if key not in before)]:
@@ -108,8 +110,11 @@ def _short(value: Any) -> str:
 
 
 def _by_name(ctx: RenderContext | None) -> dict[str, Manifest]:
-    """Return the children by kind and name, without records of revisions, which differ exactly if the engines do, and
-    without the hash in the name of the configuration."""
+    """Return the children by kind and name.
+
+    Records of revisions are left out, because they differ exactly if the engines do. The name of the configuration is
+    without its hash.
+    """
     if ctx is None:
         return {}
     text = json.dumps([manifest for manifest in all_children(ctx) if manifest["kind"] != REVISION_KIND])

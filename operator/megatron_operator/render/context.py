@@ -206,8 +206,10 @@ def pods_of(ctx: RenderContext, *components: str) -> dict[str, Any]:
 
 
 def decode_pods(ctx: RenderContext) -> dict[str, Any]:
-    """Return the label selector of the pods of engines that spec.replicas counts. Engines that had no role yet when the
-    spec got roles have no label."""
+    """Return the label selector of the pods of engines that spec.replicas counts.
+
+    Pods that were created before the spec had roles have no label with a role.
+    """
     others: dict[str, Any] = {"matchLabels": selector(ctx, ENGINE)}
     if PREFILL in ctx.roles:
         others["matchExpressions"] = [{"key": LABEL_ROLE, "operator": "NotIn", "values": [PREFILL]}]
@@ -269,8 +271,10 @@ THREADS_ARGUMENT = "$(MEGATRON_THREADS)"
 
 
 def literal_args(args: Sequence[str]) -> list[str]:
-    """Return container arguments that the kubelet passes on as they are. It would replace `$(NAME)` by a variable,
-    whose value may come from a Secret and then be quoted in an error."""
+    """Escape container arguments so that the kubelet passes them on unchanged.
+
+    Otherwise it replaces `$(NAME)` by a variable, whose value may come from a Secret and be quoted in an error.
+    """
     return [arg if arg == THREADS_ARGUMENT else arg.replace("$", "$$") for arg in args]
 
 

@@ -81,7 +81,7 @@ _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 
 
 def _device(ctx: RenderContext, _name: str) -> str | None:
-    """Return the device of engines on GPUs: without a working driver the engine must end, not run on the CPU.
+    """Return the value of `--device` for engines on GPUs. Without a working driver, they must exit, not use the CPU.
 
     None for vLLM on other accelerators: each image of vLLM is built for one kind of device and uses no other.
 
@@ -386,8 +386,10 @@ def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
 
 
 def _of_claim(volume: Any, values: dict[str, str]) -> Any:
-    """Replace placeholders in the claim of a volume, and not in its name: the pod policy has checked the mounts of
-    volumes by their names."""
+    """Replace placeholders in the claim of a volume.
+
+    The name of the volume stays unchanged, because the pod policy has checked the mounts of volumes by their names.
+    """
     if not isinstance(volume, dict) or _CLAIM not in volume:
         return volume
     return {**volume, _CLAIM: _filled(volume[_CLAIM], values)}

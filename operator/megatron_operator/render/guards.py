@@ -91,7 +91,7 @@ def _peers(trainer: TrainerSpec) -> list[dict[str, Any]]:
 
 
 def _tcp(port: int, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the ports of a rule: one, or all up to `last`."""
+    """Return the TCP ports of a rule: one port, or all ports up to `last`."""
     return [{"protocol": "TCP", "port": port, **({} if last in (None, port) else {"endPort": last})}]
 
 

@@ -64,8 +64,11 @@ def model_mounts(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 
 
 def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
-    """Return the variables of the credentials. Those of an object store that its Secret does not have stay unset: a
-    Secret as a whole (`envFrom`) could set any variable."""
+    """Return the environment variables with credentials for the source of the model.
+
+    Each variable of an object store is read from the Secret by its key, and is unset if the key is missing. A whole
+    Secret (`envFrom`) could set any variable.
+    """
     source = ctx.spec.model.source
     if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
         ref = source.hugging_face.token_secret_ref

@@ -151,8 +151,10 @@ def server_deployment(ctx: RenderContext) -> Manifest:
 
 
 def _with_port(container: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a container with this name of the port of the servers, by which the Service selects it. A podTemplate may
-    have another name."""
+    """Return a container whose server port has this name, by which the Service selects it.
+
+    A podTemplate may have set another name.
+    """
     if container["name"] != SERVER:
         return container
     ports = [{**port, "name": name} if port["containerPort"] == PORT_HTTP else port for port in container["ports"]]

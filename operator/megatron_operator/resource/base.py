@@ -31,8 +31,10 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 class SpecRule:
     """A rule about several fields of an object: in CEL for the API server, in Python for the offline commands.
 
-    cel, holds: true for a valid object. message: the field and the remedy. expression: CEL for the message with the
-    invalid value. value: text of the invalid value, which the offline commands add to the message.
+    cel, holds: the condition that a valid object fulfils, in CEL and in Python.
+    message:    error with the field and the remedy.
+    expression: CEL expression for the message with the invalid value.
+    value:      returns the text of the invalid value, which the offline commands add to the message.
     """
 
     cel: str
@@ -87,8 +89,9 @@ class Matches:
     A `pattern` of the schema would be reported as the expression. This is a rule in CEL, and a validator for the
     offline commands.
 
-    pattern: it must match the whole value. want: what it accepts, after "must be". without: text that the value must
-    not contain.
+    pattern: regular expression that must match the whole value.
+    want:    description of valid values, which follows "must be" in the error.
+    without: text that the value must not contain.
     """
 
     pattern: str

@@ -97,7 +97,7 @@ class Switch(Enum):
 
     @property
     def remedy(self) -> str:
-        """The remedy that names the chart value and the flag."""
+        """The remedy for a rejected field: a sentence that names the chart value and the flag."""
         value, flag = self.chart_value, self.option
         if self is Switch.PROFILE:
             value, flag = f"{value}={TRUSTED}", f"{flag} {TRUSTED}"

@@ -66,8 +66,10 @@ class Release(ApiModel):
         return json.dumps(self.to_status(), sort_keys=True, separators=(",", ":"))
 
     def for_backend(self, backend: Backend, default: str) -> Release:
-        """Return the release of a resource whose backend may have changed since. default: the image of vLLM engines
-        that never had one."""
+        """Return this release for a resource whose backend may have changed since it was recorded.
+
+        default: image for vLLM engines if this release has none.
+        """
         image = (self.vllm_runtime_image or default) if backend is Backend.VLLM else None
         return self.model_copy(update={"vllm_runtime_image": image})
 

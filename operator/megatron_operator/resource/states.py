@@ -1,7 +1,7 @@
 """Enumerations of the lifecycle: desired states, reported states, signals.
 
-The states of engines and coordinators and the table of legal signals are those of the protocol; the other names are
-those of the custom resource and its status.
+The protocol defines the states of engines and coordinators and the table of legal signals. All other names belong to
+the custom resource and its status.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class BackendRequest:
         )
 
     def end(self, output: RequestOutput, reason: FinishReason, *, now: float) -> RequestOutput:
-        """Turn `output` into the last output of the request, and return it."""
+        """Add finish reason and summary to `output`, which becomes the last output of the request. Return it."""
         self.note(DynamicInferenceEventType.FAIL if reason == "error" else DynamicInferenceEventType.FINISH)
         output.finish_reason = reason
         output.summary = self.summary(now)

@@ -157,9 +157,9 @@ def _shown_progress(what: str) -> Iterator[Progress]:
 
 @contextmanager
 def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
-    """Yield a Progress that calls `report`, and serve the last counts over HTTP. port: None serves nothing.
+    """Yield a Progress that calls `report` and serves the newest counts at /progress. port: None serves nothing.
 
-    The answer is 503 until the first count, which comes when the download holds the lock of the cache.
+    Requests are answered with 503 until the download has locked the cache and reported its first count.
     """
     if port is None:
         yield report

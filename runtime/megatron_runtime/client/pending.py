@@ -58,7 +58,7 @@ _REPLY_DEFAULTS: dict[str, Any] = {
 
 
 def _token_of(kv_meta: Any) -> bytes:
-    """Return the token in the `kv_meta` of an answer; empty for anything else, with which the prompt is computed."""
+    """Return the token in `kv_meta`. Any other value gives an empty token, and the prompt is computed again."""
     text = kv_meta.get("handoff") if isinstance(kv_meta, dict) else None
     try:
         token = base64.b64decode(text, validate=True) if isinstance(text, str) else b""

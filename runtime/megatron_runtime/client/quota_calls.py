@@ -44,7 +44,10 @@ class QuotaCalls:
         self._send(charge.to_frames())
 
     def registered(self, *, is_forgotten: bool) -> None:
-        """Drop abandoned calls. is_forgotten: the coordinator may have lost messages, so send the other calls again."""
+        """Handle a registration at the coordinator: drop calls for which no caller waits.
+
+        is_forgotten: the coordinator may have lost messages, so the other calls are sent again.
+        """
         for uid, (reserve, future) in list(self._open.items()):
             if future.done():
                 del self._open[uid]  # no caller waits for the answer, and the tokens return at the end of the minute

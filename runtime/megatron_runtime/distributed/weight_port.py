@@ -111,7 +111,10 @@ class OfferedTensors:
         return WeightsManifest(self.epoch, self.entries).to_bytes()
 
     def block(self, tensor: int, block: int) -> torch.Tensor:
-        """Return a block on the CPU, a view if it is there. Raises IndexError for numbers that the manifest lacks."""
+        """Return a block on the CPU: a view if the tensor is on the CPU, otherwise a copy.
+
+        Raises IndexError if the manifest has no block with these numbers.
+        """
         if not 0 <= tensor < len(self.entries) or not 0 <= block < self.entries[tensor].num_blocks:
             raise IndexError(f"there is no block {block} of tensor {tensor}")
         return self._read(self._tensors[tensor][1], self.entries[tensor].rows(block))
@@ -177,7 +180,7 @@ class WeightPort:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     def offer(self, *offers: Offer) -> None:
-        """Offer these weights instead of all others. Returns when no block of the others is sent any more."""
+        """Offer these weights instead of all earlier ones. Returns when no block of the earlier ones is being sent."""
         self._call(lambda: self._replace(offers))
 
     def close(self) -> None:

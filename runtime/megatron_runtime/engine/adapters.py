@@ -17,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterSet:
-    """The adapters of one engine. Used on the event loop. The caller makes one change of the list at a time.
+    """The adapters of one engine. Use it on the event loop only, and make one change of the list at a time.
 
-    current: the list set last.
+    current: the list that was set last.
     errors:  why an adapter is not loaded, by its name.
     rejected: why an adapter in the last staged list could not be loaded, by its name.
     """
@@ -38,10 +38,10 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the missing adapters of `wanted`, or none if one fails. The list that requests may name does not change
-        yet.
+        """Load the adapters of `wanted` that are not loaded yet. If one fails, unload the others that were loaded here.
 
-        After a failure, `rejected` has the cause for each adapter that cannot be loaded.
+        Requests can name the new adapters only after commit(). After a failure, `rejected` has the cause for each
+        adapter that cannot be loaded.
         """
         self.rejected = {}
         if wanted.adapters:
@@ -93,9 +93,9 @@ class AdapterSet:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Adapter | None:
-        """Return the adapter of a new request, which holds it until end(). None if there is no adapter with this name.
+        """Return the adapter with this name for a new request, and keep it loaded until end(). None if there is none.
 
-        Raises UnsupportedVerbError: the backend has no adapters.
+        Raises UnsupportedVerbError if the backend does not support adapters.
         """
         self._backend.info.require("a request for an adapter", Capability.ADAPTERS)
         adapter = self.current.find(name)

@@ -99,7 +99,7 @@ class RankResults:
     """Result of a verb on each rank.
 
     ranks:  number of ranks.
-    failed: cause of each rank that failed; all others succeeded.
+    failed: cause of the failure by rank; all ranks that are not in it succeeded.
     """
 
     ranks: int
@@ -240,7 +240,7 @@ class EngineBackend(Protocol):
     async def unpause(self) -> RankResults: ...
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Make every rank acknowledge that it has executed all earlier commands and is ready to commit `signal`."""
+        """Wait until every rank confirms that it has executed all earlier commands and is ready to commit `signal`."""
         return RankResults(self.info.ranks)
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
@@ -276,7 +276,7 @@ class EngineBackend(Protocol):
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Address of each rank at which other engines get the trainer's weights in use; empty if there is none."""
+        """Address of each rank from which other engines can get the weights of a trainer; empty if there is none."""
         return ()
 
     async def adopt_weights(self, source: str, epoch: int) -> None:

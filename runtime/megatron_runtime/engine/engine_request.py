@@ -138,7 +138,7 @@ class EngineRequest:
 
 
 def too_long(prompt: int, longest: int) -> str:
-    """Return the error for a prompt of `prompt` tokens if prompt plus answer may be at most `longest` tokens."""
+    """Return the error for a prompt with `prompt` tokens that exceeds `longest`, the limit of prompt plus answer."""
     return (
         f"This model's maximum context length is {longest} tokens for prompt and answer. However, the prompt alone has "
         f"{prompt} tokens: shorten the prompt"
@@ -146,7 +146,7 @@ def too_long(prompt: int, longest: int) -> str:
 
 
 def with_epoch(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
-    """Return the spans after a change to `epoch` at position `start`."""
+    """Return the spans (first position, epoch) after the tokens from position `start` on get this epoch."""
     return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 
@@ -154,9 +154,11 @@ def with_epoch(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
 class RequestSummary:
     """Times and weight epochs of a request on this engine. Times are 0 for a stage that was not reached.
 
-    queue_seconds:   until it first had a slot. prefill_seconds: from then to its first token. decode_seconds: after
-                     that.
-    policy_epoch:    weights that sampled the tokens; kv_cache_epoch: weights that computed their KV.
+    queue_seconds:   from arrival until the request first had a slot.
+    prefill_seconds: from then to its first token.
+    decode_seconds:  from its first to its last token.
+    policy_epoch:    epochs of the weights that sampled the tokens, as spans.
+    kv_cache_epoch:  epochs of the weights that computed the KV of the tokens, as spans.
     """
 
     queue_seconds: float

@@ -1,4 +1,4 @@
-"""The part of an engine in split requests: prompts that it computes for others, and blocks that it imports."""
+"""Split requests at the engine: it computes prompts for other engines, and imports KV blocks from them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ IMPORT_SECONDS = 30.0
 
 
 class KVExchange:
-    """Computes prompts for other engines, serves their blocks, and imports blocks.
+    """Computes prompts for other engines, serves the resulting KV blocks, and imports blocks from other engines.
 
     send:    sends a message to the coordinator.
-    release: ends what the backend has under an id: an open prefill, an export or an import.
+    release: makes the backend end the prefill, the export or the import with this dispatch id.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class KVExchange:
         self.port: KVPort | None = None
 
     def listen(self, host: str, port: int) -> None:
-        """Listen for other engines. Raises OSError."""
+        """Listen for connections of importing engines. Raises OSError if the port cannot be opened."""
         address = self._server.bind(host, port)
         self.port = KVPort(address=address, layout=self._kv.layout, block_bytes=self._kv.block_bytes)
 
@@ -78,13 +78,13 @@ class KVExchange:
         self._prefills.add(dispatch_id)
 
     def fail(self, dispatch_id: int, error: Exception | str) -> None:
-        """Report that no block of a prompt could be computed. The engine that answers the request computes it."""
+        """Report to the coordinator that this engine has no block of a prompt. The decode engine then computes it."""
         logger.info("a prompt is left to the engine that answers the request: %s", error)
         self._prefills.discard(dispatch_id)
         self._send(Exported(dispatch_id=dispatch_id).to_frames())
 
     def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
-        """Report the blocks that were kept. Return the outputs of requests that are answered here."""
+        """Report kept blocks to the coordinator. Return the outputs of requests other than prefills."""
         answered = []
         for output in outputs:
             number, exported = output.request_id, output.exported
@@ -104,7 +104,7 @@ class KVExchange:
     # --- transfers ------------------------------------------------------------------------------------------------
 
     def transfer(self, message: Transfer) -> None:
-        """Serve the blocks of an export, or import them, whichever the message says."""
+        """Handle TRANSFER: a message with an address starts an import, one without lets a peer read the export."""
         if not message.address:
             self._server.grant(message)
         else:
@@ -128,7 +128,7 @@ class KVExchange:
         self._release(dispatch_id)
 
     def forget(self, dispatch_id: int) -> None:
-        """Forget an id whose prefill, export or import the backend is about to end."""
+        """Forget a dispatch id, and end its transfer. The backend is about to release the blocks."""
         self._prefills.discard(dispatch_id)
         self._server.revoke(dispatch_id)
         timer = self._kept.pop(dispatch_id, None)
@@ -140,7 +140,7 @@ class KVExchange:
 
 
 def params_of_prompt(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters that the KV of a prompt depends on, or its order among others."""
+    """Return the sampling parameters that matter for a prefill: those that affect KV, or the order of requests."""
     return SamplingParams(
         cache_salt=params.cache_salt,
         priority=params.priority,

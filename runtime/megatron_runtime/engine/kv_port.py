@@ -1,7 +1,7 @@
 """The port on which engines exchange blocks of their prefix caches, with CURVE and the keys of engines.
 
-The importing engine asks for chunks, so it decides how much is on its way. A ticket opens one export for one
-connection. The frames: docs/reference/protocol.md, "Split requests".
+The importing engine requests each chunk, and so limits the bytes in flight. A ticket gives one connection access to
+one export. The frames are described in docs/reference/protocol.md, "Split requests".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHECK_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Grant:
-    """A ticket for one export. peer: the connection that has presented the ticket; None: not presented yet."""
+    """Permission to read one export. peer: the connection that has presented the ticket; None: none has yet."""
 
     export: int
     key: bytes
@@ -57,7 +57,7 @@ class _Grant:
 
 @dataclass(eq=False)
 class _Upload:
-    """The chunks that one connection waits for, and the task that sends them."""
+    """The chunks that one connection has requested, and the task that sends them."""
 
     requests: asyncio.Queue[tuple[_Grant, int, int]] = field(default_factory=asyncio.Queue)
     has_room: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,7 +90,7 @@ class BlockServer:
         )
 
     def bind(self, host: str, port: int) -> str:
-        """Listen, and return the address. Raises OSError."""
+        """Listen, and return the address for other engines. Raises OSError if the port cannot be opened."""
         return self._router.bind(host, port)
 
     def close(self) -> None:
@@ -101,11 +101,11 @@ class BlockServer:
 
     @property
     def num_open(self) -> int:
-        """Number of tickets and uploads."""
+        """Number of valid tickets plus number of uploads in progress."""
         return len(self._grants) + len(self._uploads)
 
     def grant(self, transfer: Transfer) -> None:
-        """Accept the ticket of an export."""
+        """Accept a ticket for an export until it expires or revoke() is called."""
         until = time.monotonic() + transfer.seconds
         num_blocks = len(transfer.digests) // DIGEST_BYTES
         self._grants[transfer.ticket] = _Grant(transfer.export_id, transfer.key.encode(), until, num_blocks)
@@ -114,7 +114,7 @@ class BlockServer:
             self._request(peer, ticket, offset, size)
 
     def revoke(self, export: int) -> None:
-        """Accept no ticket of an export any more, and end its connections."""
+        """Reject tickets for this export from now on, and close the connections that read it."""
         for ticket, grant in list(self._grants.items()):
             if grant.export == export:
                 del self._grants[ticket]
@@ -173,7 +173,7 @@ class BlockServer:
             upload.requests.put_nowait((grant, offset, size))
 
     async def _send(self, peer: PeerId, upload: _Upload) -> None:
-        """Send one connection the chunks that it asks for. An importer that stops asking or reading is cut off."""
+        """Send the chunks that one connection requests. Close it if the importer stops requesting or reading."""
         block_bytes, kept, content = self._kv.block_bytes, -1, b""
         async with self._active:
             try:
@@ -230,8 +230,9 @@ class BlockReceiver:
         self._active = asyncio.Semaphore(MAX_ACTIVE)
 
     async def receive(self, transfer: Transfer) -> Imported:
-        """Import the blocks of a transfer into the prefix cache. Return its result. The caller releases what a failed
-        or cancelled import has reserved.
+        """Import the blocks of a transfer into the prefix cache, and return the result for the coordinator.
+
+        If the import fails or is cancelled, the caller must release the blocks that it has reserved.
         """
         begun, size = time.monotonic(), self._kv.block_bytes
         digests = [transfer.digests[at : at + DIGEST_BYTES] for at in range(0, len(transfer.digests), DIGEST_BYTES)]
@@ -251,7 +252,7 @@ class BlockReceiver:
         return Imported(dispatch_id=transfer.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
 
     async def _fetch(self, transfer: Transfer, *, first: int, count: int) -> None:
-        """Receive the blocks from `first` up to `count`, and write each when it is complete."""
+        """Receive blocks `first` to `count` - 1, and write each to the cache when it is complete."""
         inbox: asyncio.Queue[Frames | str] = asyncio.Queue()
         opened = asyncio.Event()
         keys = None
@@ -287,7 +288,7 @@ class BlockReceiver:
 
 
 def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
-    """Return the bytes of the chunk that is expected next. Raises TransferEndedError."""
+    """Return the bytes of the chunk that is expected next. Raises TransferEndedError if the exporter has none."""
     if isinstance(message, str):
         raise TransferEndedError(message)
     try:

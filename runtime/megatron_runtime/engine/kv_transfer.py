@@ -13,11 +13,11 @@ class TransferEndedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ExportedBlocks:
-    """What a backend keeps of a prompt. An EngineRequest with `prefill_only` or `keeps_blocks` has it in
-    its last output.
+    """KV blocks of a prompt that a backend keeps after the request: the last output of an EngineRequest with
+    `prefill_only` or `keeps_blocks` has this object.
 
     digests: digests of the blocks, in the order of the prompt.
-    weights: names epoch and weights that computed them.
+    weights: text that identifies the epoch and the weights with which the blocks were computed.
     """
 
     digests: Sequence[bytes]
@@ -25,12 +25,13 @@ class ExportedBlocks:
 
 
 class KVTransfer(Protocol):
-    """Exports and imports of blocks, by the id that the coordinator gave to this stage of a request.
+    """Exports and imports of KV blocks. Each has the dispatch id that the coordinator gave to this stage of a request.
 
-    A backend that has it declares Capability.KV_TRANSFER. abort() of the backend ends an export or import, and so does
-    everything that clears its prefix cache. Methods may run while steps run, and while the engine is paused.
+    A backend that implements this interface declares Capability.KV_TRANSFER. An export or import ends when abort() of
+    the backend is called, or when the prefix cache is cleared. Methods may be called during steps and while the engine
+    is paused.
 
-    layout:      text that is equal on engines that can exchange blocks: number formats and sizes.
+    layout:      text that describes number formats and sizes. Engines can exchange blocks if their texts are equal.
     block_bytes: bytes of the keys and values of one block.
     """
 
@@ -38,17 +39,23 @@ class KVTransfer(Protocol):
     block_bytes: int
 
     def read(self, transfer: int, block: int) -> Awaitable[bytes]:
-        """Return the keys and values of a block of an export. Raises TransferEndedError."""
+        """Return keys and values (`block_bytes` bytes) of one block of an export.
+
+        Raises TransferEndedError if the export has ended.
+        """
 
     def reserve(self, transfer: int, digests: Sequence[bytes], weights: str) -> Awaitable[int | None]:
-        """Take memory for an import. Return how many blocks, from the first on, are in the cache already; None if too
-        few blocks are free. Raises TransferEndedError if the engine has other weights.
+        """Allocate memory for an import. Return the number of leading blocks that the cache already holds.
+
+        Return None if too few blocks are free. Raises TransferEndedError if this engine has other weights.
         """
 
     def write(self, transfer: int, block: int, data: bytes) -> Awaitable[None]:
-        """Set the keys and values of a block of an import. Raises TransferEndedError."""
+        """Write keys and values of one block of an import. Raises TransferEndedError if the import has ended."""
 
     def complete(self, transfer: int) -> Awaitable[None]:
-        """Add the blocks to the prefix cache. They stay until a request that begins with them was admitted, or abort().
-        Raises TransferEndedError.
+        """Add the imported blocks to the prefix cache.
+
+        They are pinned there until a request that begins with them is admitted, or until abort().
+        Raises TransferEndedError if the import has ended.
         """

@@ -54,10 +54,9 @@ LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
 
 
 class StateEvents:
-    """State of one engine, with Megatron-Core's events to wait for: some stay set after the state of their name has
-    ended.
+    """State of one engine, and one event per state that a program can wait for, as in Megatron-Core.
 
-    Belongs to one event loop.
+    As there, some events stay set after the engine has left the state. Use an object on one event loop only.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -169,8 +168,8 @@ class Lifecycle:
 
     source: source of the weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named one.
     adapters: the LoRA adapters.
-    acted: number of times that each signal's work was done; a repeated operation id does not count.
-    seconds: total duration of each signal's work.
+    acted: how often the engine has done the work of each signal. A repeated operation id does not count.
+    seconds: total duration of the work of each signal.
     """
 
     def __init__(self, backend: EngineBackend) -> None:
@@ -324,7 +323,7 @@ class Lifecycle:
             await self._land(commit.signal)
 
     async def converge(self, target: CoordinatorState) -> None:
-        """Enter `target`, the coordinator's state, in one phase. For an engine that joins."""
+        """Enter `target`, the coordinator's state, in one phase. Used by an engine that joins."""
         self.events.enter(self.settled_state)
         for signal in signals_to_join(self.state, target):
             error = await self._act(Control(kind=signal))

@@ -1,4 +1,4 @@
-"""The requests of one engine between the coordinator's messages and the backend: dispatches, split requests, aborts.
+"""The open requests of one engine: passes dispatches, split requests and aborts of the coordinator to the backend.
 
 A dispatch is checked and submitted to the backend, or rejected. It counts as running until the backend has released it.
 """
@@ -157,7 +157,7 @@ class OpenRequests:
         return request
 
     def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
-        """Compute the complete blocks of a prompt for another engine. Whatever fails is left to that engine."""
+        """Compute the complete blocks of a prompt for another engine. After a failure, that engine computes them."""
         exchange.begin(dispatch.dispatch_id)
         try:
             params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))

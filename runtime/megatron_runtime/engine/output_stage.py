@@ -58,11 +58,11 @@ class StopText(NamedTuple):
 
 
 class StopMatcher:
-    """Searches the text of one request for stop texts, token by token.
+    """Searches the text of one answer for stop texts, token by token.
 
     The searched text includes special tokens that occur in a stop text. They are not part of the answer's text.
 
-    after: tokens before the answer.
+    after: the last tokens of the prompt, with which the first tokens of the answer are decoded.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class StopMatcher:
         return min((StopText(start + at, stop) for at, stop in places if at >= 0), default=None)
 
     def _append(self, token: int) -> str:
-        """Return the tail so far, followed by the text of the token."""
+        """Append a token. Return the text that is searched for stop texts: the kept tail and the text of the token."""
         text = self._detokenizer.feed((token,))
         self._parts.append(text)
         self._length += len(text)
@@ -154,7 +154,7 @@ class LogProbDetails:
                 self.prompt_top = list(map(self._named, output.prompt_top_n_logprobs))
 
     def _named(self, likeliest: TopLogProbs) -> LikeliestTokens:
-        """Return the most likely tokens by text. Among tokens with equal text, the most likely one is kept."""
+        """Return the log-probabilities of the most likely tokens by text; the highest one if texts are equal."""
         if self.text_of is None:
             return likeliest
         named: dict[str, float] = {}
@@ -163,7 +163,7 @@ class LogProbDetails:
         return named
 
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the extras of tokens `start` to `stop`. The first extras include the prompt's."""
+        """Return the log-probabilities of tokens `start` to `stop` - 1, and with the first token also the prompt's."""
         part = slice(start - self.first, stop - self.first)
         extras: dict[str, Any] = {"log_probs": self.chosen[part]}
         if self.top:
@@ -281,7 +281,7 @@ class OutputStage:
         return None if tokenizer is None else lambda token: tokenizer.token_bytes(token).decode(errors="replace")
 
     def forget(self, dispatch_id: int, *, output: RequestOutput | None = None, error: str = "aborted") -> None:
-        """End a request. output: its last output. error: why it has none."""
+        """Remove a request that has ended. output: its last output; None if `error` ended it."""
         request = self.open.pop(dispatch_id, None)
         if self._tracer is not None and request is not None and request.dispatch.meta.traceparent:
             _trace(self._tracer, request, output, error=error)
@@ -425,7 +425,7 @@ class OutputStage:
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:
-    """Return the output of a request for zero tokens: only the results for its prompt."""
+    """Return the output of a request that generates no tokens: it contains only the results for the prompt."""
     return replace(
         output,
         new_tokens=[],

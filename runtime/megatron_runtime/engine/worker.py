@@ -231,8 +231,10 @@ class EngineWorker:
         )
 
     def _kv_port(self) -> KVPort | None:
-        """Return the port on which other engines import blocks. It opens with the first connection to the coordinator,
-        on the address of this machine that the connection has, as other engines reach that, too.
+        """Return the description of the port on which other engines import KV blocks.
+
+        The port opens with the first connection to the coordinator. Its address is the local address of this
+        connection, because other engines can reach this address, too.
         """
         exchange, host = self._requests.exchange, self._link.local_host
         if exchange is not None and exchange.port is None and host is not None:
@@ -315,7 +317,7 @@ class EngineWorker:
                 logger.warning("ignored an unexpected message: %.120r", message)
 
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
-        """Request the state by HELLO when the coordinator has recovered, because the state may have changed."""
+        """Send HELLO when the coordinator has recovered, to get the state of the pool, which may have changed."""
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state
         if recovered:

@@ -260,7 +260,7 @@ class FollowedCalls:
         return stream
 
     def between_steps(self, action: Callable[[], T]) -> T:
-        """Run `action`: the first rank runs the steps."""
+        """Run `action` at once, because only the first rank runs steps. Return its result."""
         return action()
 
     def require_none_open(self, what: str) -> None:

@@ -22,7 +22,7 @@ RETRY_SECONDS = 1.0
 class ClientCalls:
     """Sends the prompts of all calls of this program, and reads their answers. Created on the client's event loop.
 
-    places: number of prompts that answer() submits at the same time, over all calls.
+    places: maximum number of prompts that answer() submits at the same time, over all calls.
     raise_failure: raises the error that stopped the coordinator or the last engine, if there is one.
     """
 

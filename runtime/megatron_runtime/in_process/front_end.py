@@ -59,7 +59,7 @@ class ServeConfig:
 class FrontEnd:
     """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
 
-    tokenizer_reference: model reference of the tokenizer; None if only this process has it.
+    tokenizer_reference: model reference from which another process can load the tokenizer; None if there is none.
     max_sequence_length: limit of prompt + answer of one request, in tokens; None: the engines reject longer ones.
     any_model_name: see ServerSettings.
     """

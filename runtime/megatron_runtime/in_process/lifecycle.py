@@ -50,7 +50,7 @@ class ProgramLifecycle:
     core, service: core and service of this rank. The service has started.
     client: on the primary rank, which sends the verbs; None on the others, which wait for the states of their engines.
     ranks:  ranks of the program.
-    places: number of prompts of lists that the client submits at the same time, over all calls.
+    places: maximum number of prompts that calls with lists of prompts submit at the same time, over all calls.
     """
 
     def __init__(

@@ -234,7 +234,7 @@ class InferenceClient:
         await self.native.start(connect_timeout_seconds=connect_timeout_seconds)
 
     async def _recv_task(self) -> None:
-        """Run until the client stops. Cancelling the task stops the client, and so does the end of its loop.
+        """Run until the client stops. Cancelling this task or closing its event loop stops the client.
 
         Messages are handled by callbacks, not here.
         """

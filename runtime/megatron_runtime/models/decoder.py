@@ -108,7 +108,7 @@ class DecoderWeights:
         return [*(linear.dense() for linear in self.matrices() + self._routers), *self._vectors]
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the memory of all tensors in a fixed order, as views, each with its number and format."""
+        """Return the memory of all tensors in a fixed order, as (name, view). The name is a number and the format."""
         parts = [part for linear in self.matrices() + self._routers for part in linear.stored()]
         parts += [("vector", vector) for vector in self._vectors]
         return [(f"{number} {format}", memory) for number, (format, memory) in enumerate(parts)]

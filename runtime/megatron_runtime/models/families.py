@@ -157,10 +157,7 @@ _QWEN_EXPERT_NAMES = {
 
 
 def _qwen_window(fields: Fields) -> Traits:
-    """Return the trait `sliding_window` of a Qwen model.
-
-    If the model uses a window, the layers from `max_window_layers` on have it.
-    """
+    """Return the trait `sliding_window` of a Qwen model. Only layers from `max_window_layers` on are limited."""
     if not fields.flag("use_sliding_window"):
         return {}
     key = "max_window_layers"

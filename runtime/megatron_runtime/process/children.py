@@ -1,4 +1,4 @@
-"""Starts Python modules as child processes that exit with their parent. No other module does so. No torch.
+"""Starts Python modules as child processes that exit with their parent. No other module starts such processes.
 
 A child imports what its parent imports and nothing from the working directory, which may be a downloaded model. It
 exits only on SIGINT, which its parent sends, or the kernel when the parent dies. Service managers send SIGTERM to all

@@ -21,10 +21,10 @@ class UnusableProxyError(OSError):
 
 
 def prepare_process() -> None:
-    """Make the environment safe. Commands call this before anything else.
+    """Open closed standard streams, and exempt loopback addresses from proxies. Commands call this first.
 
-    A closed standard stream becomes /dev/null: otherwise the next socket or file gets its descriptor, and output of the
-    command is written there. Loopback addresses are exempt from proxies, for this process and its children.
+    A closed standard stream becomes /dev/null. Otherwise the next socket or file would get its descriptor, and output
+    of the command would be written there. The exemption from proxies applies to this process and its children.
     """
     for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:

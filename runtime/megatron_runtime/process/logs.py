@@ -44,7 +44,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. All non-ASCII and control characters are escaped."""
+    """Formats each record as one line with a JSON object. All non-ASCII and control characters are escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {

@@ -1,4 +1,4 @@
-"""Reads the memory that this process can still allocate. No other module does so. No torch."""
+"""Determines how much memory this process can still allocate. No other module reads these limits. No torch."""
 
 from __future__ import annotations
 

@@ -147,9 +147,10 @@ def is_parameter(need: str) -> bool:
 def described(name: str, params: SamplingParams | None = None) -> tuple[str, str]:
     """Return the sampling parameter that needs the named capability, and a description of the feature.
 
-    params: the sampling parameters of the request; then the first parameter that the request uses is returned.
+    If several parameters need it, the result is the first one that `params` uses. The parameter is empty for a
+    capability of a later release.
 
-    The parameter is empty for a capability of a later release.
+    params: sampling parameters of the request; None: unknown.
     """
     if name == MEDIA_NEED:
         return "", Capability.MEDIA.value

@@ -26,10 +26,10 @@ class AnswerGuide:
     compilation. If the grammar is not available or fails, any token is allowed, and the client receives the
     unconstrained output of the model.
 
-    parts:   finds the current part; it has read the answer so far.
-    rest:    tokens of the answer's structure so far.
-    grammar: grammar state, after `rest`, of a structured output that the answer must match.
-    begin:   starts to compile the grammar of calls; None: the engine has no grammars.
+    parts:   determines the current part of the answer; it has read all tokens so far.
+    rest:    tokens of the current part so far, which its grammar must accept.
+    grammar: state of the grammar of a structured output after `rest`; None without a structured output.
+    begin:   starts to compile the grammar of calls; None: the engine does not support grammars.
     """
 
     def __init__(

@@ -214,9 +214,9 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
 
 
 def tenant_session(tenant: str, session: str) -> str:
-    """Return the session name that the coordinator gets for a request; empty without a session.
+    """Return the name under which the coordinator knows a request's session; empty without a session.
 
-    No other tenant can have it.
+    It is a digest over tenant and session, so sessions of different tenants never have the same name.
     """
     return _digest(f"megatron session {tenant} {session}".encode()).hex()[:TENANT_CHARACTERS] if session else ""
 

@@ -1,4 +1,4 @@
-"""What a training script imports to publish weights, and a program with engines to get them."""
+"""The public names for publishing weights from a training script, and for using them in a program with engines."""
 
 from megatron_runtime.checkpoints.source import Trainer
 from megatron_runtime.trainer.published import PublishError

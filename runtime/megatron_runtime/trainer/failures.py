@@ -12,7 +12,7 @@ from typing import Literal
 
 
 class Lost(StrEnum):
-    """The process that is killed. What it had sent arrives."""
+    """The process that is killed. Messages that it sent before still arrive."""
 
     TRAINER = "trainer"
     ENGINE = "engine"

@@ -34,10 +34,10 @@ RETRY_SECONDS = 0.5
 
 
 class WeightServer:
-    """Sends weights to engines, and keeps the published ones in host memory for engines that start later.
+    """Sends weights to engines, and keeps a copy of them in host memory for engines that start later.
 
-    Between two calls of publish(), host memory has one copy of the weights; during a call, two. The program may use
-    torch.distributed: this class uses none of its groups except `group`.
+    The program may use torch.distributed: this class uses none of its process groups except `group`. Host memory holds
+    one copy of the weights between two calls of publish(), and two copies during a call.
 
     With a group, each of its ranks creates a WeightServer with its part of the model and the same other arguments, and
     calls publish() and close(). Rank 0 alone listens, connects, and has the copy of the whole model.
@@ -120,10 +120,10 @@ class WeightServer:
         self._held.clear()
 
     def publish(self, epoch: int, *, timeout_seconds: float = 600.0) -> str:
-        """Replace the weights of every engine by the model's current weights, or of no engine, and return their source.
+        """Replace the weights of all engines by the current weights of the model, or raise and replace none.
 
-        Returns when each engine has received and verified them and the coordinator has committed. An engine that is
-        lost meanwhile gets them when it restarts, before it serves.
+        Returns the reference of the new weights when each engine has received and verified them and the coordinator
+        has committed. An engine that is lost during the update gets them when it restarts, before it serves.
 
         epoch: must be above the engines' epoch.
 
@@ -161,7 +161,7 @@ class WeightServer:
         self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0))
 
     def status(self) -> StatusReply:
-        """Return the coordinator's report: the epoch, and of each engine epoch, source and digest.
+        """Return the coordinator's STATUS: its epoch, and the epoch, source and digest of each engine's weights.
 
         With a group, only rank 0 may call this.
         """
@@ -204,7 +204,7 @@ class WeightServer:
         return self._loop.run_sync(send())
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
-        """Send UPDATE_WEIGHTS until it is accepted. Other operations, such as the operator's, go first."""
+        """Send UPDATE_WEIGHTS again until the coordinator accepts it. It rejects it during another operation."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:

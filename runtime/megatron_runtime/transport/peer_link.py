@@ -138,7 +138,7 @@ def _log_malformed(error: MalformedMessageError) -> None:
 
 @dataclass(eq=False, repr=False)
 class PeerLink:
-    """Keeps one DEALER registered with a coordinator, across restarts of either.
+    """Keeps one DEALER registered with a coordinator. It reconnects after a lost connection or a restart.
 
     addresses:    addresses of the coordinator, or of both of a pair.
     keys:         keys in use, which are read again when their files change; None: no encryption.

@@ -65,7 +65,7 @@ def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdi
 
 
 def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blockers) -> Verdict | None:
-    """The restart budget of every engine is exhausted."""
+    """Wait for a change of the spec or a restart command if the restart budget of every engine is exhausted."""
     if observed.state is not ResourceState.FAILED:
         return None
     _, on = blockers.desired_engines()
@@ -90,7 +90,7 @@ def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict |
 
 
 def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Observed) -> Verdict | None:
-    """The resource is Paused, Suspended or Stopped as requested."""
+    """Report that the resource is Paused, Suspended or Stopped as requested."""
     found = QUIET.get(observed.state)
     if found is None or desired.state.value != observed.state.value:
         return None
@@ -109,7 +109,7 @@ def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Ob
 
 
 def child_rejected(blockers: Blockers) -> Verdict | None:
-    """A child cannot be rendered or the API server rejects it."""
+    """Report a child that cannot be rendered or that the API server rejects."""
     found = blockers.rejection()
     if found is None:
         return None
@@ -117,13 +117,13 @@ def child_rejected(blockers: Blockers) -> Verdict | None:
 
 
 def server_not_ready(blockers: Blockers) -> Verdict | None:
-    """No OpenAI server is ready."""
+    """Wait while no OpenAI server is ready."""
     found = blockers.server()
     return None if found is None else waiting(found[0], "starting the front end", found[1])
 
 
 def settled(desired: Desired, engines: Engines) -> Verdict:
-    """All components of the spec serve."""
+    """Report that all components of the spec serve."""
     count = len(engines.wanted)
     noun = "engine serves" if count == 1 else "engines serve"
     message = f"{count} {noun}"

@@ -96,7 +96,7 @@ def verb_path(
 
 
 def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
-    """Stopped, or suspended with ReleasePods: the engines' pods terminate."""
+    """Wait until the pods of engines have terminated: the resource is Stopped, or Suspended with ReleasePods."""
     if not (desired.stopped or (desired.releases_pods and engines.suspended)):
         return None
     left = sorted(pod.name for engine in engines.all for pod in engine.pods)

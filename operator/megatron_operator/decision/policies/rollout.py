@@ -1,5 +1,7 @@
-"""Policies that roll out a changed spec to the engines. `decision.rollout` chooses the next step; this module has its
-messages and actions. While the resource is paused or suspended only engines that do not serve are changed.
+"""Policies that roll out a changed spec to the engines.
+
+`decision.rollout` chooses the next step, and this module turns it into messages and actions. While the resource is
+paused or suspended, only engines that do not serve are changed.
 """
 
 from __future__ import annotations

@@ -25,8 +25,11 @@ REFRESHABLE = {state: ResourceState(state.value) for state in (DesiredState.RUNN
 def refresh_weights(
     world: World, desired: Desired, ctx: RenderContext, engines: Engines, observed: Observed, weights: Weights
 ) -> Verdict | None:
-    """`spec.weights.revision` changed, or an engine serves other weights: every engine loads the weights while it
-    serves, and switches to them between two steps. While suspended or stopped the change waits."""
+    """Update the weights if `spec.weights.revision` changed, or if an engine serves other weights.
+
+    Every engine loads the new weights while it serves, and switches to them between two steps. While the resource is
+    suspended or stopped, the update waits.
+    """
     due = weights.due
     if due is None or REFRESHABLE.get(desired.state) is not observed.state or engines.old_model:
         return None

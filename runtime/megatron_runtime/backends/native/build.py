@@ -114,7 +114,7 @@ def _executor(
 
 
 def _weight_port(settings: EngineSettings, local_rank: int) -> WeightPort:
-    """Open the port of a rank. Only engines with weights of a trainer need sockets of their own."""
+    """Open the port on which a rank offers weights of a trainer. It is called only for engines with such weights."""
     from megatron_runtime.distributed.weight_port import WeightPort, address_towards
 
     host = address_towards(coordinator_address(settings.coordinator))

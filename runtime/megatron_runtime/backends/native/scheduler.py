@@ -293,8 +293,10 @@ class Scheduler:
             self._admitted(request, slot, num_cached=len(matched) * context.block_size, now=now, epoch=epoch)
 
     def _victims(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> list[CoreRequest] | None:
-        """Return the requests to preempt for `request`: the last of the requests that give way to it, and no more than
-        needed. None if preempting all of them would not make room.
+        """Return the requests to preempt so that `request` can be admitted; None if that is impossible.
+
+        Only requests that give way to `request` are preempted (see _gives_way()): the last ones, and no more than
+        necessary.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]

@@ -337,11 +337,11 @@ class TorchExecutor(ABC):
         self._pool.write(pages, data)
 
     def use_keys(self, keys_dir: Path | None) -> None:
-        """Use these keys towards trainers from now on."""
+        """Use the CURVE keys in this directory for connections to trainers from now on."""
         self._store.keys_dir = keys_dir
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Make the reference IN_MEMORY name `model` from now on."""
+        """Set the model to which the model reference IN_MEMORY refers from now on."""
         self._store.in_memory = model
 
     def use_source(self, source: str) -> None:

@@ -49,9 +49,9 @@ class WeightStore:
              weights in use. None stages with `linears`.
     shard:   the part of the model that this rank holds; None means all of it.
     keys_dir: directory of engine.key, engine.pub and trainer.pub, for weights of a trainer; None: no encryption.
-    open_port: opens the port on which this rank offers weights of a trainer to other engines, when it has the first
-               ones; None: it offers none.
-    reading: returns a context in which the port's threads may copy weights from the device.
+    open_port: opens the port on which this rank offers weights of a trainer to other engines. It is called when the
+               rank has the first such weights. None: the rank offers none.
+    reading: returns a context manager; inside it, the threads of this port may copy weights from the device.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class WeightStore:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """The address at which other engines get the weights of this rank; empty if there is none."""
+        """Address at which other engines can get the weights of this rank; empty if it does not offer them."""
         return (self._port.address,) if self._port is not None else ()
 
     def load(self) -> None:
-        """Read the weights if they are not loaded. After release(), the files must still hold the same weights; a model
-        that the program trains may have others.
+        """Read the weights if they are not loaded.
 
+        After release(), files must still contain the same weights. A model that the program trains may have changed.
         Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
         """
         if self.weights is not None:
@@ -130,10 +130,10 @@ class WeightStore:
         self._offer()
 
     def release(self) -> None:
-        """Release the weights in use and the staged ones.
+        """Release the weights in use and the staged weights.
 
-        Weights of a trainer that does not offer them now stay where they are, and load() uses them again: if the other
-        engines release theirs, too, there is no other copy.
+        Weights of a trainer that the trainer no longer offers stay in memory, and load() uses them again. This may be
+        their last copy, if the other engines release theirs, too.
         """
         self._staged = None
         source = self.source
@@ -185,7 +185,7 @@ class WeightStore:
         return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
 
     def _offer(self) -> None:
-        """Offer the weights in use to the same rank of other engines, if they are of a trainer."""
+        """Offer the weights in use to the same rank of other engines, if a trainer published them."""
         if self._open_port is None or self.weights is None or not isinstance(self.source, PublishedModel):
             return
         # Loading from files does not need the connection code.
@@ -244,7 +244,7 @@ class WeightStore:
         *,
         what: str,
     ) -> tuple[DecoderWeights, Signature]:
-        """Receive the weights from this rank of an engine that has them, as it stores them."""
+        """Receive the weights from the same rank of another engine, in the format in which that rank stores them."""
         from megatron_runtime.checkpoints.published import NoValues, WeightStream, receive_stored
 
         engine = copies[min(self._shard.rank, len(copies) - 1)]

@@ -180,11 +180,10 @@ def engine_arguments(
 
 
 def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = "") -> Iterator[str]:
-    """Yield why the installed version of vLLM does not take an argument: it has no such field, or the field has another
-    type.
+    """Yield an error for each argument that the installed version of vLLM lacks, or that has another type there.
 
-    declared: the dataclass whose fields the arguments are.
-    parent:   name of the argument that has these as its members, with a dot.
+    declared: the dataclass of vLLM that has the arguments as fields.
+    parent:   name of the argument whose members are checked, followed by a dot; empty for top-level arguments.
     """
     declared_types = _declared_types(declared)
     for key, value in sorted(arguments.items()):
@@ -270,10 +269,12 @@ def _described(declared: Any) -> str:
 
 
 def logits_processor_of(config: VllmConfig) -> type | None:
-    """Return the class of logits processors for the model runner of `config`, which was built without one.
+    """Return our logits processor class for the model runner that vLLM chose in `config`.
 
-    A logits processor with the wrong interface is an error at vLLM's start. Return None if vLLM accepts none:
-    it speculates with V1, or with a V2 that has no interface for them.
+    config: configuration that was built without a logits processor.
+
+    vLLM fails at its start if a logits processor has the interface of the other runner. Return None if vLLM accepts no
+    logits processor: it uses speculation with Model Runner V1, or with a version of V2 without the interface.
     """
     if config.use_v2_model_runner and find_spec(V2_INTERFACE) is not None:
         # Older versions of vLLM do not have the module that it imports.
@@ -286,9 +287,9 @@ def logits_processor_of(config: VllmConfig) -> type | None:
 
 
 def _cpu_shares(ranks: int) -> str:
-    """Return the CPUs of each rank in vLLM's notation. The ranks share this process's CPUs equally.
+    """Return the CPUs of each rank in vLLM's notation. Each rank gets an equal part of the CPUs of this process.
 
-    Without this, vLLM divides CPUs by NUMA node only.
+    If this is not set, vLLM divides CPUs by NUMA node only.
     """
     cpus = sorted(os.sched_getaffinity(0))
     shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]

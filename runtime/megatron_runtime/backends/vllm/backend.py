@@ -1,7 +1,8 @@
-"""Runs vLLM behind EngineBackend, in a process of its own (process.py, service.py). Imports neither vLLM nor torch.
+"""Implements EngineBackend with vLLM, which runs in a separate process (process.py, service.py).
 
-This process keeps what a request needs to continue: its prompt and every token that it received. So requests survive
-the exit of vLLM's process: a suspend releases all of its memory, and a resume starts it again.
+This module imports neither vLLM nor torch. The engine's process keeps prompt and generated tokens of every request. So
+requests continue after vLLM's process has exited, as in a suspend, which releases all its memory, and has been started
+again.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ class VllmRequest(BackendRequest):
         return self.prompt_length + len(self.tokens)
 
     def submission(self) -> tuple[SamplingParams, int]:
-        """Return the parameters of the next part, and how many tokens of the answer join its prompt."""
+        """Return the sampling parameters of the next part, and the number of answer tokens that its prompt includes."""
         params, parts = copy.copy(self.params), self.parts
         params.call_structure = params.reasoning = None
         if parts is None:
@@ -121,8 +122,9 @@ class VllmRequest(BackendRequest):
         return params, parts.free
 
     def take(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """Take tokens from vLLM up to the end of the current part. Return their number, and whether another part
-        follows.
+        """Append tokens from vLLM up to the end of the current part.
+
+        Return the number of appended tokens, and whether another part follows.
         """
         parts = self.parts
         if parts is None or parts.part is AnswerPart.STRUCTURE:
@@ -140,7 +142,10 @@ class VllmRequest(BackendRequest):
         return len(self.tokens) - before, ends
 
     def end_reasoning(self) -> list[int]:
-        """Add the end of the reasoning if its budget is used up, and return it. The limit of the answer may cut it."""
+        """Append the tokens that end the reasoning if its budget is used up, and return them.
+
+        The limit of the answer may truncate them.
+        """
         added: list[int] = []
         while self.parts is not None and (token := self.parts.forced) is not None:
             if self.total_tokens >= self.max_total_tokens:
@@ -153,7 +158,7 @@ class VllmRequest(BackendRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The weights that are being replaced, and whether requests ran."""
+    """The weights that load_staged_weights() replaces, and whether the engine was running before."""
 
     directory: str
     was_running: bool
@@ -223,7 +228,7 @@ class VllmBackend(EngineBackend):
             await self._followers.listen()
 
     def _end_unused(self) -> asyncio.Task[None]:
-        """Stop a process without weights after a while, unless _vllm() is called earlier."""
+        """Stop a process that has loaded no weights after a while, unless _vllm() is called earlier."""
 
         async def end() -> None:
             await asyncio.sleep(UNUSED_SECONDS)
@@ -437,7 +442,7 @@ class VllmBackend(EngineBackend):
         )
 
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
-        """Deliver the end of the reasoning. Return whether the answer ends there."""
+        """Deliver the tokens `added`, which end the reasoning. Return whether they also reach the answer's limit."""
         output = opened.output(added)
         if opened.params.wants_log_probs:
             output.new_log_probs = [0.0] * len(added)

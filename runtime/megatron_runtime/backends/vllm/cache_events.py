@@ -1,8 +1,8 @@
 """Translates vLLM's KV cache events to digests of our blocks. vLLM publishes them on a ZeroMQ socket.
 
-vLLM names a block by its own hash. The coordinator routes by requests.hashing, where the digest of a block covers its
-tokens and all blocks before it. `BlockStored` has the tokens and the name of the previous block, so the digest can be
-computed.
+vLLM identifies a block by a hash of its own. The coordinator routes by the digests of requests.hashing, which cover the
+tokens of a block and all blocks before it. The event `BlockStored` contains the tokens and vLLM's hash of the previous
+block, so this module can compute the digest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def endpoint_of(endpoint: str, rank: int) -> str:
 
 
 class MergedCaches:
-    """The cached blocks of an engine whose data-parallel ranks each have a prefix cache: the union over the ranks."""
+    """The union of the prefix caches of an engine's data-parallel ranks."""
 
     def __init__(self, ranks: int) -> None:
         self._blocks: list[set[bytes]] = [set() for _ in range(ranks)]
@@ -55,11 +55,11 @@ class MergedCaches:
 
 
 class CacheEventTranslator:
-    """Digests of the blocks in vLLM's prefix cache, by vLLM's names of them.
+    """Translates vLLM's block hashes to our digests, for the blocks in vLLM's prefix cache.
 
-    block_size: tokens of the blocks that are translated. Caches of layers other than attention may have other block
-                sizes.
-    media:      digests of images, audio and video by vLLM's names of them.
+    block_size: number of tokens of the blocks that are translated. Blocks of other sizes, which layers other than
+                attention may have, are ignored.
+    media:      digests of images, audio and video by the identifiers that vLLM gives them.
     """
 
     def __init__(self, block_size: int, media: Mapping[str, bytes] | None = None) -> None:

@@ -1,7 +1,7 @@
-"""Keys of `SamplingParams.extra_args` by which vLLM forces and bans tokens of an answer.
+"""Keys of `SamplingParams.extra_args` with which our logits processors force and ban tokens of an answer.
 
-Each of its two model runners has a logits processor that reads them: logits_processor.py for V1, logits_processor_v2.py
-for V2. arguments.py chooses.
+vLLM has two model runners with different interfaces: logits_processor.py is for V1, logits_processor_v2.py for V2.
+arguments.py chooses one of them.
 """
 
 from __future__ import annotations

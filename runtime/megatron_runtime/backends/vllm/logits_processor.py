@@ -1,12 +1,10 @@
-"""The logits processor of vLLM's Model Runner V1 for tokens of an answer that are forced or not allowed.
+"""Logits processor for vLLM's Model Runner V1 that forces and bans tokens. It runs in vLLM's engine process.
 
-It runs in vLLM's engine process.
+A request that moves to this engine has tokens that its client already received. If they were part of the prompt,
+penalties on generated tokens and the state of a grammar would not include them. Instead, vLLM is forced to generate
+exactly these tokens first. Its state is then the same as on the previous engine.
 
-A request that moves to this engine has tokens that its client already received. As part of the prompt they would not
-count for penalties on generated tokens, and the state of a grammar would not include them. Here vLLM generates exactly
-these tokens first, so that its own state equals the interrupted request's state.
-
-vLLM's own `bad_words` are not used: if a grammar allows only tokens that they ban, the request fails.
+`bad_words` of vLLM are not used, because a request fails if a grammar allows only tokens that they ban.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AnswerTokens(AdapterLogitsProcessor):
-    """Implements vLLM's LogitsProcessor by a function for each request."""
+    """Implements vLLM's LogitsProcessor, with one function for each request."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

@@ -1,8 +1,8 @@
-"""The logits processor of logits_processor.py for vLLM's Model Runner V2, which vLLM has since 0.31.
+"""The logits processor of logits_processor.py for Model Runner V2, which vLLM has since version 0.31.
 
-V2 gives a logits processor all rows of a step at once. Without speculation a request has one row. With speculation it
-has one more row for each draft token. A row's logits predict the token after its input token; the rows before it hold
-the draft tokens that it assumes.
+V2 passes all rows of a step to a logits processor at once. Without speculation, a request has one row. With
+speculation, it has one more row for each draft token: row i predicts the token after draft token i, and assumes that
+the draft tokens before it are accepted.
 
 Tensor suffixes: N rows, V vocabulary, T forced tokens, W sequences, K tokens of a sequence before its last.
 """
@@ -31,9 +31,9 @@ ANY_TOKEN = -2
 
 
 class AnswerRows(LogitsProcessor):
-    """Implements vLLM's LogitsProcessor of V2 for all rows of a step. It never waits for the device.
+    """Implements vLLM's LogitsProcessor of V2 for all rows of a step. It never synchronizes with the device.
 
-    The state of a request is kept by its slot. add_request() reuses the slot of an earlier request.
+    The state of a request is stored by its slot in vLLM. add_request() may reuse the slot of an earlier request.
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
@@ -105,7 +105,10 @@ class AnswerRows(LogitsProcessor):
         logits_NV.scatter_reduce_(1, last_NW, value_NW.masked_fill(~ends_NW, -math.inf), "amax")
 
     def _newest(self, ctx: LogitsContext, slots_N: torch.Tensor, prompt_N: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the `count` newest tokens of each row's answer, its input token last; NO_TOKEN before the answer."""
+        """Return the `count` newest answer tokens of each row, the input token of the row last.
+
+        Positions before the first token of the answer have NO_TOKEN.
+        """
         device = slots_N.device
         back_K = torch.arange(count - 1, -1, -1, device=device)
         place_NK = ctx.pos.unsqueeze(1) - back_K

@@ -1,7 +1,8 @@
 """Images, audio and video of requests. vLLM's process reads them in the same way as vLLM's own server.
 
-The features of a prompt are made here, from the files that the client sent: they are never sent between our processes.
-The server has expanded the prompt with the same classes (server/formats/vllm_worker.py), and both must agree.
+This module computes the features from the files that the client sent. Only files are sent between our processes, not
+features. The server has expanded the prompt with the same classes of vLLM (server/formats/vllm_worker.py), and both
+expansions must be equal.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ def _tracker() -> Any:
 
 
 class MediaReader:
-    """Turns prompts with media into inputs of vLLM's engine.
+    """Converts prompts with media to inputs of vLLM's engine.
 
-    renderer: renderer of AsyncLLM.
-    names:    digests of the media by vLLM's names of them, which its cache events have.
+    renderer: the renderer of AsyncLLM.
+    names:    digests of the media by the identifiers that vLLM gives them and that its cache events contain.
     """
 
     def __init__(self, renderer: Any) -> None:
@@ -56,8 +57,7 @@ class MediaReader:
 
         template: the prompt with one placeholder for each item.
 
-        Raises ValueError for media that the model does not support, or if it expands the template to other tokens than
-        those in `tokens`.
+        Raises ValueError if the model does not support the media, or if the expanded template differs from `tokens`.
         """
         tracker = self._tracker(self._renderer.model_config)
         parser = tracker.create_parser()

@@ -71,8 +71,8 @@ def weights_bytes(directory: Path) -> int:
 def weights_digest(directory: Path) -> str:
     """Return the SHA-256 of the names and contents of a model's weight files.
 
-    A file is read only if neither its download nor an earlier call has recorded its digest. The record of this function
-    is a file in `directory`, or in the cache of this machine if that is read-only.
+    A file is read only if no digest was recorded when it was downloaded or in an earlier call. This function records
+    digests in `directory` or, if that is read-only, in the cache of this machine.
     """
     files = _weight_files(directory)
     downloaded, markers = recorded_digests(directory), _Markers(directory)
@@ -98,8 +98,9 @@ def weights_digest(directory: Path) -> str:
 
 
 class _Markers:
-    """Digests of the files of a directory at the time they were read: name -> size, time of the last change in
-    nanoseconds, SHA-256.
+    """The recorded digests of the files of a directory.
+
+    They are a map from a file's name to its size, its time of last change in nanoseconds, and its SHA-256.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -112,7 +113,7 @@ class _Markers:
                 self._entries |= {name: entry for name, entry in found.items() if isinstance(entry, list)}
 
     def digest(self, file: Path) -> str | None:
-        """Return the digest of a file; None if there is none, or if the file has changed."""
+        """Return the recorded digest of a file; None if there is none, or if the file has changed since."""
         entry, status = self._entries.get(file.name), file.stat()
         return entry[2] if entry and entry[:2] == [status.st_size, status.st_mtime_ns] and len(entry) == 3 else None
 

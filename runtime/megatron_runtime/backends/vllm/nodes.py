@@ -1,10 +1,10 @@
 """The pods of an engine that spans several: their vLLM processes start, end and fail together.
 
-vLLM's workers in other pods do not notice that the first pod is gone, and a suspend stops the processes of all pods. So
-each pod holds a TCP connection to the first one, at the port after the rendezvous port. Both sides send a byte every
-second: START and END come from the first pod, LEAVE goes to it when another pod gets SIGTERM; ALIVE is the heartbeat. A
-side that receives nothing for SILENCE_SECONDS, or whose connection closes, terminates its pod's container. The kubelet
-restarts it, and the whole engine starts again.
+vLLM's workers in other pods do not notice the loss of the first pod, and a suspend has to stop the processes of all
+pods. So each pod has a TCP connection to the first pod, at the rendezvous port plus 1. Both sides send one byte every
+second. The first pod sends START and END. Another pod sends LEAVE when it gets SIGTERM. ALIVE is the heartbeat. If a
+side receives nothing for SILENCE_SECONDS, or its connection closes, it terminates the container of its pod. The
+kubelet restarts the container, and the whole engine starts again.
 
 The connection carries no data of requests and has no authentication. vLLM's own channels between pods have none
 either, and unpickle what they receive: see SECURITY.md.
@@ -96,7 +96,7 @@ class Followers:
             self._tell(ALIVE)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Watch one other pod. Its first byte is its number."""
+        """Exchange messages with one other pod. The first byte that it sends is its number."""
         try:
             number = (await asyncio.wait_for(reader.readexactly(1), SILENCE_SECONDS))[0]
         except (EOFError, OSError, TimeoutError):
@@ -123,7 +123,7 @@ class Followers:
 
 
 async def follow(settings: EngineSettings) -> None:
-    """Run vLLM in a pod other than the first, for as long as the first pod wants it. Return when both pods leave.
+    """Run vLLM in a pod other than the first, from START to END of the first pod. Return when both pods leave.
 
     Raises RankError: the first pod is lost, or vLLM failed.
     """
@@ -164,7 +164,7 @@ async def follow(settings: EngineSettings) -> None:
 
 
 async def _obey(reader: asyncio.StreamReader, settings: EngineSettings, *, on_lost: OnLost) -> None:
-    """Start and end vLLM as the first pod says. Raises EOFError, OSError, TimeoutError: the first pod is lost."""
+    """Start and stop vLLM at START and END. Raises EOFError, OSError or TimeoutError if the first pod is lost."""
     vllm: VllmProcess | None = None
     try:
         async for message in _messages(reader):

@@ -1,7 +1,7 @@
-"""Starts vLLM in a process of its own and exchanges messages with it. Imports neither vLLM nor torch.
+"""Starts vLLM in a separate process and exchanges messages with it. Imports neither vLLM nor torch.
 
-A separate process releases all memory when it exits. Its crash does not take down the engine's process, which reports
-the cause. They exchange messages over a pair of sockets (channel.py):
+The separate process releases all memory when it exits. If it crashes, the engine's process survives and reports the
+cause. The two processes exchange messages over a pair of sockets (channel.py):
 
     to the process
         [number, method, arguments]                       the methods are in service.py
@@ -186,7 +186,7 @@ class VllmProcess:
                 self._note(text)
 
     def _note(self, line: str) -> None:
-        """Report what a line of the log says about the start."""
+        """Report the progress of the start if a line of vLLM's log shows it."""
         for pattern, stage in _STAGES:
             if (match := pattern.search(line)) is not None:
                 percent = int(match.groupdict().get("percent") or 0)
@@ -238,8 +238,9 @@ class VllmProcess:
         self._on_lost(lost)
 
     def _end_status(self) -> int | None:
-        """Return the exit status of a process that closed its connection; None if it still runs. Kill the remaining
-        processes.
+        """Kill the remaining processes of vLLM after the first one closed its connection.
+
+        Return the exit status of the first process; None if it was still running.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)

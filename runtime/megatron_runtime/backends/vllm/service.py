@@ -1,7 +1,7 @@
 """The process in which vLLM runs: AsyncLLM, controlled by messages of process.py. Only vLLM's public interface is used.
 
-`python -m megatron_runtime.backends.vllm.service DESCRIPTOR` gets the socket to the engine. The engine has every
-request that this process has, so the process may be killed at any time.
+Started as `python -m megatron_runtime.backends.vllm.service DESCRIPTOR`, with the file descriptor of the socket to the
+engine. The engine keeps a copy of every request of this process, so the process may be killed at any time.
 """
 
 from __future__ import annotations
@@ -322,7 +322,7 @@ class VllmService:
         self._requests[fields[0]] = asyncio.create_task(self._pool(fields))
 
     async def abort(self, *request_ids: int) -> None:
-        """Remove requests. None of their output is sent after the reply."""
+        """Remove requests. After the reply, no output of these requests is sent."""
         tasks = [task for request_id in request_ids if (task := self._requests.pop(request_id, None)) is not None]
         for task in tasks:
             task.cancel()

@@ -293,7 +293,7 @@ class _Fetch:
                 raise
 
     def _get(self, file: RemoteFile) -> dict[str, Any]:
-        """Return the entry of a file. Fetch the file unless it is there."""
+        """Return the entry of a file. Fetch the file unless it has been downloaded."""
         path = self.directory / file.path
         sha256 = check_file(file, path) if self.blobs is None and not file.version else None
         if sha256 is None:

@@ -80,7 +80,7 @@ def _write_start(source: Source, listing: Listing, file: RemoteFile, path: Path,
 
 
 def _has_gguf_header(path: Path, size: int) -> bool:
-    """Return whether the first `size` bytes, after which the sparse file has a hole, contain the whole header."""
+    """Return whether the first `size` bytes of a GGUF file contain its whole header. The rest of the file is a hole."""
     try:
         _, index = read_gguf_header(path, vocabulary=True)
     except ModelFileError:

@@ -1,4 +1,4 @@
-"""`megatron bench coordinator`: a coordinator between clients and engines that do almost nothing."""
+"""`megatron bench coordinator`: measures a coordinator with clients and engines that do almost no work."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from megatron_runtime.coordinator.core.verbs import Verbs
 
 
 class Admitted(Enum):
-    """What happens to a request that is not rejected."""
+    """What the coordinator does with a request that it accepts."""
 
     NOW = auto()
     """It is dispatched at once, if an engine has room."""
@@ -30,9 +30,9 @@ NOW, LATER = Admitted  # see _RUNNING of records.py
 
 @dataclass(kw_only=True)
 class AdmissionControl:
-    """Decides about requests that are not in a table yet.
+    """Decides whether a new request is dispatched at once, waits, or is rejected.
 
-    fail: ends a waiting request of another tenant with this error, to make room.
+    fail: ends a waiting request of another tenant with the given error, to free capacity for the new request.
     """
 
     context: Context
@@ -91,11 +91,12 @@ class AdmissionControl:
         return LATER if waits else None
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
-        """Make room by rejecting the last waiting request of the tenant with the most requests (`by_bytes`: the most
-        bytes).
+        """Free capacity for `entry`: reject the newest waiting request of the tenant that uses the most.
 
-        Return False, and reject nothing, if that would leave this tenant with less than the tenant of `entry`, or if
-        all its waiting requests have tokens already. Requests with tokens are not rejected.
+        by_bytes: compare tenants by the bytes of their requests, not by the number of requests.
+
+        Return False, and reject nothing, if that tenant would then have less than the tenant of `entry`, or if all its
+        waiting requests have generated tokens. Requests with generated tokens are never rejected.
         """
         heaviest = max(
             self.tenants, key=lambda tenant: tenant.open_bytes if by_bytes else tenant.num_waiting, default=None
@@ -114,7 +115,7 @@ class AdmissionControl:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCheck:
-    """A reason not to dispatch a request when it arrives. look: returns None if the reason does not apply."""
+    """A reason not to dispatch a request when it arrives. look: returns the verdict, or None if the check passes."""
 
     name: str
     look: Callable[[AdmissionControl, Entry], Verdict | None]

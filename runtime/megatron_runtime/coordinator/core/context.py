@@ -79,9 +79,9 @@ class ClientRegistry:
 
 
 class EnginesByLoad:
-    """Engines in the order in which they get work, so that a request need not examine every engine.
+    """Engines sorted by load, so that the dispatch of a request need not examine every engine.
 
-    load: returns the sort key of an engine that is not full. Among equals, the lowest index comes first.
+    load: returns the sort key of an engine that is not full. Engines with equal keys are sorted by their index.
     """
 
     def __init__(self, load: Callable[[Engine], float]) -> None:
@@ -90,14 +90,14 @@ class EnginesByLoad:
         self._order: list[tuple[float, int, Engine]] = []
 
     def __iter__(self) -> Iterator[Engine]:
-        """All engines that are not full. The order must not change meanwhile."""
+        """Yield all engines that are not full, by load. Loads must not change during the iteration."""
         for load, _, engine in self._order:
             if load == math.inf:
                 return
             yield engine
 
     def put(self, engine: Engine) -> None:
-        """Add an engine, or move it to its place."""
+        """Add an engine, or move it to the position that its current load gives it."""
         load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
         if self._loads.get(engine.index) != load:
             self.remove(engine)
@@ -156,7 +156,7 @@ class EngineRegistry:
         return [engine for engine in self._by_name.values() if engine.serving]
 
     def with_room(self) -> Iterator[Engine]:
-        """Engines that take one more request now, the least loaded first."""
+        """Engines that can accept one more request now, the least loaded first."""
         changed = self._changed
         while changed:
             self._by_load.put(changed.popitem()[1])
@@ -200,11 +200,11 @@ class EngineRegistry:
         self.block_sizes = frozenset(engine.block_size_tokens for engine in self._by_name.values())
 
     def available(self) -> list[Engine]:
-        """Engines that take work, whether they have room or queue it."""
+        """Engines that requests may be dispatched to, including engines that are at capacity."""
         return [engine for engine in self._by_name.values() if engine.available() and not engine.reserved]
 
     def dispatched(self) -> Iterator[tuple[int, Entry]]:
-        """Every request that an engine has, with its dispatch id."""
+        """Every request that is dispatched to an engine, with its dispatch id."""
         for engine in self:
             yield from list(engine.in_flight.items())
 
@@ -244,7 +244,7 @@ class Context:
 
     now:         time of the event, on a monotonic clock.
     wall_offset: seconds to add to `now` for seconds since 1970.
-    next_timer:  when the earliest timer is due; infinite without one.
+    next_timer:  when the earliest timer is due; infinite if no timer is set.
     randbits:    returns an integer with the given number of random bits.
     needs_pump:  engines may have room, or requests wait: dispatch them before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
@@ -288,14 +288,17 @@ class Context:
         self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
 
     def answer(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
-        """Send now, or keep in the outbox if the client is behind. uid: the request that this message ends."""
+        """Send a message to a client, or store it in the outbox if the client's connection is full.
+
+        uid: the request that this message ends.
+        """
         if client.outbox or client.stuck_since is not None or not client.reachable:
             client.keep(uid, message)
         else:
             self.answer_now(client, message, uid=uid)
 
     def report_room(self, peer: PeerId) -> None:
-        """Request the event `has_room` for when the peer's connection has room for more."""
+        """Ask the shell to call has_room() when the peer's connection accepts messages again."""
         self.effects.append((peer, []))
 
     def answer_now(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:

@@ -158,7 +158,7 @@ class CoordinatorCore:
         self._settle()
 
     def has_room(self, now: float, peer: PeerId) -> None:
-        """Handle a connection that accepts messages again, after it was full, or on request."""
+        """Handle a connection that accepts messages again, either after it was full or because of report_room()."""
         self.context.now = now
         self.membership.has_room(peer)
         self._settle()
@@ -179,7 +179,7 @@ class CoordinatorCore:
         self._settle()
 
     def run_timers(self, now: float) -> None:
-        """`context.next_timer` is due."""
+        """Run all timers that are due. The shell calls this no later than `context.next_timer`."""
         self.context.now = now
         while (callback := self.context.pop_due_timer()) is not None:
             callback()
@@ -197,9 +197,7 @@ class CoordinatorCore:
         self._settle()
 
     def _settle(self) -> None:
-        """Carry out the consequences of the event, dispatching requests and completing a DRAIN, until nothing is left
-        to do.
-        """
+        """Dispatch waiting requests and complete a DRAIN, and repeat this until neither has an effect any more."""
         while True:
             if self.context.needs_pump:
                 self.dispatcher.pump()

@@ -1,12 +1,12 @@
 """The life of a request at the coordinator: accepted, queued, dispatched, dispatched again, ended.
 
-An engine gets at most as many requests as it runs at once; the rest wait here, so that an engine that joins finds work,
-and an engine that leaves has little to hand over.
+An engine gets at most as many requests as it can run at once. The other requests wait in the coordinator, so that an
+engine that joins gets work at once, and few requests have to be dispatched again when an engine leaves.
 
-Tenants share the engines. A tenant's load is the number of its requests at engines. The shares are max-min fair if no
-waiting tenant has two requests fewer at engines than another tenant. Requests are moved until this holds. Each move
-brings the loads of two tenants closer, so no request moves back and forth. While only one tenant has requests, nothing
-is moved.
+Tenants share the engines. The load of a tenant is the number of its requests at engines. The shares are max-min fair if
+no tenant with waiting requests has two requests fewer at engines than another tenant. The dispatcher moves requests
+from engines back to the queue until this holds. Each move brings the loads of two tenants closer, so no request moves
+back and forth. While only one tenant has requests, no request is moved.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Requests without an engine."""
+        """Number of requests that wait for an engine."""
         return self.queue.length + len(self.quarantine)
 
     # --- arrival -----------------------------------------------------------------------------------------------
@@ -165,8 +165,9 @@ class Dispatcher:
         return completed
 
     def _begin(self, entry: Entry) -> bool:
-        """Dispatch, or reject, a request that has not been in the queue. Return False if it must wait for room at an
-        engine.
+        """Dispatch or reject a request that has not been in the queue.
+
+        Return False if the request must wait because all engines that may answer it are at capacity.
         """
         if entry.meta.engine:
             pinned = self._engines.named(entry.meta.engine)
@@ -195,7 +196,7 @@ class Dispatcher:
     # --- queue and dispatch ------------------------------------------------------------------------------------
 
     def pump(self) -> None:
-        """Dispatch requests to engines with room. Suspects come before all others."""
+        """Dispatch waiting requests to engines with free capacity. Suspected poison requests come first."""
         self._context.needs_pump = False
         if self.quarantine.active and self._verbs.may_dispatch:
             self._dispatch_suspect()
@@ -206,9 +207,9 @@ class Dispatcher:
             self._balance()
 
     def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Queue a request, or hold it back as a suspect. For the arguments, see WaitingQueue.add().
+        """Add a request to the queue, or to the quarantine if it is a suspect. Arguments: see WaitingQueue.add().
 
-        If an engine had it, the caller must have removed it from that engine's table.
+        The caller must have removed the request from the table of its engine.
         """
         self._leave_engine(entry)
         stage = _QUEUED if entry.export is None else _EXPORTED
@@ -228,7 +229,7 @@ class Dispatcher:
             entry.engine, entry.dispatch_id = None, 0
 
     def _offer(self, entry: Entry) -> bool:
-        """Dispatch, or reject, a request at the head of the queue. Return False if it has to wait for an engine."""
+        """Dispatch or reject a request at the head of the queue. Return False if it has to wait for an engine."""
         if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
         chosen = self._placement.choose(entry)
@@ -249,9 +250,7 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
-        """Send a request to an engine, to decode it or for an earlier stage. Transfers.begin() then sends the message
-        of an import, which has no prompt. A request that goes on to its next stage still has its former engine.
-        """
+        """Send a request to an engine for `stage`. For an import, Transfers.begin() sends the message."""
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
         dispatch_id = self.next_dispatch_id
@@ -276,7 +275,7 @@ class Dispatcher:
             logger.debug("request %s dispatched to engine %s", entry.uid.hex(), engine.name, extra=extra)
         if self.queue.length:
             self.queue.discard(entry)
-        former = entry.dispatch_id
+        former = entry.dispatch_id  # at the engine of the previous stage; 0 without one
         entry.engine, entry.dispatch_id = engine, dispatch_id
         entry.dispatches += 1
         if stage is not entry.stage:
@@ -312,7 +311,7 @@ class Dispatcher:
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
 
     def _tokenize(self, entry: Entry, engine: Engine) -> bool:
-        """Replace the prompt by its tokens. Return False if that fails the request."""
+        """Replace the text of the prompt by its tokens. Return False if the request was rejected because of it."""
         try:
             prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
         except MalformedMessageError as error:
@@ -324,7 +323,7 @@ class Dispatcher:
         return True
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """Return a request to its place in the queue, because the connection of `engine` did not accept it."""
+        """Return a request to its position in the queue, because the connection of `engine` did not accept it."""
         entry = engine.take(dispatch_id)
         if entry is None:
             return
@@ -340,7 +339,7 @@ class Dispatcher:
     # --- stages of split requests ------------------------------------------------------------------------------
 
     def exported(self, engine: Engine, message: Exported) -> None:
-        """Handle the end of a prefill: the engine has computed the blocks of a prompt, or could not."""
+        """Handle the end of a prefill: the engine has computed and kept the blocks of a prompt, or has failed."""
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is not None and entry.stage is _DECODING and KEEPS_BLOCKS in entry.meta.needs:
             self.handoffs.keep(entry, engine, message)
@@ -375,7 +374,7 @@ class Dispatcher:
             self._wait(entry, first=entry.is_replay, moved=True)
 
     def cancel_transfers(self) -> None:
-        """Take every split request back to the queue, because a verb is about to change weights or caches."""
+        """Return every request with a transfer to the queue, because a verb is about to change weights or caches."""
         self.handoffs.clear()
         for entry in self.journal:
             if entry.stage in CHANGED_BY_VERBS:
@@ -385,9 +384,7 @@ class Dispatcher:
     # --- shares of tenants -------------------------------------------------------------------------------------
 
     def _balance(self) -> None:
-        """Make room for waiting tenants that have fewer requests at engines than others, until no tenant has two
-        fewer.
-        """
+        """Move requests back to the queue until no tenant with waiting requests has two requests fewer than another."""
         now = self._context.now
         while now >= self.next_search and self.queue.length and self._verbs.may_dispatch:
             maximum = self.tenants.busy.highest_load
@@ -398,9 +395,9 @@ class Dispatcher:
                 self.next_search = now + SEARCH_AGAIN_SECONDS
 
     def _make_room(self, entry: Entry, now: float) -> bool:
-        """Give a waiting request the place of the newest request of a tenant that has at least two more at engines.
+        """Replace the newest request of a tenant that has at least two more requests at engines by a waiting request.
 
-        Return False if no request may make room.
+        Return False if no running request may be replaced.
         """
         for tenant in self.tenants.busy.from_highest():
             if tenant.load < entry.tenant.load + 2:
@@ -418,7 +415,7 @@ class Dispatcher:
 
     @staticmethod
     def may_move(other: Entry, engine: Engine, entry: Entry, now: float) -> bool:
-        """Whether `other`, which runs at `engine`, may be moved to make room for `entry`."""
+        """Whether `other`, which runs at `engine`, may be moved back to the queue so that `entry` can run there."""
         return (
             engine.available()
             and not engine.reserved
@@ -468,7 +465,7 @@ class Dispatcher:
         self._wait(entry, first=True)
 
     def _recall(self, entry: Entry) -> None:
-        """Remove an open request from the queue, or from its engine. The caller must place it elsewhere."""
+        """Remove an open request from the queue or from its engine. The caller must queue or dispatch it again."""
         engine = entry.engine
         if engine is None:
             self.queue.discard(entry)
@@ -486,7 +483,7 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """Return the open request whose former dispatch the engine `peer` now answers; None if there is none."""
+        """Return the open request that `peer` answers under an earlier dispatch id; None if there is none."""
         to, entry = self._former.get(dispatch_id, (None, None))
         return entry if to == peer else None
 
@@ -506,7 +503,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
-        """Check whether the tokens that a reserved engine has sent acquit its suspect."""
+        """Acquit the suspect on a reserved engine if it has generated enough tokens; see quarantine.py."""
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 
@@ -523,7 +520,7 @@ class Dispatcher:
             entry.engine.unsettled = True
 
     def forget(self, entry: Entry, *, error: str = "") -> None:
-        """Remove a request that ended from every table. error: why it ended without an answer."""
+        """Remove a request that has ended from every table. error: why no engine answered it; empty if one did."""
         self._trace(entry, error=error)
         if self.queue.length:
             self.queue.discard(entry)
@@ -550,7 +547,7 @@ class Dispatcher:
             self._context.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
-        """Abort requests that no client waits for, here and at their engines."""
+        """Abort requests that no client waits for, in the coordinator and at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
             self.forget(entry, error="aborted")

@@ -1,8 +1,9 @@
-"""KV that a client hands from one request to the next: the names of Megatron-Core for a split that the client directs.
+"""KV handoff as in Megatron-Core: a client lets a later request reuse the KV blocks of an earlier one.
 
-A request with `do_kv_handoff` is answered as any other. Its engine then keeps the blocks of the prompt, and the answer
-has `disaggregated_params`. A later request with their `kv_meta` begins as a split request whose prefill has ended. If
-the blocks are gone, or the client may not use them, the prompt is computed.
+A request with `do_kv_handoff` is answered like any other request. Its engine then keeps the KV blocks of the prompt,
+and the answer contains `disaggregated_params`. A later request that contains `kv_meta` from these parameters starts in
+the stage EXPORTED of transfers.py, so a decode engine imports the blocks. If the engine has released the blocks, or if
+the client may not use them, an engine computes the prompt again.
 """
 
 from __future__ import annotations
@@ -24,7 +25,11 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Handoff:
-    """Blocks that an engine keeps for a later request of a client. until: end of its lifetime."""
+    """KV blocks that an engine keeps for a later request of a client.
+
+    exported: the engine's message about the blocks: export id, digests and weights.
+    until:    time at which the coordinator releases the blocks, in seconds on the clock of Context.now.
+    """
 
     engine: Engine
     exported: Exported
@@ -33,10 +38,13 @@ class Handoff:
 
 
 class Handoffs:
-    """The blocks that clients may use for a later request.
+    """The handoffs that clients have not used yet.
 
-    A token names an export. It is signed with a random secret of this coordinator over client, tenant, epoch and
-    expiry, so it is worthless to any other client, for another tenant and after new weights.
+    The client refers to a handoff by a token: the id of the export and an HMAC. The HMAC uses a random secret of this
+    coordinator process and covers client, tenant, weight epoch and expiry. take() therefore rejects the token if
+    another client or tenant sends it, or after the weights have changed.
+
+    release: sends an engine the message that releases the blocks with this export id.
     """
 
     def __init__(self, context: Context, release: Callable[[Engine, int], None]) -> None:
@@ -44,11 +52,11 @@ class Handoffs:
         self._release = release
         self._secret = context.randbits(256).to_bytes(32, "big")
         self._kept: dict[int, Handoff] = {}
-        """By the id of the export, in the order of `until`."""
+        """Handoffs by export id, ordered by `until`."""
         self._is_timed = False
 
     def keep(self, entry: Entry, engine: Engine, message: Exported) -> None:
-        """`engine` keeps the blocks of a request that it is about to answer."""
+        """Record that `engine` keeps the blocks of a request. It sends the final answer of the request afterwards."""
         until = self._context.now + HANDOFF_SECONDS
         self._kept[message.dispatch_id] = Handoff(engine, message, entry.client, until)
         if not self._is_timed:
@@ -56,7 +64,7 @@ class Handoffs:
             self._context.set_timer("handoffs", until, self._expire)
 
     def offer(self, entry: Entry) -> dict[str, Any] | None:
-        """Return `disaggregated_params` for the answer of a request; None if its engine keeps no blocks."""
+        """Return `disaggregated_params` for the answer of a request, or None if its engine keeps no blocks for it."""
         kept = self._kept.get(entry.dispatch_id)
         if kept is None:
             return None
@@ -67,20 +75,23 @@ class Handoffs:
         }
 
     def _token(self, kept: Handoff, entry: Entry) -> bytes:
-        """Return the token of a handoff for the client and the tenant of a request."""
+        """Return the token with which the client and the tenant of `entry` can take the handoff."""
         number, client = kept.exported.dispatch_id, entry.client
         bound = pack((number, client.name, client.key, entry.tenant.key, kept.engine.epoch, kept.until))
         return number.to_bytes(_ID_BYTES, "big") + hmac.digest(self._secret, bound, "sha256")
 
     def take(self, entry: Entry, token: bytes) -> Handoff | None:
-        """Remove the handoff that a request may use, and return it; None if it may not, or if it is gone."""
+        """Remove the handoff that `token` names, and return it.
+
+        Return None if the handoff has expired or been used, or if the client or tenant of `entry` may not use it.
+        """
         kept = self._kept.get(int.from_bytes(token[:_ID_BYTES], "big"))
         if kept is None or not hmac.compare_digest(self._token(kept, entry), token):
             return None
         return self._kept.pop(kept.exported.dispatch_id)
 
     def release(self, client: Client, number: int) -> None:
-        """Release a handoff of a client. An unknown number is ignored."""
+        """Release the handoff with the export id `number`. Ignore an unknown id, and an id of another client."""
         kept = self._kept.get(number)
         if kept is not None and kept.client is client:
             self._drop(kept)
@@ -94,7 +105,7 @@ class Handoffs:
             del self._kept[number]
 
     def clear(self) -> None:
-        """Release all handoffs, because a verb is about to change weights or caches."""
+        """Release all handoffs. The coordinator calls this before a verb changes weights or caches."""
         for kept in list(self._kept.values()):
             self._drop(kept)
 

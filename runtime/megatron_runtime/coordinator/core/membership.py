@@ -76,7 +76,7 @@ class Recovery:
             self._unregistered.add(peer)
 
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
-        """Handle the HELLO of an engine. survivor: it was serving before it registered with this coordinator."""
+        """Handle the HELLO of an engine. survivor: the engine served before it registered with this coordinator."""
         self._unregistered.discard(engine.peer)
         self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
@@ -91,11 +91,10 @@ class Recovery:
         self._end_if_complete()
 
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
-        """Take state, weights and adapters from an engine that registers after recovery ended. No operation has begun
-        since.
+        """Adopt state, weights and adapters of an engine that registers after recovery, before any operation begins.
 
-        If no engine registered in time, the first survivor determines the state. The newest weights win, so that a
-        confirmed update is kept.
+        If no engine registered during recovery, the first engine that was serving determines the state. The weights
+        with the highest epoch win, so that a confirmed update is kept.
         """
         if self._adopted is None:
             self._adopted = state
@@ -259,10 +258,10 @@ class Membership:
     # --- removal ------------------------------------------------------------------------------------------------
 
     def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
-        """Remove an engine. Its requests are dispatched to other engines.
+        """Remove an engine, and queue its requests again.
 
-        crash: evidence that one of its requests crashed it. If the engine ran nothing, was draining, or was carrying
-               out a verb, the cause may be another, and the loss counts against no request.
+        crash: evidence that one of its requests crashed it. If the engine ran no request, was draining, or was carrying
+               out a verb, the loss may have another cause, and counts against no request.
         """
         if not self._engines.is_registered(engine):
             return
@@ -280,11 +279,12 @@ class Membership:
         self._verbs.engine_lost(engine, reason)
 
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
-        """Handle the end of a connection. An engine loses its requests; if it lives, it connects and registers again.
+        """Handle the end of a connection.
 
-        A client has `client_dead` seconds to register again.
+        The requests of an engine are queued again. An engine that is still alive connects and registers again. A client
+        has Timing.client_dead seconds to register again.
 
-        by_peer: the other side closed it, as the operating system does when a process exits.
+        by_peer: the other side closed the connection, as the operating system does when a process exits.
         """
         client, engine = self._clients.at(peer), self._engines.at(peer)
         if client is not None:
@@ -300,7 +300,7 @@ class Membership:
         self._dispatcher.handoffs.client_lost(client)
 
     def has_room(self, peer: PeerId) -> None:
-        """The connection of the peer accepts messages again."""
+        """Continue to send to a peer whose connection accepts messages again."""
         client, engine = self._clients.at(peer), self._engines.at(peer)
         if client is not None:
             self._replies.has_room(client)

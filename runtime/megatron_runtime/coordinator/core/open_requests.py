@@ -39,7 +39,7 @@ class MediaStore:
         """(route of the client, digest) -> the data, and the number of open requests that use it."""
 
     def completed(self, route: int, media: Media) -> Media | None:
-        """Return the media with the data that the client left out; None if some of it is not stored here."""
+        """Fill in the data that the client left out because an earlier request sent it. None if some is not stored."""
         items = [
             item if (held := self._held.get((route, item.digest))) is None else item._replace(data=held[0])
             for item in media.items
@@ -47,7 +47,7 @@ class MediaStore:
         return media._replace(items=tuple(items)) if all(item.data for item in items) else None
 
     def added_bytes(self, entry: Entry) -> int:
-        """Return how many bytes the media of a request would add."""
+        """Return the bytes of the media of a request that are not stored yet."""
         if entry.media is None:
             return 0
         new = {item.digest: len(item.data) for item in entry.media.items}
@@ -77,9 +77,9 @@ def _media_of(entry: Entry) -> dict[tuple[int, bytes], bytes]:
 
 
 class Journal:
-    """Every open request by uid, so that it can be dispatched again: prompt, media, parameters, tokens so far.
+    """All open requests by uid, with what a new dispatch needs: prompt, media, parameters and generated tokens.
 
-    bytes: the sum of the costs of its entries and of `media`, bounded by `limit_bytes` at admission.
+    bytes: memory that the entries and their media use. A new request that would exceed `limit_bytes` is rejected.
     """
 
     def __init__(self, *, limit_bytes: int) -> None:
@@ -98,7 +98,7 @@ class Journal:
         return self._entries.get(uid)
 
     def fits(self, entry: Entry) -> bool:
-        """Return whether the entry fits the limit. Tokens that arrive later are counted, but never rejected."""
+        """Return whether a new entry fits `limit_bytes`. Tokens that arrive later are counted, but never rejected."""
         return self.bytes + entry.admitted_bytes <= self.limit_bytes
 
     def add(self, entry: Entry) -> None:
@@ -121,9 +121,12 @@ class Journal:
         details: bytes = b"",
         details_cost: int = 0,
     ) -> None:
-        """Add new tokens. first: index of the first of them in the message that contains them.
+        """Add new tokens of a request (little-endian int32).
 
-        All entries of the message share its `details`; this one is charged `details_cost` bytes.
+        epochs:       epochs of the weights that sampled the tokens of the engine's message.
+        first:        index of the first new token in that message.
+        details:      packed extras of the message, such as log-probabilities, shared by all its requests.
+        details_cost: bytes of `details` that count against this request.
         """
         if epochs:
             spans = len(entry.epochs)
@@ -143,11 +146,13 @@ class Journal:
 
 
 class WaitingQueue:
-    """Requests without an engine. Order: the lowest priority number first, then replays, then the tenant with the
-    fewest requests at engines; within a tenant, the order of arrival.
+    """Requests that wait for an engine.
 
-    Each model, adapter and set of needs has its own band, so that other requests can overtake a request whose engines
-    have no room.
+    The lowest priority number comes first, then requests whose engine was lost (replays), then the tenant with the
+    fewest requests at engines. Requests of one tenant keep their order of arrival.
+
+    Each combination of model, adapter and required features has its own band. A request whose engines are at capacity
+    therefore does not delay requests that other engines can answer.
     """
 
     def __init__(self) -> None:
@@ -155,8 +160,10 @@ class WaitingQueue:
         self.length = 0
 
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Add a request. first: ahead of all others of its priority (a replay). moved: ahead of the others of its
-        tenant only.
+        """Add a request.
+
+        first: it comes before all other requests of its priority, because its engine was lost (a replay).
+        moved: it comes before the other requests of its tenant only.
         """
         key = _band_of(entry)
         band = self._bands.get(key)
@@ -192,9 +199,7 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Yield the requests that may be dispatched next, at most two per band. The request that is next overall comes
-        first.
-        """
+        """Yield the first requests of each band, at most two per band, in the order of the whole queue."""
         heads = []
         for band in self._bands.values():
             if band.replays:
@@ -217,7 +222,7 @@ def _place(entry: Entry) -> tuple[int, int, int, float]:
 
 
 class Deadlines:
-    """Calls `expire(entry)` when an entry's time is up. Entries share one timer, in slots of GRAIN_SECONDS."""
+    """Calls `expire(entry)` at the deadline of an entry. One timer serves all entries, in slots of GRAIN_SECONDS."""
 
     def __init__(self, context: Context, expire: Callable[[Entry], None]) -> None:
         self._context = context
@@ -283,7 +288,7 @@ class Tenants:
         return tenant if tenant is not None else Tenant(key, next(self._order))
 
     def opened(self, entry: Entry) -> None:
-        """The journal has the request."""
+        """Count a request that the journal has accepted."""
         tenant = entry.tenant
         if not tenant.num_open:
             self._tenants[tenant.key] = tenant
@@ -299,8 +304,9 @@ class Tenants:
             del self._tenants[tenant.key]
 
     def dispatched(self, entry: Entry, *, former: int = 0) -> None:
-        """Record that an engine has the request, under `entry.dispatch_id`. former: its dispatch id at the engine that
-        it goes on from, to its next stage; 0: no engine had it.
+        """Record that an engine received the request under `entry.dispatch_id`.
+
+        former: dispatch id at the engine of the previous stage; 0 if the request was in the queue.
         """
         tenant = entry.tenant
         if former:
@@ -312,7 +318,7 @@ class Tenants:
         self._reload(tenant, before, before + 1)
 
     def returned(self, entry: Entry) -> None:
-        """Handle a request that no engine has any more. `entry.dispatch_id` is still the id of its last dispatch."""
+        """Record that no engine has the request any more. `entry.dispatch_id` is still the id of its last dispatch."""
         tenant = entry.tenant
         before = len(tenant.in_flight)
         del tenant.in_flight[entry.dispatch_id]

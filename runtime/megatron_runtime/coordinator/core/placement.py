@@ -1,4 +1,4 @@
-"""Which engine gets a request now: the engines that may answer it, in the order of the routing policy."""
+"""Chooses the engine for a request among the engines that may answer it and have capacity, by the routing policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class Placement:
         return next(self._engines.with_room(), None) is not None
 
     def choose(self, entry: Entry) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request, and its next stage; None if no engine that may answer it has room."""
+        """Return the engine for a request and the stage that it enters there.
+
+        None if all engines that may answer it are at capacity.
+        """
         if self._engines.has_roles:
             if entry.hashes is None:
                 entry.hashes = self.hashes_of(entry)
@@ -40,9 +43,9 @@ class Placement:
         return None if engine is None else (engine, RequestStage.DECODING)
 
     def _cheapest(self, entry: Entry, accepts: Condition | None = None) -> Engine | None:
-        """Return the engine with free capacity that may answer the request and that the routing policy prefers.
+        """Return the engine that the routing policy prefers for a request; None if no engine can accept it now.
 
-        accepts: tells which of these engines may be chosen; None: all.
+        accepts: returns whether an engine may be chosen; None: every engine may.
         """
         router, may_answer = self._router, self._condition(entry, accepts)
         engines = self._engines.available() if router.deterministic else self._engines.with_room()
@@ -75,14 +78,14 @@ class Placement:
         return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=_with_room(may_answer))
 
     def _condition(self, entry: Entry, accepts: Condition | None) -> Condition | None:
-        """Return the condition for engines that may answer a request and that `accepts`; None: it has none."""
+        """Return the condition that engines for a request must fulfil, including `accepts`; None: every engine may."""
         meta = entry.meta
         if not (entry.model or meta.adapter or meta.needs or self._engines.has_pooling):
             return accepts
         return lambda engine: engine.runs(entry) and (accepts is None or accepts(engine))
 
     def hashes_of(self, entry: Entry) -> PromptHashes:
-        """Return the hashes of the prompt's complete blocks; none for a prompt that the engine tokenizes."""
+        """Return the hashes of the complete blocks of a prompt; no hashes if the engine tokenizes the prompt."""
         if entry.meta.text:
             return {}
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None

@@ -73,7 +73,7 @@ class Quarantine:
         """Last crash of each engine, by name, as long as only the loss of its connection is known."""
 
     def __len__(self) -> int:
-        """Suspects without an engine."""
+        """Number of suspects that wait for an engine."""
         return len(self._waiting)
 
     @property
@@ -149,8 +149,9 @@ class Quarantine:
             self._convict(accused)
 
     def _convict(self, entry: Entry) -> None:
-        """Fail a request that crashed an engine on its own. The crashes that it was in flight at no longer count
-        against others.
+        """Fail a request that crashed an engine while it ran alone.
+
+        The crashes during which it was in flight no longer count against other requests.
         """
         names = [crash.engine[: limits.MAX_NAME_BYTES] for crash in entry.crashes if crash.counts][-NAMED_ENGINES:]
         uid, listed = entry.uid.hex(), ", ".join(names)
@@ -223,9 +224,7 @@ class Quarantine:
         return sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True)
 
     def _preference(self, engine: Engine) -> tuple[bool, bool, int, int]:
-        """Prefer an idle engine, then the engine that is already being emptied, then the one with the fewest
-        requests.
-        """
+        """Return the sort key of an engine: idle ones first, then the reserved one, then by number of requests."""
         return not _is_empty(engine), engine is not self._reserved, len(engine.in_flight), engine.index
 
     def _reserve(self, engine: Engine | None) -> None:

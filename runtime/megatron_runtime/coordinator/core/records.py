@@ -175,7 +175,7 @@ class Engine:
     source:    weights of the last UPDATE_WEIGHTS that the engine reported.
     adapters:  names of the adapters that it reported as loaded.
     adapter_errors: why others are not loaded, by name.
-    knows_adapters: its release has adapters.
+    knows_adapters: it understands messages about adapters; earlier releases do not.
     draining:  excluded from routing until it registers again.
     digest:    digest of its weights; empty: not reported.
     tokenizes: it accepts text prompts.
@@ -186,18 +186,18 @@ class Engine:
     started_ms: when its process started; 0: unknown.
     weights_unavailable: why it waits for the weights of a trainer; None: it does not.
     copies:    addresses of its ranks at which other engines get the weights of a trainer; empty: it serves none.
-    limits:    the limits (LIMITS) that it announced, for STATUS.
+    limits:    the limits that it announced (names in LIMITS), which STATUS reports.
     role:      "prefill" or "decode", the stage that it is preferred for; empty: both.
-    kv:        the port of its KV cache; None: it neither exports nor imports.
+    kv:        address and layout for the exchange of KV blocks; None: it neither exports nor imports blocks.
     free_blocks: blocks that it reported as free, minus the blocks of later imports; None: unknown.
     full:      its connection is full, and the shell has not reported room since.
     suspect:   no heartbeat came for a while.
-    welcomed:  when its target state was last sent to it.
-    owed:      the last commit sent to it, until a later heartbeat shows its state.
+    welcomed:  time at which it was last sent the state that it must adopt.
+    owed:      the last commit that was sent to it, until a heartbeat shows that the engine has carried it out.
     entered_during: operation in progress when this engine joined; the outcome is sent to it.
     in_flight: requests by dispatch id.
-    queued:    tokens that it has to compute before its requests get their next token; the sum of Entry.uncached. This
-               and the next two are 0 unless the policy or the split of requests needs them; see add_work().
+    queued:    uncached tokens that it has to compute before all its requests can generate: the sum of Entry.uncached.
+               This and the next two fields are 0 unless the policy or the split of requests needs them; see add_work().
     waiting:   number of its requests that have such tokens.
     held:      tokens of its requests at the time of their dispatch.
     step_tokens: maximum number of tokens that it computes in a step; 0: not announced.
@@ -313,16 +313,16 @@ class Engine:
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that the engine has computed `tokens` of a request's uncached tokens; at least one."""
+        """Record that the engine has computed this many uncached tokens of a request (at least 1)."""
         entry.uncached -= tokens
         self.queued -= tokens
         self.waiting -= not entry.uncached
 
     def report(self, heartbeat: Heartbeat) -> bool:
-        """Take over its report about its queue. Return whether `queued` changed.
+        """Adopt the number of uncomputed prompt tokens that a heartbeat reports. Return whether `queued` changed.
 
-        Computed tokens are attributed to its oldest requests. Requests that it had not received when it sent the
-        heartbeat are unchanged.
+        Tokens that the engine has computed are attributed to its oldest requests. The counts of requests that it had
+        not received when it sent the heartbeat are unchanged.
         """
         self.heartbeat, before = heartbeat, self.queued
         self.free_blocks = heartbeat.free_blocks
@@ -352,7 +352,7 @@ class Engine:
         )
 
     def lacking(self, needs: str) -> str:
-        """Return the first of a request's `needs` that the engine lacks; empty if it has all."""
+        """Return the first feature in `needs` that the engine lacks; empty if it has all of them."""
         if self.task and not asks_for_pooling(needs):
             return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
@@ -440,12 +440,13 @@ class Entry:
     dispatched_at, dispatches: time of the first dispatch that an engine's connection accepted, None before; and the
         number of dispatches.
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
-    media_route: route of the client that sent the media.
+    media_route: Client.route of the client that sent the media.
     uncached:   tokens that its engine has to compute before its next token, as estimated; 0 after that token.
     size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 while its engine
                 does not count them.
-    stage, export, promised, splits: see Transfers. `promised`: blocks of it that a decode engine has to have free.
-                `splits`: False once its blocks could not be exported or imported.
+    stage, export: see Transfers.
+    promised:   number of free blocks that a decode engine needs for it while its prompt is computed or exported.
+    splits:     whether it may be split; False after an export or import has failed.
     """
 
     uid: bytes
@@ -563,7 +564,7 @@ class Ended(NamedTuple):
 
 
 class Levels:
-    """Tenants by load. Tenants of equal load are in the order in which they reached it or began to wait."""
+    """Tenants sorted by load. Tenants with equal load are in the order in which they reached it or began to wait."""
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[Tenant, None]] = {}

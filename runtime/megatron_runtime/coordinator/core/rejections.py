@@ -26,19 +26,19 @@ class Rejection(NamedTuple):
 
 
 def unavailable(state: str) -> Rejection:
-    """Return the error of a request that arrives while the engines are deliberately not answering."""
+    """Return the error of a request that arrives while the engines are paused, suspended or stopped by a verb."""
     return Rejection(ErrorCode.UNAVAILABLE, f"the engines are {state}: try again later", RETRY_AFTER_SECONDS)
 
 
 def full(reason: str) -> Rejection:
-    """Return the error of a request for which there is no memory or no room in the queue."""
+    """Return the error of a request that exceeds the memory of the journal or the length of the queue."""
     return Rejection(ErrorCode.QUEUE_FULL, f"{reason}: try again", RETRY_AFTER_SECONDS)
 
 
 def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejection | None:
     """Return why the engine that a request names may not answer it; None if it may, even if it is draining or full.
 
-    engine: the registered engine of that name.
+    engine: the registered engine with this name; None if there is none.
     """
     if engine is None or not engine.serving or engine.reserved or not may_dispatch:
         return engine_missing(entry, engine)
@@ -139,6 +139,6 @@ def other_model(entry: Entry, engines: Sequence[Engine]) -> Rejection:
 
 
 def awaited_engine(entry: Entry) -> str:
-    """Return which engine a request waits for, for the error at its deadline."""
+    """Return a description of the engine that a request waits for, for the error message at its deadline."""
     features = [described(name)[1] for name in entry.meta.needs.split()]
     return f"an engine that supports {', '.join(features)}" if features else "an engine"

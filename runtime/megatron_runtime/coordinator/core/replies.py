@@ -1,4 +1,7 @@
-"""Output of engines for clients: partials in order and once, finals, and catch-up for clients that read slowly."""
+"""Sends the output of engines to clients: each token once and in order, final answers, and delayed output.
+
+A client that reads slowly does not delay others: its tokens stay in the journal until its connection accepts them.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +198,7 @@ class Replies:
         self._context.report_room(client.peer)
 
     def has_room(self, client: Client) -> None:
-        """The connection of `client` accepts messages again."""
+        """Continue to send to a client whose connection accepts messages again."""
         client.stuck_since = None
         if client.blocked:
             self.catch_up(client)
@@ -256,7 +259,7 @@ def _with_handoff(answer: Outgoing, offer: dict[str, Any]) -> Outgoing:
 
 
 def _owed(entry: Entry) -> Frames:
-    """Return the tokens that were not sent to the client yet, with their details, as one PARTIAL."""
+    """Return one PARTIAL with all tokens that were not sent to the client yet, and their log-probabilities."""
     tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
     details = _details_from(entry, entry.forwarded)
     item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
@@ -267,7 +270,7 @@ def _owed(entry: Entry) -> Frames:
 
 
 def _index_details(entries: Iterable[Entry]) -> None:
-    """Replace the raw extras of these entries by an Extras object, which entries of the same message share."""
+    """Parse the raw extras of these entries. Entries whose tokens came in the same message share one Extras object."""
     shared: dict[int, Extras] = {}
     for entry in entries:
         details = entry.details

@@ -58,7 +58,7 @@ class KnownBlocks:
         return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many blocks of a prompt an engine holds, and when it last received the deepest of them."""
+        """Return how many leading blocks of a prompt an engine holds, and when it last received the last of them."""
         held = self._held.get(engine.index)
         # Blocks are chained: without the first, a deeper one is of no use.
         if held is None or hashes[0] not in held:
@@ -69,8 +69,10 @@ class KnownBlocks:
         return depth, given
 
     def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
-        """Yield the engines that hold each block of a prompt, with the number of blocks up to it, the deepest first.
-        Depths with as many engines as the one before are left out: an engine that holds a block holds those before it.
+        """Yield (number of leading blocks, engines that hold them) for a prompt, the longest prefix first.
+
+        An engine that holds a block also holds all blocks before it. A shorter prefix that the same number of engines
+        hold is therefore left out.
         """
         count = 0
         for depth in range(len(hashes), 0, -1):
@@ -221,7 +223,7 @@ class EngineRouter:
         return hashes
 
     def select(self, candidates: Sequence[Engine], hashes: PromptHashes) -> Engine:
-        """The engine for a request, from a non-empty sequence."""
+        """Return the engine for a request, from a non-empty sequence of engines."""
         if self.in_turn:
             return self.next_in_turn(candidates)
         if not hashes:
@@ -234,9 +236,11 @@ class EngineRouter:
         return best
 
     def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
-        """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
+        """Return the engine that select() would return for all suitable engines, but score only a part of them.
 
-        min_loaded: the engine with the lowest load (load_by()) among those that fit; the lowest index wins a tie.
+        Engines that hold no block of the prompt cannot win against `min_loaded`, and are not scored.
+
+        min_loaded: the suitable engine with the lowest load (load_by()); the lowest index wins a tie.
         """
         # An engine without the first block scores its free share alone: none more than this one.
         best, rank = min_loaded, self._rank(min_loaded, hashes)
@@ -262,13 +266,15 @@ class EngineRouter:
         fits: Callable[[Engine], bool],
         session: str = "",
     ) -> Engine | None:
-        """Return the engine of least cost for a prompt, among the first MAX_COMPARED of `by_load` and the engines that
-        hold a block of it that at most MAX_HOLDERS hold. None if no engine fits.
+        """Return the engine with the lowest cost for a prompt; None if no engine is suitable.
 
-        by_load:  the engines that fit, in the order of load_by().
-        tokens:   number of tokens of the prompt, and of an answer that another engine began.
+        The candidates are the first MAX_COMPARED engines of `by_load`, and the engines that hold a block of the prompt
+        that at most MAX_HOLDERS engines hold.
+
+        by_load:  the suitable engines in the order of load_by().
+        tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
-        session:  empty: the request belongs to none.
+        session:  the session of the request; empty if it has none.
         """
         best, cost, fewest = None, math.inf, 0
         compared: Collection[Engine] = ()  # with a longer prefix
@@ -381,7 +387,7 @@ class EngineRouter:
         self._blocks.evict(engine, hashes)
 
     def forget(self, engine: Engine) -> None:
-        """The engine's cache is gone."""
+        """Forget all blocks of an engine that has left or has emptied its cache."""
         self._blocks.forget(engine)
 
     def forget_all(self) -> None:
@@ -389,5 +395,5 @@ class EngineRouter:
         self._blocks.forget_all()
 
     def decisions_text(self) -> str:
-        """The content of the schedule file."""
+        """Return the recorded scheduling decisions as JSON, the content of `schedule_output_path`."""
         return json.dumps(self.decisions or [], indent=1) + "\n"

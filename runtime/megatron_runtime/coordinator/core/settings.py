@@ -58,7 +58,7 @@ class CoordinatorSettings:
     max_clients:     clients registered at once.
     plain_max_requests: requests that a plain engine runs at once; it does not report them itself. 0: no limit.
     plain_release:   message format for plain engines until a plain client has submitted a request, which shows the
-                     format: that of release "0.17" or "0.20"; 0.20 divides messages into more frames.
+                     format: "0.17" or "0.20", the release of Megatron-Core. 0.20 divides messages into more frames.
     deterministic:   engines alternate in the order of their names; only the order of arrival decides.
     schedule_output_path: JSON file for the scheduling decisions, written at exit.
     """

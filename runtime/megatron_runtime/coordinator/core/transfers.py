@@ -1,7 +1,7 @@
-"""Requests whose prompt one engine computes and another one continues: the stages, and what moves a request.
+"""Split requests: one engine computes the prompt, another engine generates. This module moves them between stages.
 
-An import is a prefix hit: the decode engine pins the blocks in its prefix cache, and then gets an ordinary DISPATCH. So
-whatever is lost on the way is a cache miss, and the request is computed as one that is not split.
+The decode engine imports the KV blocks of the prompt into its prefix cache, and then receives an ordinary DISPATCH. A
+block that is lost in the transfer is therefore a cache miss: the decode engine computes it, as for any other request.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ logger = logging.getLogger(__name__)
 
 PREFILL = "prefill"
 EXPORTED_SECONDS = 10.0
-"""Time that a request waits for a decode engine with room. Its blocks are released afterwards."""
+"""Maximum time that an exported request waits for a decode engine with capacity. Then its blocks are released."""
 IMPORT_SECONDS = 30.0
 """Lifetime of a ticket. The importing engine gives up earlier if nothing arrives."""
 CHUNK_TOKENS = 256
-"""A prompt with at most this many tokens to compute is one chunk of a decode engine's step, and is not split."""
+"""A prompt with at most this many uncached tokens is not split: a decode engine computes it within one step."""
 KEEPS_BLOCKS = "KV_TRANSFER"
-"""The need of a request whose blocks its engine keeps after the answer; see handoffs.py."""
+"""Required feature of a request after which the engine keeps the KV blocks of the prompt. See handoffs.py."""
 MAX_COMPARED = 16
-"""Prefill engines that are compared for a prompt, the least loaded first."""
+"""Maximum number of prefill engines whose costs are compared for a prompt. The least loaded ones are compared."""
 MIN_LEFT_TOKENS = 2
-"""Tokens of a prompt that its decode engine computes in any case."""
+"""Number of tokens at the end of a prompt that are never imported: the decode engine always computes them."""
 _NOT_SPLIT = ("PROMPT_LOG_PROBS", "HIDDEN_STATES", "pooling")
-"""Needs of requests whose answer has something of the prompt's forward pass."""
+"""Required features whose results come from the forward pass of the prompt, so that the request cannot be split."""
 _RECENT = 0.2
-"""Weight of the last import in the measured bandwidth."""
+"""Weight of the newest import in the exponential moving average of the bandwidth."""
 
 
 class StageChange(StrEnum):
-    """An event that moves a request out of the order of its stages."""
+    """An event that interrupts the usual order of the stages of a split request."""
 
     PREFILL_LOST = "the prefill engine is lost"
     DECODE_LOST = "the decode engine is lost"
@@ -54,11 +54,12 @@ class StageChange(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What a change does to a request.
+    """The effect of a StageChange on a request.
 
-    to:       its next stage; None: it is not open any more, or is submitted again by its client.
-    releases: the engine that is sent the end of a transfer: ABORT_REQUEST while it works, RELEASE for kept blocks.
-    accuses:  the engine whose requests a crash counts against.
+    to:       the next stage of the request. None: the request has ended, or its client submits it again.
+    releases: the engines that are sent the end of the transfer: "prefill", "decode", "prefill and decode" or none. An
+              engine that computes or imports gets ABORT_REQUEST, an engine that keeps exported blocks gets RELEASE.
+    accuses:  "prefill" or "decode": a crash of this engine counts against the request (see quarantine.py).
     """
 
     to: RequestStage | None
@@ -91,16 +92,16 @@ TABLE: dict[tuple[RequestStage, StageChange], Row] = {
     (_D, StageChange.ENDED): Row(to=None, releases="decode"),
     (_D, StageChange.COORDINATOR_LOST): Row(to=None, releases="decode"),
 }
-"""By stage and change. A pair that is absent cannot occur. An answer with the dispatch id of another stage than the
-present one moves nothing: its engine is sent RELEASE.
+"""Effect of each change in each stage. A pair that is absent cannot occur.
 
-tests/unit/coordinator/test_transfer_model.py checks the table against the core, with the events in any order.
+If an engine reports with the dispatch id of an earlier stage, the stage does not change, and the engine is sent
+RELEASE. tests/unit/coordinator/test_transfer_model.py compares the table with the core, for events in any order.
 """
 CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
-    """Return why one engine cannot import blocks of another engine; empty if it can."""
+    """Return why `importer` cannot import KV blocks of `exporter`, or an empty string if it can."""
     # A chain of comparisons: this runs several times for a split request.
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
@@ -120,18 +121,18 @@ def _decodes(engine: Engine) -> bool:
 
 
 def _blocks(entry: Entry, size: int) -> int:
-    """Return the blocks of `size` tokens that the whole request has."""
+    """Return the number of blocks of `size` tokens that prompt and answer of a request fill, rounded up."""
     return -(-entry.num_tokens // max(1, size))
 
 
 Among = Callable[[Entry, Callable[[Engine], bool]], Engine | None]
-"""Returns the engine for a request among those with room for which the condition holds."""
+"""Returns the best engine for a request among the engines that have capacity and fulfil the condition."""
 
 
 class Transfers:
-    """Chooses which prompts go to prefill engines, and owns the exports.
+    """Decides which requests are split, and keeps the exports: KV blocks that prefill engines hold for a transfer.
 
-    requeue: puts an exported request back into the queue, after its export was dropped.
+    requeue: returns an exported request to the queue after its export was released.
     """
 
     def __init__(self, context: Context, router: EngineRouter, *, requeue: Callable[[Entry], None]) -> None:
@@ -140,13 +141,13 @@ class Transfers:
         self._router = router
         self._requeue = requeue
         self._exported: dict[int, Entry] = {}
-        """By the id of the export, in the order of `until`."""
+        """Exported requests by export id, ordered by Export.until."""
         self._promised = 0
-        """Blocks of the requests in PREFILLING and EXPORTED."""
+        """Number of blocks that decode engines will need for the requests in PREFILLING and EXPORTED."""
         self._bytes_per_second = 0.0
-        """Measured; 0: not yet."""
+        """Measured bandwidth of imports; 0 before the first import."""
         self._is_timed = False
-        """Whether the timer of exports is set."""
+        """Whether the timer that releases expired exports is set."""
 
     def move(self, entry: Entry, stage: RequestStage) -> None:
         """Set the stage of a request."""
@@ -160,7 +161,10 @@ class Transfers:
             entry.promised = 0
 
     def at_stage(self, stage: RequestStage, engine: Engine, dispatch_id: int) -> Entry | None:
-        """Return the request that an engine reports about. If it is at another stage, have the engine drop its part."""
+        """Return the request with this dispatch id at `engine` if it is in `stage`.
+
+        Otherwise return None and make the engine release what it holds under this id.
+        """
         entry = engine.in_flight.get(dispatch_id)
         if entry is not None and entry.stage is stage:
             return entry
@@ -171,9 +175,9 @@ class Transfers:
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
     def choose(self, entry: Entry, among: Among) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request and the stage that it begins there; None: it has to wait.
+        """Return the engine for a request and the stage that the request enters there; None if the request must wait.
 
-        Roles are preferences: without a decode engine, prefill engines decode.
+        Roles are preferences: if there is no decode engine, prefill engines decode.
         """
         if KEEPS_BLOCKS in entry.meta.needs:
             engine = among(entry, lambda engine: engine.role == PREFILL) or among(entry, lambda _: True)
@@ -190,14 +194,16 @@ class Transfers:
         return (decoder, _D) if prefiller is None else (prefiller, _P)
 
     def stage_at(self, engine: Engine, entry: Entry) -> RequestStage:
-        """Return the stage that a request begins at an engine that decodes."""
+        """Return the stage that a request enters at a decode engine: IMPORTING if it can import, else DECODING."""
         export = entry.export
         can_import = export is not None and not export.engine.suspect and not mismatch(export.engine, engine)
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _importer(self, entry: Entry) -> Engine | None:
-        """Return the least loaded decode engine that can accept an exported request now. Its cached blocks do not
-        matter, as it receives all. An engine that cannot import blocks recomputes them.
+        """Return the least loaded decode engine that can accept an exported request now; None if there is none.
+
+        Prefix hits are not considered, because the engine receives all blocks. An engine that cannot import them
+        computes the prompt again.
         """
         for engine in self._engines.with_room():
             if engine.role != PREFILL and engine.runs(entry):
@@ -209,7 +215,7 @@ class Transfers:
 
     @staticmethod
     def _is_splittable(entry: Entry) -> bool:
-        """Whether a request may be prefilled on a separate engine. A suspect may not: it runs alone on one engine."""
+        """Whether a request may be split. A suspected poison request is never split: it runs alone on one engine."""
         meta = entry.meta
         return (
             entry.splits
@@ -221,8 +227,10 @@ class Transfers:
         )
 
     def _prefiller(self, entry: Entry, decoder: Engine) -> Engine | None:
-        """Return the prefill engine that computes a prompt at the least cost in seconds, see EngineRouter; None if the
-        decode engine costs less. There the tokens count twice: they are computed in short steps, and delay its answers.
+        """Return the prefill engine with the lowest cost for a prompt, or None if the decode engine costs less.
+
+        Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice: it computes them in
+        short steps, and they delay its other answers. At a prefill engine, the duration of the transfer is added.
         """
         hashes, tokens, size = entry.hashes or {}, entry.num_tokens, decoder.block_size_tokens
         uncached = self._router.uncached(decoder, hashes, tokens)
@@ -247,8 +255,9 @@ class Transfers:
         return best
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
-        """Whether one decode engine, or all decode engines together, have this many free blocks. True if a number is
-        unknown.
+        """Whether `decoder`, or all decode engines together, have this many free blocks.
+
+        Return True if an engine has not reported its number of free blocks.
         """
         if decoder.free_blocks is None or decoder.free_blocks >= blocks:
             return True
@@ -258,7 +267,7 @@ class Transfers:
     # --- exports --------------------------------------------------------------------------------------------------
 
     def keep(self, entry: Entry, engine: Engine, message: Exported) -> None:
-        """`engine` keeps the blocks of a request."""
+        """Record that `engine` keeps the exported blocks of a request, and set the time at which they expire."""
         until = self._context.now + EXPORTED_SECONDS
         entry.export = Export(engine, message.dispatch_id, message.digests, message.weights, until)
         self._exported[message.dispatch_id] = entry
@@ -267,18 +276,18 @@ class Transfers:
             self._context.set_timer("exports", until, self._expire)
 
     def drop(self, entry: Entry) -> None:
-        """Release the blocks of a request at its prefill engine, if there are any."""
+        """Forget the export of a request, if it has one, and make the prefill engine release the blocks."""
         export, entry.export = entry.export, None
         if export is not None:
             del self._exported[export.id]
             self.release(export.engine, export.id)
 
     def release(self, engine: Engine, dispatch_id: int) -> None:
-        """Have an engine drop an export or an import, or what a stale id stands for."""
+        """Make an engine release the export or import with this dispatch id. The id may be stale."""
         self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 
     def engine_lost(self, engine: Engine) -> None:
-        """Forget the exports of a lost engine. An import in progress reports its end."""
+        """Forget the exports of a lost engine. A decode engine that is importing them reports the failure itself."""
         for entry in [entry for entry in self._exported.values() if entry.export and entry.export.engine is engine]:
             assert entry.export is not None
             del self._exported[entry.export.id]
@@ -287,7 +296,7 @@ class Transfers:
                 self.move(entry, TABLE[entry.stage, StageChange.PREFILL_LOST].to or RequestStage.QUEUED)
 
     def _expire(self) -> None:
-        """Give up the exports that waited for too long, and queue their requests as any others."""
+        """Release the exports that have expired, and return their requests to the queue. They are not split again."""
         now = self._context.now
         for entry in [entry for entry in self._exported.values() if entry.export and entry.export.until <= now]:
             if entry.stage is RequestStage.EXPORTED:
@@ -302,7 +311,10 @@ class Transfers:
     # --- imports --------------------------------------------------------------------------------------------------
 
     def begin(self, entry: Entry, engine: Engine) -> int:
-        """Have `engine` import the blocks of a request, under its current dispatch id. Return their tokens."""
+        """Make `engine` import the blocks of a request under its current dispatch id.
+
+        Return the number of tokens in these blocks.
+        """
         export = entry.export
         assert export is not None
         ticket = self._context.randbits(8 * limits.TICKET_BYTES).to_bytes(limits.TICKET_BYTES, "big")
@@ -316,7 +328,7 @@ class Transfers:
         return len(digests) // DIGEST_BYTES * engine.block_size_tokens
 
     def imported(self, entry: Entry, engine: Engine, message: Imported) -> None:
-        """Handle the end of an import: the prefill engine need not keep the blocks any longer."""
+        """Handle the end of an import, successful or not: release the blocks at the prefill engine, count, log."""
         self.drop(entry)
         entry.splits = False
         counters = self._context.counters
@@ -331,7 +343,10 @@ class Transfers:
             self._bytes_per_second = before + (measured - before) * _RECENT if before else measured
 
     def recomputes(self, engine: Engine) -> str | None:
-        """Return EngineStatus.recomputes of an engine."""
+        """Return why a decode engine computes all prompts itself, for EngineStatus.recomputes.
+
+        None if it can import from at least one prefill engine, if there is none, or if it is a prefill engine.
+        """
         exporters = [other for other in self._engines.serving() if other.role == PREFILL]
         if engine.role == PREFILL or not engine.serving or not exporters:
             return None

@@ -64,7 +64,8 @@ class PendingOperation:
     clients: clients that get the answer; a second sender of the same id joins.
     waiting: engines that have not answered.
     failed:  engines that did not carry it out and keep serving; if there are any, the operation has failed.
-    must_load: UPDATE_WEIGHTS: engines that have verified the weights and load them in a second step, while paused.
+    must_load: UPDATE_WEIGHTS: engines that have verified the weights and still have to load them in a second step,
+               during which they are paused.
     is_loading: the second step has begun. From here on, if one engine fails, the others return to the old weights.
     unsupported: the backend of a failed engine lacks the feature.
     adapter_errors: SET_ADAPTERS: why the first failed engine could not load an adapter, by the adapter's name.
@@ -154,7 +155,7 @@ class Verbs:
 
     @property
     def holds(self) -> bool:
-        """Whether engines are deliberately not running, or about to be, so that new requests wait or are rejected."""
+        """Whether a verb has paused, suspended or stopped the engines, or is about to: new requests wait or fail."""
         return self.state in (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED) or (
             self.current is not None and self.current.control.kind is Header.PAUSE
         )
@@ -190,7 +191,7 @@ class Verbs:
         ]
 
     def see_source(self, source: str | None, revision: str) -> None:
-        """Engines of `revision` have their weights from `source`."""
+        """Record that the engines of `revision` have loaded their weights from `source`."""
         if source != self.source:
             self.source = source
             self._source_revisions.clear()
@@ -466,8 +467,9 @@ class Verbs:
             self._commit(operation)
 
     def _load(self, operation: PendingOperation) -> bool:
-        """Make the engines that load weights while paused do so. Return False if there are none, or if they have begun
-        already.
+        """Begin the second step of UPDATE_WEIGHTS: engines that load weights under a pause load them now.
+
+        Return False if there is no such engine, or if the step has begun already.
         """
         loading = [engine for engine in operation.must_load if self._engines.is_registered(engine)]
         if operation.is_loading or not loading:
@@ -480,7 +482,7 @@ class Verbs:
         return True
 
     def _discard(self, operation: PendingOperation) -> None:
-        """Make the engines undo phase one. If this message is lost, they undo it at the next control message."""
+        """Make the engines undo phase one. An engine that misses this message does it at the next control message."""
         kind, operation_id = operation.control.kind, operation.operation_id
         frames = ControlCommit(operation_id=operation_id, signal=kind, discard=True).to_frames()
         for engine in operation.signalled:

@@ -52,7 +52,7 @@ class DynamicInferenceContext:
         self._steps_before = self._prefill_before = 0
 
     def bind(self, core: EngineCore) -> None:
-        """Show the state of `core` from now on."""
+        """Make the attributes of this context report the state of `core` from now on."""
         self._core, self.config = core, core.config
 
     def restart_counters(self) -> None:

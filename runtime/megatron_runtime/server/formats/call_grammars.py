@@ -91,7 +91,7 @@ def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
-    """Return the expression of what may follow a call in a list, and the rules for `call` and each tool's arguments."""
+    """Return the expression for the rest of a list after a call, and the rules for `call` and each tool's arguments."""
     calls = " | ".join(f'{quoted(f"{name}(")} arguments_{place} ")"' for place, name in enumerate(tools))
     rules = [f"call: {calls}"]
     for place, schema in enumerate(tools.values()):
@@ -240,9 +240,10 @@ class _MiniMaxM3Rules:
 
 
 def _separated(rule: str, entries: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Return the rules of a list of entries in a fixed order.
+    """Return grammar rules for a list whose entries are separated by `separator` and have a fixed order.
 
-    entries: expression of each, and whether it is required.
+    rule:    name of the rule for the list.
+    entries: the expression of each entry, and whether the entry is required.
     """
     rules = []
     first = rule

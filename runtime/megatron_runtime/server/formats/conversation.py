@@ -114,9 +114,10 @@ class ChatTemplateInput:
         return accepted
 
     def _unfinished(self, renderer: Renderer) -> str:
-        """Return the prompt up to the end of the last message, where the template itself would end the message.
+        """Return the prompt up to the end of the last message's text, without the tokens that end the message.
 
-        The end is found by a mark after the message's text, or after its reasoning if it has no text yet.
+        To locate the end, the template is rendered with a mark after the message's text, or after its reasoning if it
+        has no text yet.
         """
         *earlier, last = self.messages
         if last.get("tool_calls"):

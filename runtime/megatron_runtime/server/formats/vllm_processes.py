@@ -111,7 +111,7 @@ class _Parse(_Message):
 class VllmProcesses:
     """The parent process and its workers. Its methods run on one event loop, except render(), which threads call.
 
-    setup: as vllm_worker.Formats has it, without `memory_bytes`.
+    setup: the setup of vllm_worker.Formats, without `memory_bytes`.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:

@@ -396,7 +396,7 @@ def _with_calls(number: int) -> dict[str, Any]:
 
 
 def _id(call: Any) -> str | None:
-    """Return the id that a parser assigns to a call; None if it assigns none that a conversation may contain."""
+    """Return the id that a parser assigns to a call; None if there is no id, or if it is too long or not Unicode."""
     id_ = call.id
     return id_ if id_ and len(id_) <= MAX_NAME_CHARACTERS and is_unicode(id_) else None
 

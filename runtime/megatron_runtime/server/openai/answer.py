@@ -207,9 +207,9 @@ class Choice:
         piece.text += "".join(texts)
 
     def _counted(self, text: str, *, plain: int | None = None) -> str:
-        """Count text that is added to the answer, and return it.
+        """Count the characters of a text that is added to the answer, and return the text.
 
-        plain: its number of characters without markers; None: all.
+        plain: number of its characters that are not part of markers; None: all characters.
         """
         self._offset += len(text)
         self._plain += len(text) if plain is None else plain

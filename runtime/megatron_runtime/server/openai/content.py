@@ -59,10 +59,10 @@ class MixedContent:
         return [part for part in self.parts if isinstance(part, MediaPart) and part.is_supported(supported)]
 
     def for_template(self, supported: Collection[str], numbers: Iterator[int]) -> str | list[dict[str, Any]]:
-        """Return the content as renderers expect it.
+        """Return the content in the form that renderers expect: a text, or a list of text parts and media parts.
 
-        supported:   modalities of the model.
-        numbers: yields the number of each medium of the conversation.
+        supported: modalities that the model accepts. Other media are replaced by their placeholders.
+        numbers:   yields consecutive numbers for the media of the conversation.
         """
         if not self.media(supported):
             return self.text

@@ -291,7 +291,7 @@ class Generation:
                 self.span.set({tracing.TIME_TO_FIRST_TOKEN: observer.first_token_seconds})
 
     async def stream(self) -> AsyncGenerator[Piece]:
-        """Yield pieces as they come, choices interleaved. When it is closed early, it aborts the open choices.
+        """Yield the pieces of all choices in order of arrival. Closing the generator early aborts the open choices.
 
         Raises ApiError 429 if the API key has too few tokens left in this minute.
         """

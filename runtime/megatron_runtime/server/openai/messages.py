@@ -153,7 +153,7 @@ class ResultPart(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a call. The model sees an error by its content; `is_error` has no effect."""
+    """The result of a tool call. `is_error` has no effect: the content tells the model about an error."""
 
     type: Literal["tool_result"]
     tool_use_id: Name

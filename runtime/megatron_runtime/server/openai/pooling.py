@@ -187,7 +187,7 @@ class PoolingPrompt:
     """One prompt of a pooling model.
 
     content: text, which the engine tokenizes, or token ids.
-    param:   the request field that has it, for errors.
+    param:   the request field that contains the prompt, for errors.
     pooling: value of the sampling parameter `pooling`.
     """
 

@@ -136,9 +136,8 @@ class Prompts:
         in_place: tokenize on the event loop; None: only if the text is short.
         is_cut:   the caller truncates the prompt, so the text may exceed the sequence limit.
 
-        Raises ApiError 400 for a
-        text that cannot be tokenized or certainly exceeds the sequence limit, the errors of TextLanes.run(), and 429 if
-        the server holds too much.
+        Raises ApiError 400 for a text that cannot be tokenized or certainly exceeds the sequence limit, ApiError 429 if
+        the server holds too many bytes of requests, and the errors of TextLanes.run().
         """
         encode = partial(self._encode, text, param=param, add_special=add_special, is_cut=is_cut)
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:

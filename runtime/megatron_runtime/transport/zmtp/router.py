@@ -162,7 +162,7 @@ class Router:
             connection.ping()
 
     def cut(self, peer: PeerId) -> None:
-        """Close a connection at once: no message is delivered from it or sent to it any more."""
+        """Close a connection at once. No further message is received from it or sent to it."""
         connection = self.connections.pop(peer, None)
         if connection is not None:
             connection.close()

@@ -1,9 +1,9 @@
-"""Pages of the KV cache: their owners, and the prefixes they hold, so that requests with equal prefixes share them.
+"""The prefix cache: allocates the pages of the KV cache, and lets requests with equal prefixes share pages.
 
-A usable page is free, held (by one owner or more), or idle: cached, and held by no request. The last page is the dummy
-page: padding refers to it, and it has no owner.
+A usable page is free, held by one or more owners (requests or transfers), or idle: cached without an owner. The last
+page is the dummy page. Padding refers to it, and it has no owner.
 
-A block is `pages_per_block` pages with the KV of one complete block of prompt tokens. Its key is the digest of its
+A block is `pages_per_block` pages with the KV of one complete block of prompt tokens. Its key is a digest over its
 tokens and all tokens before them, so equal keys mean equal KV. A request that holds a block holds all blocks before it.
 """
 
@@ -36,7 +36,7 @@ class CachedBlock:
 
 
 class PrefixCache:
-    """Allocates the page ids 0 … num_pages − 2, last in, first out, and finds complete blocks by their keys.
+    """Allocates the page ids 0 … num_pages − 2, the last released page first, and finds complete blocks by their keys.
 
     A block without an owner is evicted at once (REF_ZERO), or when its pages are needed (LRU). LRU evicts the block
     that has been idle the longest. It never evicts a block with an owner, or a block before its continuations.
@@ -76,11 +76,11 @@ class PrefixCache:
 
     @property
     def num_held(self) -> int:
-        """Pages with an owner, each counted once."""
+        """Number of pages that have an owner. A shared page is counted once."""
         return self.num_usable - self.num_free - self.num_idle
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """Return the blocks of the longest prefix of `keys` that is cached."""
+        """Return the cached blocks of the longest prefix of `keys` whose blocks are all cached."""
         found = []
         for key in keys:
             block = self._by_key.get(key)
@@ -90,7 +90,7 @@ class PrefixCache:
         return found
 
     def num_available(self, matched: Sequence[CachedBlock] = ()) -> int:
-        """Return how many pages allocate() can return once `matched` are pinned."""
+        """Return the number of pages that allocate() can return after the blocks `matched` are pinned."""
         to_pin = sum(block.id in self._idle for block in matched)
         return self.num_free + self.num_idle - to_pin * self.pages_per_block
 
@@ -119,7 +119,7 @@ class PrefixCache:
         return pages
 
     def release(self, pages: Pages) -> None:
-        """Remove an owner of `pages`: all those that a request holds, each once and in order."""
+        """Remove one owner of each of `pages`, which are all pages of a request, in order."""
         self.references[pages] -= 1
         owners = self.references[pages]
         if (owners < 0).any():
@@ -137,8 +137,9 @@ class PrefixCache:
                 self._idle[page] = block
 
     def register(self, key: bytes, pages: Pages) -> bool:
-        """Cache a computed block. The caller holds `pages` and all earlier blocks. Return False if `key` has other
-        pages.
+        """Cache a computed block. The caller holds `pages` and all blocks before it.
+
+        Return False, and change nothing, if other pages are cached under this key already.
         """
         known = self._by_key.get(key)
         if known is not None:
@@ -163,8 +164,10 @@ class PrefixCache:
         self._stored, self._evicted, self._has_cleared = [], [], True
 
     def take_events(self) -> CacheEvents:
-        """Return the changes since the last call: stored keys that are still cached, and evicted keys that were not
-        cached again.
+        """Return the changes since the last call.
+
+        The first list has keys that were stored and are still cached, the second keys that were evicted and not cached
+        again.
         """
         events = CacheEvents(
             stored=[key for key in dict.fromkeys(self._stored) if key in self],

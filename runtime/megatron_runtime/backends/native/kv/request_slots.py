@@ -22,7 +22,11 @@ Routing = npt.NDArray[Any]
 
 @dataclass(slots=True)
 class _Chain:
-    """Complete blocks of a slot's prompt: `keys` of all blocks to cache, of which the first `num_cached` are cached."""
+    """The complete prompt blocks of a slot.
+
+    keys:       keys of all blocks that will be cached.
+    num_cached: number of leading blocks that are cached already.
+    """
 
     keys: list[bytes]
     num_cached: int
@@ -32,9 +36,9 @@ class _Chain:
 
 
 class RecordedRouting:
-    """The experts of each token by its place in the KV cache, if they are recorded.
+    """The experts that computed each token in the KV cache, indexed by cache slot, if the engine records them.
 
-    Like the KV, they are shared between requests and survive a suspend.
+    Like the KV, they are shared between requests, and a suspend keeps them.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -43,7 +47,7 @@ class RecordedRouting:
         """[pages, page_size, layers with experts, experts of a token]; None before the first record."""
 
     def record(self, cache_slots: npt.NDArray[np.int64], routing: Routing) -> None:
-        """Keep StepResult.routing. cache_slots: int64 [T], StepPlan.slot_mapping."""
+        """Store the experts of the tokens of a step. cache_slots: int64 [T], StepPlan.slot_mapping."""
         if self._of_pages is None:
             self._of_pages = np.empty((*self._shape, *routing.shape[1:]), dtype=routing.dtype)
         page_size = self._shape[1]
@@ -57,14 +61,16 @@ class RecordedRouting:
 
 
 class RequestSlots:
-    """Columns by slot. A slot is taken at admission and freed with its pages when the request ends or is preempted.
+    """State of the admitted requests, as arrays indexed by slot.
+
+    A request gets a slot at admission. Slot and pages are freed when the request ends or is preempted.
 
     tokens:       int32 [slots, max_sequence_length]; prompt, then generated tokens.
     num_tokens:   int32 [slots]; number of these tokens.
     num_computed: int32 [slots]; number of them in the KV cache.
     num_pages:    int32 [slots]; pages held.
     is_long:      int32 [slots]; 1 if the request may become longer than the model's `short_length`.
-    samples:      bool [slots]; a token follows the last of these; False for a request that is only computed.
+    samples:      bool [slots]; False for a request whose prompt is only computed and that samples no token.
     block_tables: int32 [slots, pages per sequence]; pages held, then the dummy page.
 
     A block is `block_size_tokens` tokens of a prompt, the unit in which KV is shared.
@@ -127,8 +133,9 @@ class RequestSlots:
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
-        """Assign and return a slot, with pages for all tokens of the request; the first pages are those of `matched`,
-        as match() returned them. The caller must have called has_room().
+        """Assign and return a slot, with pages for all tokens of the request. The caller must have called has_room().
+
+        matched: the cached blocks that match() returned. Their pages become the first pages of the request.
         """
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
@@ -219,8 +226,10 @@ class RequestSlots:
     # --- prefix cache -------------------------------------------------------------------------------------------
 
     def match(self, request: CoreRequest) -> tuple[list[CachedBlock], bool]:
-        """Return the cached blocks that the request begins with, and whether a slot is computing the next block, so
-        that the request should wait for it. At least two tokens are always left to compute.
+        """Return the cached blocks with which the request begins, and whether it should wait.
+
+        It should wait if another slot is computing its next block now. The returned blocks always leave at least two
+        tokens to compute.
         """
         if not request.reads_cache:
             return [], False
@@ -245,7 +254,7 @@ class RequestSlots:
                 chain.num_cached += 1
 
     def _stop_computing(self, slot: int) -> None:
-        """Cache no more blocks of this slot."""
+        """Stop caching blocks of this slot."""
         chain = self._chains[slot]
         for digest in chain.missing():
             if self._computing.get(digest) == slot:

@@ -1,4 +1,7 @@
-"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned meanwhile. No torch."""
+"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned during the transfer.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,10 @@ EXPORT_SHARE = 4
 
 
 class PinnedTransfers:
-    """The exports and imports of one engine by id. Each owns its pages, as a request does.
+    """The exports and imports of one engine by dispatch id. Each owns its pages, as a request does.
 
-    A block that is imported is cached when all blocks of its prompt have arrived: a request that begins before computes
-    them.
+    Imported blocks enter the prefix cache when all blocks of their prompt have arrived. A request with the same prompt
+    that begins earlier computes the blocks itself.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -35,8 +38,9 @@ class PinnedTransfers:
         return [block.key for block in blocks]
 
     def reserve(self, transfer: int, keys: Sequence[bytes]) -> int | None:
-        """Take pages for the blocks `keys`. Return how many leading blocks are cached already; None if too few pages
-        are free.
+        """Allocate pages for the blocks `keys`. Return the number of leading blocks that are cached already.
+
+        Return None, and allocate nothing, if too few pages are free.
         """
         cached = self._cache.find(keys)
         missing = (len(keys) - len(cached)) * self._cache.pages_per_block
@@ -69,7 +73,7 @@ class PinnedTransfers:
         self._ready[keys[-1]] = transfer
 
     def used(self, key: bytes) -> None:
-        """Release the import that ends at block `key`, because a request has pinned these blocks itself."""
+        """Release the import whose last block is `key`. A request with these blocks was admitted, and pins them now."""
         transfer = self._ready.get(key)
         if transfer is not None:
             self.release(transfer)

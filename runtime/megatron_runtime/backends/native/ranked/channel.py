@@ -423,7 +423,7 @@ class LeaderChannel(_Channel):
 
 
 class FollowerChannel(_Channel):
-    """The end of the channel of any other rank.
+    """The channel of a rank other than 0 to rank 0.
 
     orders:       the orders of rank 0; get() blocks.
     progress:     progress of this rank's steps.

@@ -184,11 +184,11 @@ class RankedExecutor(Ranks):
         raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
 
     def use_keys(self, keys_dir: Path | None) -> None:
-        """Use these keys towards trainers from now on, on this rank."""
+        """Use the CURVE keys in this directory for connections of this rank to trainers from now on."""
         self._local.use_keys(keys_dir)
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Make the reference IN_MEMORY name `model` on this rank; the other ranks have models of their own."""
+        """Set the model to which the model reference IN_MEMORY refers on this rank. Each rank sets its own model."""
         self._local.use_memory(model)
 
     def use_source(self, source: str) -> None:
