@@ -30,6 +30,8 @@ class KVTransfer(Protocol):
     A backend that has it declares Capability.KV_TRANSFER. abort() of the backend ends an export or import, and so does
     everything that clears its prefix cache. Methods may run while steps run, and while the engine is paused.
 
+    A call may take effect only between two steps. So a transfer reads and writes many blocks in each.
+
     layout:      text that is equal on engines that can exchange blocks: number formats and sizes.
     block_bytes: bytes of the keys and values of one block.
     """
@@ -37,16 +39,16 @@ class KVTransfer(Protocol):
     layout: str
     block_bytes: int
 
-    def read(self, transfer: int, block: int) -> Awaitable[bytes]:
-        """Return the keys and values of a block of an export. Raises TransferEndedError."""
+    def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
+        """Return the keys and values of blocks of an export, block by block. Raises TransferEndedError."""
 
     def reserve(self, transfer: int, digests: Sequence[bytes], weights: str) -> Awaitable[int | None]:
         """Take memory for an import. Return how many blocks, from the first on, are in the cache already; None if too
         few blocks are free. Raises TransferEndedError if the engine has other weights.
         """
 
-    def write(self, transfer: int, block: int, data: bytes) -> Awaitable[None]:
-        """Set the keys and values of a block of an import. Raises TransferEndedError."""
+    def write(self, transfer: int, first: int, data: bytes) -> Awaitable[None]:
+        """Set the keys and values of blocks of an import, from block `first` on. Raises TransferEndedError."""
 
     def complete(self, transfer: int) -> Awaitable[None]:
         """Add the blocks to the prefix cache. They stay until a request that begins with them was admitted, or abort().

@@ -37,6 +37,9 @@ _NOT_SPLIT = ("PROMPT_LOG_PROBS", "HIDDEN_STATES", "pooling")
 """Needs of requests whose answer has something of the prompt's forward pass."""
 _RECENT = 0.2
 """Weight of the last import in the measured bandwidth."""
+MEASURED_SECONDS = 30.0
+"""Time after the last import for which its bandwidth is used. Without this limit, one slow import could make all later
+prompts too expensive to transfer, and nothing would be measured again."""
 
 
 class StageChange(StrEnum):
@@ -145,12 +148,16 @@ class Transfers:
         """Blocks of the requests in PREFILLING and EXPORTED."""
         self._bytes_per_second = 0.0
         """Measured; 0: not yet."""
+        self._measured_until = 0.0
+        """When the measured bandwidth is out of date."""
         self._is_timed = False
         """Whether the timer of exports is set."""
 
     def move(self, entry: Entry, stage: RequestStage) -> None:
         """Set the stage of a request."""
         entry.stage = stage
+        if stage is _P:
+            self._context.counters.split_requests += 1
         if stage is _P or stage is _E:
             if not entry.promised:
                 entry.promised = _blocks(entry, min(self._engines.block_sizes))
@@ -234,7 +241,7 @@ class Transfers:
         best, limit, left = None, math.inf, MAX_COMPARED
         if decoder.prefill_cost:
             limit = decoder.cost_of(uncached) + uncached * decoder.prefill_cost
-            if self._bytes_per_second:
+            if self._bytes_per_second and self._context.now < self._measured_until:
                 limit -= blocks * decoder.kv.block_bytes / self._bytes_per_second
         for engine in self._engines.with_room():
             if engine.role == PREFILL and engine.runs(entry) and not mismatch(engine, decoder):
@@ -327,7 +334,9 @@ class Transfers:
         counters.imports += 1
         counters.imported_bytes += message.received_bytes
         if message.seconds > 0 and message.received_bytes:
-            measured, before = message.received_bytes / message.seconds, self._bytes_per_second
+            now, measured = self._context.now, message.received_bytes / message.seconds
+            before = self._bytes_per_second if now < self._measured_until else 0.0
+            self._measured_until = now + MEASURED_SECONDS
             self._bytes_per_second = before + (measured - before) * _RECENT if before else measured
 
     def recomputes(self, engine: Engine) -> str | None:
