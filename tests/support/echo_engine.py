@@ -168,6 +168,7 @@ class EchoBackend(NativeBackend):
 
 @click.command(params=[*engine.params])
 @click.option("--echo-step-seconds", type=float, default=0.0, envvar="ECHO_STEP_SECONDS", help="Duration of a step.")
+@click.option("--echo-token-seconds", type=float, default=0.0, help="Additional duration for each token of it.")
 @click.option("--echo-crash-token", type=int, help="First token of a prompt that ends the process by SIGSEGV.")
 @click.option("--echo-crash-length", type=int, default=1, help="Tokens of its prompt and answer when it does so.")
 @click.option("--echo-takes-media", is_flag=True, help="Take images, audio and video.")
@@ -176,6 +177,7 @@ class EchoBackend(NativeBackend):
 def main(
     *,
     echo_step_seconds: float,
+    echo_token_seconds: float,
     echo_crash_token: int | None,
     echo_crash_length: int,
     echo_lacks: tuple[str, ...],
@@ -194,6 +196,7 @@ def main(
         takes_media=echo_takes_media,
         task=echo_task,
         step_seconds=echo_step_seconds,
+        token_seconds=echo_token_seconds,
         crash_token=echo_crash_token,
         crash_length=echo_crash_length,
     )

@@ -70,6 +70,7 @@ class EchoExecutor:
     """Implements Executor.
 
     step_seconds: how long a step takes, to simulate the time of a model.
+    token_seconds: how much longer it takes for each token that it computes.
     fails_at:     number of the step that raises.
     crash_token:  a request whose prompt begins with this token ends the process by SIGSEGV, because process 1 of a
                   container ignores signals that it sends itself.
@@ -84,6 +85,7 @@ class EchoExecutor:
         page_size: int = 16,
         num_pages: int = 4097,
         step_seconds: float = 0.0,
+        token_seconds: float = 0.0,
         crash_token: int | None = None,
         crash_length: int = 1,
     ) -> None:
@@ -96,6 +98,7 @@ class EchoExecutor:
         self.kv_cache_bytes = num_pages * page_size * 4
         self.kv_layout = f"echo {page_size}"
         self.step_seconds = step_seconds
+        self._token_seconds = token_seconds
         self.fails_at: int | None = None
         self._crash_token = crash_token
         self._crash_length = crash_length
@@ -157,7 +160,7 @@ class EchoExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         if self._cache is None or not self.has_weights:
             raise RuntimeError("execute() before load()")
-        self._take_time()
+        self._take_time(len(plan.token_ids))
         self._cache.reshape(-1)[plan.slot_mapping] = plan.token_ids
         self._crash_if_poisoned(plan)
         tokens = np.full(len(plan.query_lengths), NO_TOKEN, dtype=np.int32)
@@ -191,9 +194,10 @@ class EchoExecutor:
             if np.any((first == self._crash_token) & (plan.context_lengths >= self._crash_length)):
                 ctypes.string_at(0)
 
-    def _take_time(self) -> None:
+    def _take_time(self, tokens: int) -> None:
         self._steps += 1
-        if self.step_seconds:
-            time.sleep(self.step_seconds)
+        seconds = self.step_seconds + tokens * self._token_seconds
+        if seconds:
+            time.sleep(seconds)
         if self._steps == self.fails_at:
             raise RuntimeError(f"step {self._steps} fails: injected fault")

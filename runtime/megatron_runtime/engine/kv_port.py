@@ -174,7 +174,8 @@ class BlockServer:
 
     async def _send(self, peer: PeerId, upload: _Upload) -> None:
         """Send the chunks that one connection requests. Close it if the importer stops requesting or reading."""
-        block_bytes, kept, content = self._kv.block_bytes, -1, b""
+        block_bytes, content, at, source = self._kv.block_bytes, b"", 0, None
+        # content: bytes of `source` from `at` to the end of a block. One read is a window of chunks.
         async with self._active:
             try:
                 while True:
@@ -182,13 +183,14 @@ class BlockServer:
                         grant, offset, size = await upload.requests.get()
                     if offset + size > grant.num_blocks * block_bytes:
                         raise TransferEndedError(f"bytes {offset} to {offset + size} are beyond the export")
-                    chunk = bytearray()
-                    while len(chunk) < size:
-                        block, start = divmod(offset + len(chunk), block_bytes)
-                        if block != kept:
-                            kept, content = block, await self._kv.read(grant.export, block)
-                        chunk += content[start : start + size - len(chunk)]
-                    data = bytes(chunk)
+                    content = content[offset - at :] if grant is source and at <= offset else b""
+                    at, source = offset, grant
+                    if len(content) < size:
+                        first, start = divmod(at + len(content), block_bytes)
+                        end = -(-(at + WINDOW_CHUNKS * CHUNK_BYTES) // block_bytes)
+                        blocks = range(first, min(end, grant.num_blocks))
+                        content += (await self._kv.read(grant.export, blocks))[start:]
+                    data = content[:size]
                     head = pack(["", offset, zlib.crc32(data)])
                     connection = self._router.connections.get(peer)
                     while connection is not None and not connection.send([head, data]):
@@ -282,9 +284,11 @@ class BlockReceiver:
                 data = _chunk_of(message, offset=arrived, size=min(CHUNK_BYTES, end - arrived))
                 arrived += len(data)
                 content += data
-                while len(content) >= size:
-                    await self._kv.write(transfer.dispatch_id, (arrived - len(content)) // size, bytes(content[:size]))
-                    del content[:size]
+                complete = len(content) // size * size
+                if complete and inbox.empty():  # each write waits for a step
+                    block = (arrived - len(content)) // size
+                    await self._kv.write(transfer.dispatch_id, block, bytes(content[:complete]))
+                    del content[:complete]
 
 
 def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:

@@ -31,6 +31,8 @@ class KVTransfer(Protocol):
     the backend is called, or when the prefix cache is cleared. Methods may be called during steps and while the engine
     is paused.
 
+    A call may take effect only between two steps. So a transfer reads and writes many blocks with each call.
+
     layout:      text that describes number formats and sizes. Engines can exchange blocks if their texts are equal.
     block_bytes: bytes of the keys and values of one block.
     """
@@ -38,8 +40,8 @@ class KVTransfer(Protocol):
     layout: str
     block_bytes: int
 
-    def read(self, transfer: int, block: int) -> Awaitable[bytes]:
-        """Return keys and values (`block_bytes` bytes) of one block of an export.
+    def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
+        """Return keys and values of blocks of an export, block by block (`block_bytes` bytes each).
 
         Raises TransferEndedError if the export has ended.
         """
@@ -50,8 +52,11 @@ class KVTransfer(Protocol):
         Return None if too few blocks are free. Raises TransferEndedError if this engine has other weights.
         """
 
-    def write(self, transfer: int, block: int, data: bytes) -> Awaitable[None]:
-        """Write keys and values of one block of an import. Raises TransferEndedError if the import has ended."""
+    def write(self, transfer: int, first: int, data: bytes) -> Awaitable[None]:
+        """Write keys and values of blocks of an import, from block `first` on.
+
+        Raises TransferEndedError if the import has ended.
+        """
 
     def complete(self, transfer: int) -> Awaitable[None]:
         """Add the imported blocks to the prefix cache.

@@ -35,25 +35,28 @@ class Blocks:
         self.room, self.cached = room, cached
         self.written: dict[int, bytes] = {}
         self.is_complete = False
-        self.reads = 0
+        self.reads = self.writes = 0
         self.read_gate = asyncio.Event()
         self.read_gate.set()
 
-    async def read(self, transfer: int, block: int) -> bytes:
+    async def read(self, transfer: int, blocks: range) -> bytes:
         assert transfer == EXPORT
         self.reads += 1
         await self.read_gate.wait()
         if not self.contents:
             raise TransferEndedError("it was released")
-        return self.contents[block]
+        return b"".join(self.contents[block] for block in blocks)
 
     async def reserve(self, transfer: int, digests: Sequence[bytes], weights: str) -> int | None:
         if weights != "w":
             raise TransferEndedError("other weights")
         return self.cached if self.room else None
 
-    async def write(self, transfer: int, block: int, data: bytes) -> None:
-        self.written[block] = data
+    async def write(self, transfer: int, first: int, data: bytes) -> None:
+        self.writes += 1
+        size = self.block_bytes
+        for block, start in enumerate(range(0, len(data), size), first):
+            self.written[block] = data[start : start + size]
 
     async def complete(self, transfer: int) -> None:
         self.is_complete = True

@@ -83,10 +83,11 @@ class NativeKVTransfer(KVTransfer):
         pages = core.context.prefix_cache.pages_per_block
         self.block_bytes = core.executor.kv_cache_bytes // core.executor.num_pages * pages
 
-    def read(self, transfer: int, block: int) -> Awaitable[bytes]:
+    def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
         def command(core: EngineCore) -> bytes:
+            exported = core.context.transfers.exported
             with _transfer_of_core():
-                return core.executor.read_pages(core.context.transfers.exported(transfer, block))
+                return b"".join(core.executor.read_pages(exported(transfer, block)) for block in blocks)
 
         return self._call(command)
 
@@ -98,10 +99,13 @@ class NativeKVTransfer(KVTransfer):
 
         return self._call(command)
 
-    def write(self, transfer: int, block: int, data: bytes) -> Awaitable[None]:
+    def write(self, transfer: int, first: int, data: bytes) -> Awaitable[None]:
         def command(core: EngineCore) -> None:
+            size = self.block_bytes
             with _transfer_of_core():
-                core.executor.write_pages(core.context.transfers.reserved(transfer, block), data)
+                for block, start in enumerate(range(0, len(data), size), first):
+                    pages = core.context.transfers.reserved(transfer, block)
+                    core.executor.write_pages(pages, data[start : start + size])
 
         return self._call(command)
 

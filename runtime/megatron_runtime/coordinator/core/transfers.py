@@ -37,6 +37,9 @@ _NOT_SPLIT = ("PROMPT_LOG_PROBS", "HIDDEN_STATES", "pooling")
 """Required features whose results come from the forward pass of the prompt, so that the request cannot be split."""
 _RECENT = 0.2
 """Weight of the newest import in the exponential moving average of the bandwidth."""
+MEASURED_SECONDS = 30.0
+"""Time after the last import for which its bandwidth is used. Without this limit, one slow import could make all later
+prompts too expensive to transfer, and nothing would be measured again."""
 
 
 class StageChange(StrEnum):
@@ -146,12 +149,16 @@ class Transfers:
         """Number of blocks that decode engines will need for the requests in PREFILLING and EXPORTED."""
         self._bytes_per_second = 0.0
         """Measured bandwidth of imports; 0 before the first import."""
+        self._measured_until = 0.0
+        """Time from which the measured bandwidth is not used any more."""
         self._is_timed = False
         """Whether the timer that releases expired exports is set."""
 
     def move(self, entry: Entry, stage: RequestStage) -> None:
         """Set the stage of a request."""
         entry.stage = stage
+        if stage is _P:
+            self._context.counters.split_requests += 1
         if stage is _P or stage is _E:
             if not entry.promised:
                 entry.promised = _blocks(entry, min(self._engines.block_sizes))
@@ -242,7 +249,7 @@ class Transfers:
         best, limit, left = None, math.inf, MAX_COMPARED
         if decoder.prefill_cost:
             limit = decoder.cost_of(uncached) + uncached * decoder.prefill_cost
-            if self._bytes_per_second:
+            if self._bytes_per_second and self._context.now < self._measured_until:
                 limit -= blocks * decoder.kv.block_bytes / self._bytes_per_second
         for engine in self._engines.with_room():
             if engine.role == PREFILL and engine.runs(entry) and not mismatch(engine, decoder):
@@ -339,7 +346,9 @@ class Transfers:
         counters.imports += 1
         counters.imported_bytes += message.received_bytes
         if message.seconds > 0 and message.received_bytes:
-            measured, before = message.received_bytes / message.seconds, self._bytes_per_second
+            now, measured = self._context.now, message.received_bytes / message.seconds
+            before = self._bytes_per_second if now < self._measured_until else 0.0
+            self._measured_until = now + MEASURED_SECONDS
             self._bytes_per_second = before + (measured - before) * _RECENT if before else measured
 
     def recomputes(self, engine: Engine) -> str | None:
