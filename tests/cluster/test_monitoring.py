@@ -86,7 +86,8 @@ def scrape_config(monitor: dict[str, Any], address: str, **target: str) -> dict[
     (endpoint,) = spec.get("endpoints") or spec["podMetricsEndpoints"]
     labels = {name: target[name] for name in ("namespace", "pod")}
     for name in spec.get("podTargetLabels", ()):
-        labels[name.replace(".", "_").replace("/", "_")] = target[name]
+        if name in target:
+            labels[name.replace(".", "_").replace("/", "_")] = target[name]
     return {
         "job_name": f"{monitor['kind']}/{monitor['metadata']['name']}",
         "honor_labels": endpoint.get("honorLabels", False),
