@@ -12,9 +12,8 @@ is moved.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import islice
-from typing import TypeAlias
 
 from megatron_runtime.coordinator.core import rejections
 from megatron_runtime.coordinator.core.admission import LATER, AdmissionControl
@@ -23,7 +22,7 @@ from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, 
 from megatron_runtime.coordinator.core.quarantine import Quarantine
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId, RequestStage
 from megatron_runtime.coordinator.core.rejections import Rejection
-from megatron_runtime.coordinator.core.routing import EngineRouter, PromptHashes
+from megatron_runtime.coordinator.core.routing import Condition, EngineRouter, PromptHashes, with_room
 from megatron_runtime.coordinator.core.transfers import CHANGED_BY_VERBS, Transfers
 from megatron_runtime.coordinator.core.verbs import Verbs
 from megatron_runtime.coordinator.environment import PromptReader
@@ -54,9 +53,6 @@ MOVE_AGAIN_SECONDS = 2.0
 """A request that has made room is not moved again for this long."""
 SEARCH_AGAIN_SECONDS = 0.1
 """Time until the next search after one that found no request that may make room."""
-
-
-Condition: TypeAlias = Callable[[Engine], bool]
 
 
 class Dispatcher:
@@ -260,7 +256,7 @@ class Dispatcher:
                 entry.hashes,
                 tokens=entry.num_tokens,
                 min_prefill_cost=self._engines.min_prefill_cost,
-                fits=_with_room(may_answer),
+                fits=with_room(may_answer),
                 session=entry.meta.session,
             )
         least_loaded = list(islice(by_load, 2))
@@ -272,7 +268,7 @@ class Dispatcher:
             # A prompt without a complete block goes to the engine with the fewest requests, whatever the order of the
             # policy.
             return router.select([*least_loaded, *by_load], {})
-        return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=_with_room(may_answer))
+        return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=with_room(may_answer))
 
     def _condition(self, entry: Entry, accepts: Condition | None) -> Condition | None:
         """Return the condition for engines that may answer a request and that `accepts`; None: it has none."""
@@ -288,8 +284,7 @@ class Dispatcher:
         chosen = self._choose(entry)
         if chosen is None:
             return self._reject_unanswerable(entry)
-        engine, stage = chosen
-        self._dispatch(entry, engine, stage)
+        self._dispatch(entry, *chosen)
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
@@ -643,10 +638,3 @@ class Dispatcher:
         where = "to be finished" if entry.engine is not None else f"for {rejections.awaited_engine(entry)}"
         message = f"the request waited {waited:.1f} s {where}: deadline exceeded"
         self.fail(entry, Rejection(ErrorCode.DEADLINE, message))
-
-
-def _with_room(may_answer: Condition | None) -> Condition:
-    """Return the condition for engines that may answer a request and accept one more now."""
-    if may_answer is None:
-        return Engine.has_room
-    return lambda engine: engine.has_room() and may_answer(engine)

@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeAlias
 
 from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
 from megatron_runtime.protocol import strict_json as json
@@ -27,6 +27,7 @@ MAX_DECISIONS = 1_000_000
 """Scheduling decisions kept for the schedule file; the first are kept."""
 PromptHashes = Mapping[int, Sequence[int]]
 """Block size in tokens -> the hashes of the blocks of a prompt; never an empty sequence."""
+Condition: TypeAlias = Callable[[Engine], bool]
 
 
 class KnownBlocks:
@@ -144,6 +145,13 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
     return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
 
 
+def with_room(may_answer: Condition | None) -> Condition:
+    """Return the condition for engines that may answer a request and accept one more now. may_answer: None: all may."""
+    if may_answer is None:
+        return Engine.has_room
+    return lambda engine: engine.has_room() and may_answer(engine)
+
+
 class EngineRouter:
     """Chooses engines. With LEAST_COST an engine's cost for a request, in seconds, is
 
@@ -233,7 +241,7 @@ class EngineRouter:
                 best, rank = engine, found
         return best
 
-    def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
+    def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Condition) -> Engine:
         """Return what select() returns for all engines that fit. Engines that hold no block of the prompt cost no time.
 
         min_loaded: the engine with the lowest load (load_by()) among those that fit; the lowest index wins a tie.
@@ -259,7 +267,7 @@ class EngineRouter:
         *,
         tokens: int,
         min_prefill_cost: float,
-        fits: Callable[[Engine], bool],
+        fits: Condition,
         session: str = "",
     ) -> Engine | None:
         """Return the engine of least cost for a prompt, among the first MAX_COMPARED of `by_load` and the engines that
@@ -313,7 +321,7 @@ class EngineRouter:
         cost: float,
         hashes: PromptHashes,
         tokens: int,
-        fits: Callable[[Engine], bool],
+        fits: Condition,
     ) -> Engine:
         """Return the engine of a session while it holds the last prompt of the session, otherwise `best`.
 
