@@ -141,12 +141,8 @@ async def test_prompts_are_split_again_after_an_engine_has_returned(fleet: Fleet
     await pool.start((PREFILL[0], DECODE[0]))
     await pool.until_split()
     await pool.until_split()  # by the measured rates and bandwidth
-    for name, by in (
-        (PREFILL[0], signal.SIGKILL),
-        (PREFILL[0], signal.SIGTERM),
-        (DECODE[0], signal.SIGKILL),
-        (DECODE[0], signal.SIGTERM),
-    ):
+    ends = [(PREFILL[0], signal.SIGKILL), (DECODE[0], signal.SIGKILL), (PREFILL[0], signal.SIGTERM)]
+    for name, by in size(ends, soak=[*ends, (DECODE[0], signal.SIGTERM)]):
         await pool.replace(name, by)
         await pool.until_split()
 
