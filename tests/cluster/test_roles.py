@@ -6,11 +6,14 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 from eventually import eventually
+from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import POD
+from megatron_operator.resource.names import COORDINATOR
 
 from .client_load import CoordinatorLoad, client_load
 from .conftest import condition
@@ -27,6 +30,24 @@ class LongPrompts(CoordinatorLoad):
 
     def prompt(self, number: int, sequence: int) -> list[int]:
         return [number, sequence, *range(2, PROMPT_TOKENS)]
+
+
+async def imports(node: FakeNode) -> float:
+    """Return how many prompts decode engines have imported, by the coordinator's counter."""
+    (coordinator,) = [each for each in node.containers.values() if each.component == COORDINATOR]
+    async with httpx.AsyncClient(trust_env=False) as http:
+        page = await http.get(f"http://127.0.0.1:{coordinator.health_port}/metrics")
+    families = {family.name: family for family in text_string_to_metric_families(page.text)}
+    return sum(sample.value for sample in families["megatron_coordinator_kv_imports"].samples)
+
+
+async def until_imported(node: FakeNode) -> None:
+    before = await imports(node)
+
+    async def more() -> bool:
+        return await imports(node) > before
+
+    await eventually(more, what="a decode engine imports a prompt")
 
 
 def counts(status: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
@@ -53,7 +74,8 @@ def prefill(replicas: int) -> dict[str, Any]:
 
 @pytest.fixture
 def node(node: FakeNode) -> FakeNode:
-    node.engine_arguments = ("--echo-step-seconds", "0.02")
+    """Its engines take longer to compute a prompt than to transfer its blocks."""
+    node.engine_arguments = ("--echo-step-seconds", "0.02", "--echo-token-seconds", "0.001")
     return node
 
 
@@ -68,6 +90,8 @@ async def test_both_roles_are_scaled_rolled_out_and_lost_under_long_prompts(
     status = await resource.until(serves(1, 1))
     revision = status["revision"]
     async with client_load(LongPrompts(node, "demo")) as load:
+        await until_imported(node)
+
         scale(2)
         await resource.until(serves(2, 1))
         subresource = json.loads(kubectl("get", "mi", "demo", "--subresource=scale", "-o", "json").stdout)
@@ -86,12 +110,12 @@ async def test_both_roles_are_scaled_rolled_out_and_lost_under_long_prompts(
         await load.answered()
         await resource.patch(engine=prefill(1))
         await resource.until(serves(1, 1))
-        await load.answered()
+        await until_imported(node)
 
         await resource.patch(engine={"batching": {**BATCHING, "maxRequests": 7}}, rollout={"maxSurge": 1})
         status = await resource.until(lambda status: serves(1, 1)(status) and status["revision"] != revision)
         assert {entry["revision"] for entry in status["engines"]} == {status["revision"]}
-        await load.answered()
+        await until_imported(node)
 
         lost = node.engine("demo-prefill-0").pod
         await api.request("DELETE", POD.path(resource.namespace, lost["metadata"]["name"]), body={})
@@ -101,7 +125,7 @@ async def test_both_roles_are_scaled_rolled_out_and_lost_under_long_prompts(
 
         await eventually(returned, what="the prefill engine has another pod")
         await resource.until(serves(1, 1))
-        await load.answered()
+        await until_imported(node)
 
 
 async def test_verbs_act_on_both_roles(resource: Any, operator: Any, node: FakeNode) -> None:

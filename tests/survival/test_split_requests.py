@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
 PREFILL, DECODE = ("p-0", "p-1"), ("d-0", "d-1")
 STREAMS = 16
+WITH_COST = ("--kv-cache-memory", "4Mi", "--echo-step-seconds", "0.02", "--echo-token-seconds", "0.0005")
+"""Of echo engines whose prompts take longer than the transfer of their blocks, so they are split by their cost."""
 OPTIONS = ("--block-size-tokens", "16", "--max-tokens", "128")
 STAGES = ("prefill", "transfer", "import", "decode", "both")
 CASES = size(
@@ -33,7 +36,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
 
 
 class SplitPool:
-    """A coordinator, two engines of each role, and streams with long prompts."""
+    """A coordinator, engines of both roles, two of each by default, and streams with long prompts."""
 
     def __init__(self, fleet: Fleet, seed: int, *options: str) -> None:
         self.fleet = fleet
@@ -43,26 +46,49 @@ class SplitPool:
         self.answers: dict[tuple[int, ...], list[int]] = {}
         """By prompt, of a model; an echo engine's are computed."""
 
-    async def start(self) -> None:
+    async def start(self, names: Sequence[str] = (*PREFILL, *DECODE)) -> None:
         fleet = self.fleet
         self.coordinator = await fleet.coordinator()
-        for role, names in (("prefill", PREFILL), ("decode", DECODE)):
-            for name in names:
-                await fleet.engine(name, *OPTIONS, *self.options, "--role", role)
+        for name in names:
+            await self.engine(name)
         self.link = await fleet.admin()
-        await until_serving(self.link, fleet.engines)
+        await self.until_ready()
+        self.client = await fleet.client()
+        self.load = Load([self.client])
+
+    async def engine(self, name: str) -> None:
+        role = "prefill" if name in PREFILL else "decode"
+        await self.fleet.engine(name, *OPTIONS, *self.options, "--role", role)
+
+    async def until_ready(self) -> None:
+        await until_serving(self.link, self.fleet.engines)
         await until_status(
             self.link,
             lambda status: all(engine.digest for engine in status.engines),
             what="every engine has reported the digest of its weights",
         )
-        self.client = await fleet.client()
-        self.load = Load([self.client])
 
-    def add(self) -> None:
+    async def replace(self, name: str, by: signal.Signals) -> None:
+        """End an engine with a signal, and start it again when the coordinator knows that it has gone."""
+        engine = self.fleet.engines.pop(name)
+        engine.process.send_signal(by)
+        await engine.ended()
+        await until_serving(self.link, self.fleet.engines)
+        await self.engine(name)
+        await self.until_ready()
+
+    async def until_split(self) -> None:
+        """Answer streams until another prompt was split: an engine that is late with its heartbeats gets none."""
+        requests, imports = await self.count("split_requests"), await self.count("kv_imports")
+        while await self.count("kv_imports") == imports:
+            self.add(streams=4)
+            await self.check()
+        assert await self.count("split_requests") > requests
+
+    def add(self, streams: int = STREAMS) -> None:
         """Begin streams. Those before have ended."""
         self.load = Load([self.client])
-        for _ in range(STREAMS):
+        for _ in range(streams):
             prompt = self.random.choices(range(40_000), k=self.random.randint(400, 1500))
             length = self.random.randint(20, 60)
             self.load.add(prompt, length, temperature=0.0, cache_salt=self.salt, termination_id=IGNORE_EOS)
@@ -105,11 +131,20 @@ async def pool(fleet: Fleet, seed: int) -> SplitPool:
 
 @repeated()
 async def test_prompts_are_computed_by_one_engine_and_answered_by_another(pool: SplitPool) -> None:
-    while not await pool.count("kv_imports"):  # an engine that is late with its heartbeats gets no prompt
-        pool.add()
-        await pool.check()
-    assert await pool.count("split_requests") > 0
+    await pool.until_split()
     assert await pool.count("kv_imported_bytes") > 0
+
+
+@repeated()
+async def test_prompts_are_split_again_after_an_engine_has_returned(fleet: Fleet, seed: int) -> None:
+    pool = SplitPool(fleet, seed, *WITH_COST)
+    await pool.start((PREFILL[0], DECODE[0]))
+    await pool.until_split()
+    await pool.until_split()  # by the measured rates and bandwidth
+    ends = [(PREFILL[0], signal.SIGKILL), (DECODE[0], signal.SIGKILL), (PREFILL[0], signal.SIGTERM)]
+    for name, by in size(ends, soak=[*ends, (DECODE[0], signal.SIGTERM)]):
+        await pool.replace(name, by)
+        await pool.until_split()
 
 
 async def lose_engines(pool: SplitPool, stage: str, fault: str) -> str:

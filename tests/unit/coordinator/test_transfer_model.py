@@ -14,7 +14,7 @@ from soak import size
 
 from megatron_runtime.coordinator.core.records import Entry, RequestStage
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.coordinator.core.transfers import EXPORTED_SECONDS, TABLE, StageChange
+from megatron_runtime.coordinator.core.transfers import EXPORTED_SECONDS, MEASURED_SECONDS, TABLE, StageChange
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (
@@ -435,6 +435,32 @@ def test_a_prefix_that_the_decode_engine_holds_is_not_computed_again() -> None:
     )
     world.read_all()
     assert len(world.named("d-0").decodes) == 1
+
+
+def test_a_slow_import_stops_the_split_for_a_limited_time() -> None:
+    world = World(stages=("prefill", "decode"))
+    prefiller, decoder = world.engines
+    uid = world.submit(1)
+    world.read_all()
+    for engine in world.engines:  # the blocks of a prompt take 2.5 s, its computation 0.4 s
+        rates = {"prefill_rate": 1000.0, "decode_rate": 1e6}
+        world.driver.say(engine.peer, engine.beat().model_copy(update=rates))
+    world.driver.advance(HEARTBEAT)
+    world.export(prefiller)
+    world.read_all()
+    world.finish_import(decoder)
+    world.read_all()
+    world.answer(decoder)
+    assert uid in world.ended
+    world.submit(2)
+    world.read_all()
+    assert len(decoder.decodes) == 1
+    world.answer(decoder)
+    world.driver.advance(MEASURED_SECONDS)
+    world.submit(3)
+    world.read_all()
+    assert len(prefiller.prefills) == 1
+    assert world.driver.core.counters.split_requests == 2
 
 
 def test_engines_of_one_stage_alone_answer_every_request() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 from eventually import eventually
 
 from megatron_runtime.engine import kv_port
-from megatron_runtime.engine.kv_port import CHUNK_BYTES, BlockReceiver, BlockServer
+from megatron_runtime.engine.kv_port import CHUNK_BYTES, WINDOW_CHUNKS, BlockReceiver, BlockServer
 from megatron_runtime.engine.kv_transfer import TransferEndedError
 from megatron_runtime.protocol.codec import pack, unpack
 from megatron_runtime.protocol.messages import Transfer
@@ -30,7 +30,7 @@ class Blocks:
 
     layout, block_bytes = "test", BLOCK_BYTES
 
-    def __init__(self, contents: Sequence[bytes] = (), *, room: bool = True, cached: int = 0) -> None:
+    def __init__(self, contents: Iterable[bytes] = (), *, room: bool = True, cached: int = 0) -> None:
         self.contents = list(contents)
         self.room, self.cached = room, cached
         self.written: dict[int, bytes] = {}
@@ -108,6 +108,22 @@ async def test_blocks_arrive_as_they_were_and_those_in_the_cache_are_not_sent(
     assert target.written == {number: source.contents[number] for number in (2, 3, 4)}
     assert result.received_bytes == 3 * BLOCK_BYTES
     await until(lambda: server.num_open == 0, "the ticket and the upload have ended")
+
+
+async def test_many_small_blocks_are_read_and_written_together() -> None:
+    """Each read and each write waits for a step."""
+    source, target = (Blocks(random.Random(1).randbytes(5000) for _ in range(9000)) for _ in range(2))
+    source.block_bytes = target.block_bytes = 5000
+    server = BlockServer(source, keys_dir=None)
+    message = transfer(server.bind("127.0.0.1", 0), blocks=9000)
+    server.grant(message)
+    result = await BlockReceiver(target, keys_dir=None).receive(message)
+    server.close()
+    assert result.ok, result
+    assert target.written == dict(enumerate(source.contents))
+    chunks = -(-9000 * 5000 // CHUNK_BYTES)
+    assert source.reads == -(-chunks // WINDOW_CHUNKS)
+    assert target.writes <= chunks
 
 
 async def test_a_ticket_that_arrives_after_its_request_is_not_rejected(
