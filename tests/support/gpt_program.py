@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,10 @@ def in_processes(world: int, work: Callable[..., None], *arguments: Any) -> Any:
         process.start()
     sender.close()
     try:
-        assert receiver.poll(LONG_SECONDS), "no process sends a result"
+        while not receiver.poll():
+            sentinels = [process.sentinel for process in ranks if process.is_alive()]
+            assert wait([receiver, *sentinels], LONG_SECONDS), "no process sends a result"
+            assert not any(process.exitcode for process in ranks), "a process failed"
         result = receiver.recv()
         for process in ranks:
             process.join(LONG_SECONDS)
