@@ -1,7 +1,8 @@
 """Attention of one new token per sequence over a paged KV cache.
 
-Shapes: B sequences, H query heads, K key-value heads (H a multiple of K), C head size, P pages, X tokens of a
-        page, E = 2 K C (keys of all heads, then values), M pages of the longest block table, S cached tokens.
+Shapes: B sequences, H query heads, K key-value heads (H a multiple of K), C head size, P pages, X tokens per
+        page, E = 2 K C values per cached token (the keys of all heads, then the values), M entries in the longest block
+        table, S cached tokens.
 Types: float32, bfloat16 or float16, the same for queries and cache; block tables and lengths int32. Products accumulate
         in float32, the softmax is float32, the result is rounded once.
 Bound:  memory; bytes = (S E + 2 B H C) s, S the sum of the lengths: every cached key and value is read once, for all

@@ -1,7 +1,8 @@
 """Causal attention of several new tokens per sequence over a paged KV cache, which contains the new tokens already.
 
-Shapes: T new tokens of B sequences, sequence by sequence, H query heads, K key-value heads, C size of a head, P pages,
-        X tokens of a page, E = 2 K C (keys of all heads, then values), M pages of the longest block table.
+Shapes: T new tokens of all B sequences, concatenated; H query heads, K key-value heads, C head size, P pages, X tokens
+        per page, E = 2 K C values per cached token (the keys of all heads, then the values), M entries in the longest
+        block table.
 Types:  as in `paged_decode`.
 Bound: compute for long prompts; FLOPs = 4 H C times the sum over sequences of (n L - n (n - 1) / 2), for n new tokens
         in a context of L. New token i attends to L - n + i + 1 tokens, with 2 C FLOPs for each score and 2 C for each

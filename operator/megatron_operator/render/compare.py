@@ -25,7 +25,7 @@ from megatron_runtime.protocol import strict_json as json
 
 _DERIVED = (ANNOTATION_HASH, ANNOTATION_INPUTS, ANNOTATION_MODEL, ANNOTATION_RELEASE, LABEL_REVISION)
 _DERIVED_FLAGS = ("--revision", "--model-hash")
-"""Hashes of other fields, which are never the cause of a difference."""
+"""Flags whose values are hashes of other fields. They are never reported as the field that differs."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -391,5 +391,6 @@ class WeightsSpec(ApiModel):
     )
     trainer: TrainerSpec | None = Field(
         default=None,
-        description="A trainer publishes the weights over the network. Engines start with those of the model's source.",
+        description="Accepts weights that a trainer publishes over the network. Until the first publication, engines serve "
+        "the weights of spec.model.source.",
     )

@@ -256,7 +256,7 @@ class MegatronInferenceSpec(ApiModel):
     )
     engine: EngineSpec = section(EngineSpec, "Settings of every engine.")
     coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
-    server: ServerSpec = section(ServerSpec, "The OpenAI servers.")
+    server: ServerSpec = section(ServerSpec, "The servers of the OpenAI-compatible HTTP API.")
     lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
     keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
     rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")

@@ -125,7 +125,7 @@ class LimitsStatus(ApiModel):
 
 
 class AdapterStatusEntry(ApiModel):
-    name: str = Field(description="Name of the model or adapter in /v1/models.")
+    name: str = Field(description="Name of the adapter in /v1/models.")
     source: str = Field(description="Source from which the engines load the adapter.")
     engines: int = Field(default=0, description="Number of engines that have loaded the adapter.")
     reason: str | None = Field(
@@ -227,7 +227,7 @@ class RoleStatus(ApiModel):
     desired: int = Field(description="Number of engines of the role that the spec asks for.")
     ready: int = Field(description="Number of registered engines of the role.")
     updated: int = Field(
-        description="Number of engines of the role of the current revision that have passed their canary."
+        description="Number of engines of this role that run the current revision and have passed their canary."
     )
 
 
@@ -273,7 +273,7 @@ class MegatronInferenceStatus(ApiModel):
         description="Number of engines that clients can reach through a server, and number of desired engines, such "
         "as 2/2.",
     )
-    model: str | None = Field(default=None, description="Name of the model or adapter in /v1/models.")
+    model: str | None = Field(default=None, description="Name of the model in /v1/models.")
     revision: str | None = Field(default=None, description="Revision of the engines that the current spec describes.")
     verified_revisions: list[str] | None = Field(
         default=None,

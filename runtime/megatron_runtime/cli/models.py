@@ -97,9 +97,10 @@ def fetch(
 
     SOURCE is ORG/NAME[@REVISION] of the Hugging Face hub, or s3://BUCKET/PREFIX, gs://BUCKET/PREFIX,
     az://CONTAINER/PREFIX or https://HOST/PATH. Run the command again to continue an interrupted download. The
-    command verifies the digest of each file, or the version of its object.
-    Exit codes: 0 if the directory is complete; 75 if the source cannot be reached (retry later); 1 if a retry does not
-    help.
+    command verifies the digest of each file. If an object store has no digest, the command verifies that the version of
+    the object did not change.
+    Exit codes: 0 if the directory is complete; 75 if the source cannot be reached (retry later); 1 after an error that
+    a retry does not correct.
     """
     from megatron_runtime.checkpoints.remote import download
     from megatron_runtime.checkpoints.remote.files import HubUnavailableError, choose, verify_directory

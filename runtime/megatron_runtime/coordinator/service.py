@@ -403,7 +403,7 @@ class Coordinator:
         self._perform()
 
     def _perform(self) -> None:
-        """Perform the effects of the last event, and arm the timer for the next one."""
+        """Perform the effects of the last event, and set the timer for the next deadline of the core."""
         context, plain = self._context, self.plain
         translators = plain.translators
         if plain.messages:

@@ -111,7 +111,7 @@ class EventLoopManager:
             closing.close()
 
     def join(self, seconds: float | None = None) -> None:
-        """Wait until the loop has ended after end()."""
+        """Wait until the loop has ended, for at most `seconds`. Call it after end()."""
         thread = self._thread
         if thread is not None and not self._is_own_thread():
             thread.join(seconds)

@@ -210,12 +210,12 @@ class GrammarCompiler:
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
         """Return the grammar state after the tokens `generated`.
 
-        structure: as in SamplingParams.structured_output; `after` has no effect here.
+        structure: as in SamplingParams.structured_output. Its field `after` is ignored.
         tenant:    tenant of the request; masks are computed round robin over tenants.
 
         Raises:
-            InvalidSamplingParamsError: the description is not valid, or exceeds a limit.
-            ProcessStartError: the trial process cannot be started.
+            InvalidSamplingParamsError: `structure` is not valid, or exceeds a limit.
+            ProcessStartError: the child process that compiles grammars cannot be started.
         """
         check_structure(structure)
         key = _key(structure)

@@ -6,8 +6,9 @@ from __future__ import annotations
 class CoordinatorAddresses:
     """The addresses of one coordinator or of a pair. `current` is the address in use, or the address to try.
 
-    addresses: as for a Dealer; the first one is tried first.
-    learns:    a coordinator may report the host of the other one, which has the same port. False: `addresses` are all.
+    addresses: `tcp://HOST:PORT` or `ipc://PATH` of each coordinator, in the order in which they are tried.
+    learns:    whether the current coordinator may report the host of the other coordinator of its pair. Both use the
+               same port. If False, only `addresses` are used.
     """
 
     def __init__(self, *addresses: str, learns: bool = True) -> None:

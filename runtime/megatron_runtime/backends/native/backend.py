@@ -1,4 +1,7 @@
-"""The native engine as an EngineBackend: one thread runs the core; the event loop sends it commands. No torch."""
+"""Implements EngineBackend with the native engine. One thread runs the core, and the event loop sends it commands.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

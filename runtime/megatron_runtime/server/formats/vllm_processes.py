@@ -64,7 +64,7 @@ class UnusableError(RuntimeError):
 
 
 class UnknownSettingError(ValueError):
-    """A setting of the server names no parser of the installed vLLM."""
+    """A setting of the server names a parser that the installed vLLM does not have."""
 
 
 @dataclass(eq=False, slots=True)

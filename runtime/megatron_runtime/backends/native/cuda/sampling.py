@@ -47,8 +47,10 @@ def draw(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tokens int32 [N], drawn with the parameters of the step, and their log-probabilities float32 [N].
 
-    sample:       the kernel, which describes processed_NV.
-    which_N:      int64; the rows of the step whose logits these are. None: all, of which StagedStep.later are greedy.
+    sample:       the sampling kernel.
+    which_N:      int64 [N]: the row of the step for each row of logits_NV. None: logits_NV has all rows of the step; the
+                  rows in StagedStep.later are sampled greedily here and drawn again later.
+    processed_NV: receives the logits after temperature and filters, in float32. None: they are not needed.
     """
     columns = {
         "temperature_N": step.temperature_B if which_N is None else step.own_temperature_B,
