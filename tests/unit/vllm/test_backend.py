@@ -618,7 +618,8 @@ async def test_what_vllm_cannot_do_is_announced_and_rejected(
     running: Running, params: dict[str, Any], text: str
 ) -> None:
     info = running.backend.info
-    assert info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE", "EMBED", "CLASSIFY", "TOKEN_EMBED", "TOKEN_CLASSIFY")
+    pooling = ("EMBED", "CLASSIFY", "TOKEN_EMBED", "TOKEN_CLASSIFY")
+    assert info.lacks == ("HIDDEN_STATES", "HIGH_TEMPERATURE", "KV_TRANSFER", *pooling)
     with pytest.raises(InvalidSamplingParamsError, match=text):
         info.check_request(SamplingParams(**params))
 
