@@ -984,7 +984,8 @@ async def test_the_logits_processor_is_that_of_the_model_runner_and_what_is_miss
         monkeypatch.setenv("FAKE_VLLM_HAS_TRITON", "1")
     running = await start(vllm_arguments=arguments)
     announced = set(running.backend.info.lacks)
-    assert announced == {"HIDDEN_STATES", "HIGH_TEMPERATURE", *(task.name for task in POOLING.values()), *missing}
+    pooling = {task.name for task in POOLING.values()}
+    assert announced == {"HIDDEN_STATES", "HIGH_TEMPERATURE", "KV_TRANSFER", *pooling, *missing}
     assert (Capability.CALL_STRUCTURE in running.backend.info.capabilities) == ("STRUCTURED_OUTPUT" not in missing)
     await running.backend.load()
     await running.backend.unpause()
