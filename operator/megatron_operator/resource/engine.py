@@ -215,8 +215,8 @@ class NativeSpec(ApiModel):
         default=60,
         ge=1,
         le=86400,
-        description="Timeout of a step, in seconds. An engine with several ranks is restarted if none of its ranks makes "
-        "progress for this long. Raise it if steps are slow.",
+        description="Timeout of a step, in seconds. An engine with several ranks is restarted if none of its ranks "
+        "makes progress for this long. Raise it if steps are slow.",
     )
 
 

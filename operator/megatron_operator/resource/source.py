@@ -391,6 +391,6 @@ class WeightsSpec(ApiModel):
     )
     trainer: TrainerSpec | None = Field(
         default=None,
-        description="Accepts weights that a trainer publishes over the network. Until the first publication, engines serve "
-        "the weights of spec.model.source.",
+        description="Accepts weights that a trainer publishes over the network. Until the first publication, engines "
+        "serve the weights of spec.model.source.",
     )

@@ -236,8 +236,8 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     "--step-timeout-seconds",
     type=_AT_LEAST_A_SECOND,
     default=60,
-    help="Timeout of a step, in seconds. An engine with several ranks exits if none of its ranks makes progress for this "
-    "long. Raise it if steps are slow.",
+    help="Timeout of a step, in seconds. An engine with several ranks exits if none of its ranks makes progress for "
+    "this long. Raise it if steps are slow.",
 )
 @click.option(
     "--drain-seconds",
