@@ -48,7 +48,7 @@ def draw(
     """Return tokens int32 [N], drawn with the parameters of the step, and their log-probabilities float32 [N].
 
     sample:       the sampling kernel.
-    which_N:      int64 [N]: the row of the step for each row of logits_NV. None: logits_NV has all rows of the step, and
+    which_N:      int64 [N], the row of the step for each row of logits_NV. None: logits_NV has all rows of the step;
                   the rows in StagedStep.later are sampled greedily here and drawn again later.
     processed_NV: receives the logits after temperature and filters, in float32. None: they are not needed.
     """
