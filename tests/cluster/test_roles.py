@@ -104,6 +104,7 @@ async def test_both_roles_are_scaled_rolled_out_and_lost_under_long_prompts(
         await load.answered()
         scale(1)
         await resource.until(serves(1, 1))
+        await until_imported(node)
 
         await resource.patch(engine=prefill(0))
         await resource.until(serves(1, 0, "NoPrefillEngine"))
