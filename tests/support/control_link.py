@@ -10,9 +10,9 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Control, ControlAck, Error, Hello, Message, StatusReply
-from megatron_runtime.transport.addresses import CoordinatorAddresses
+from megatron_runtime.transport.addresses import CoordinatorAddresses, coordinator_address
 from megatron_runtime.transport.control_calls import ControlCalls
-from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
+from megatron_runtime.transport.peer_link import PeerLink
 from megatron_runtime.transport.security import PeerKeys
 
 

@@ -47,15 +47,9 @@ from megatron_runtime.protocol.messages import (
 )
 from megatron_runtime.requests.async_stream import AnyStream, AsyncStream
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.addresses import CoordinatorAddresses
+from megatron_runtime.transport.addresses import CoordinatorAddresses, coordinator_address
 from megatron_runtime.transport.control_calls import ControlCalls
-from megatron_runtime.transport.peer_link import (
-    GOODBYE_LINGER_MS,
-    OpenSocket,
-    PeerLink,
-    coordinator_address,
-    open_dealer,
-)
+from megatron_runtime.transport.peer_link import GOODBYE_LINGER_MS, OpenSocket, PeerLink, open_dealer
 from megatron_runtime.transport.security import PeerKeys
 
 logger = logging.getLogger(__name__)

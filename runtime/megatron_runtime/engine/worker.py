@@ -58,13 +58,8 @@ from megatron_runtime.protocol.messages import (
 from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.requests.capabilities import KNOWN_PARAMETERS
 from megatron_runtime.requests.hashing import hash_of_digest
-from megatron_runtime.transport.addresses import CoordinatorAddresses
-from megatron_runtime.transport.peer_link import (
-    CoordinatorUnreachableError,
-    PeerLink,
-    coordinator_address,
-    unreachable_cause,
-)
+from megatron_runtime.transport.addresses import CoordinatorAddresses, coordinator_address
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink, unreachable_cause
 from megatron_runtime.transport.security import PeerKeys
 
 logger = logging.getLogger(__name__)

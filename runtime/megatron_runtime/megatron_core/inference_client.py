@@ -31,12 +31,9 @@ from megatron_runtime.protocol.messages import Control, ControlAck, Frames, Stat
 from megatron_runtime.requests.async_stream import AsyncStream, BlockingStream
 from megatron_runtime.requests.request import DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.addresses import coordinator_address
 from megatron_runtime.transport.control_calls import ControlRejectedError
-from megatron_runtime.transport.peer_link import (
-    CoordinatorUnreachableError,
-    HandshakeRejectedError,
-    coordinator_address,
-)
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, HandshakeRejectedError
 from megatron_runtime.transport.security import PeerKeys
 
 __all__ = [

@@ -23,9 +23,9 @@ from megatron_runtime.protocol.messages import Control, ControlAck, Hello, Statu
 from megatron_runtime.protocol.published_weights import PublishedSource
 from megatron_runtime.trainer.published import PublishedWeights, PublishError
 from megatron_runtime.trainer.ranks import TrainerRanks
-from megatron_runtime.transport.addresses import CoordinatorAddresses
+from megatron_runtime.transport.addresses import CoordinatorAddresses, coordinator_address
 from megatron_runtime.transport.control_calls import ControlCalls, ControlRejectedError
-from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink, coordinator_address
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, PeerLink
 from megatron_runtime.transport.security import TRAINER, PeerKeys
 
 CONNECT_SECONDS = 30.0

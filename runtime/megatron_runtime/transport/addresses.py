@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 
+def coordinator_address(where: int | str) -> str:
+    """Return the ZeroMQ address of a coordinator.
+
+    where: port number on this machine, "host:port" or "tcp://host:port".
+    """
+    if isinstance(where, int):
+        return f"tcp://127.0.0.1:{where}"
+    if "://" in where:
+        return where
+    host, separator, port = where.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError(f"coordinator address {where!r}: want a port number, 'host:port' or 'tcp://host:port'")
+    return f"tcp://{host}:{port}"
+
+
 class CoordinatorAddresses:
     """The addresses of one coordinator or of a pair. `current` is the address in use, or the address to try.
 

@@ -100,21 +100,6 @@ class LinkTiming:
     other_key: float | None = None
 
 
-def coordinator_address(where: int | str) -> str:
-    """Return the ZeroMQ address of a coordinator.
-
-    where: port number on this machine, "host:port" or "tcp://host:port".
-    """
-    if isinstance(where, int):
-        return f"tcp://127.0.0.1:{where}"
-    if "://" in where:
-        return where
-    host, separator, port = where.rpartition(":")
-    if not separator or not port.isdigit():
-        raise ValueError(f"coordinator address {where!r}: want a port number, 'host:port' or 'tcp://host:port'")
-    return f"tcp://{host}:{port}"
-
-
 async def unreachable_cause(address: str) -> str:
     """Try to connect to an address of a Dealer, and return the reason why no coordinator answers there."""
     try:

@@ -23,8 +23,8 @@ from megatron_runtime.distributed.watch import HEARTBEAT_SECONDS
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
 PROMPTS = [[1, 5, 9, 3], [7] * 20]
-FIRST_STEP = 8
-"""Number of the first step of a request. The orders before it: sizes, load, digest, three warm-up steps, captures."""
+FIRST_STEP = 9
+"""Number of the first step of a request. Orders before it: sizes, load, copies, digest, three warm-up steps, captures."""
 STEP_TIMEOUT_SECONDS = 3.0
 
 

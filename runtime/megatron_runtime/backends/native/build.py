@@ -20,7 +20,7 @@ from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, S
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.transport.peer_link import coordinator_address
+from megatron_runtime.transport.addresses import coordinator_address
 
 if TYPE_CHECKING:
     from megatron_runtime.distributed.groups import Groups
