@@ -119,4 +119,4 @@ def test_the_guide_names_the_pinned_versions_that_have_not_run_on_a_gpu() -> Non
         found.name: str(found.specifier).removeprefix("==") for found, _ in pins(FILES["runtime.txt"].read_text())
     }
     guide = " ".join((ROOT / "docs/guides/gpus-and-multi-node.md").read_text().split())
-    assert f"the versions of the image, torch {versions['torch']} and Triton {versions['triton']}." in guide
+    assert f"the image's versions torch {versions['torch']} and Triton {versions['triton']}." in guide
