@@ -192,8 +192,8 @@ def test_gbnf_and_ebnf_are_compiled(compiler: GrammarCompiler, tokenizer: Tokeni
         ("root ::= [a-z]{1,99999}", "at most 10000"),
         ("\n".join(f'r{number} ::= "a"' for number in range(1100)) + "\nroot ::= r1", "at most 1000"),
         (
-            "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(3000)) + '\nr3000 ::= "a"',
-            "too complex|at most 1000 rules",  # a fast machine translates it in time, and counts its rules
+            "root ::= r0\n" + "\n".join(f"r{n} ::= r{n + 1} r{n + 1}" for n in range(900)) + '\nr900 ::= "a"',
+            "at most 100 rules that refer to each other in a chain",
         ),
     ],
 )

@@ -50,7 +50,7 @@ def draw(
     sample:       the sampling kernel.
     which_N:      int64 [N], the row of the step for each row of logits_NV. None: logits_NV has all rows of the step;
                   the rows in StagedStep.later are sampled greedily here and drawn again later.
-    processed_NV: receives the logits after temperature and filters, in float32. None: they are not needed.
+    processed_NV: float32; receives the logits from which the tokens are drawn. None: they are not needed.
     """
     columns = {
         "temperature_N": step.temperature_B if which_N is None else step.own_temperature_B,
