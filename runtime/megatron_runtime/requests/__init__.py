@@ -1,1 +1,1 @@
-"""The data types of requests: sampling parameters, engine configuration, requests, records, block hashes. No torch."""
+"""Data types of requests: sampling parameters, engine configuration, requests, records, block hashes. No torch."""
