@@ -28,8 +28,7 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
 """Maximum number of objects and arrays in a body, and maximum number of members of all objects in a body."""
 MAX_ELEMENTS = 1 << 20
-"""Maximum number of values that are followed by a comma. Only a prompt of token ids legitimately approaches this limit.
-"""
+"""Maximum number of values that are followed by a comma. Only a prompt of token ids legitimately comes close."""
 
 _OTHER = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_BRACKET = bytes.maketrans(b"]{}", b"[[[")

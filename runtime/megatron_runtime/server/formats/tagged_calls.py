@@ -1,4 +1,4 @@
-"""Calls whose arguments are text between tags, one argument after the other. Each family of models is one table entry."""
+"""Calls whose arguments are text between tags, one after another. Each family of models is one table entry."""
 
 from __future__ import annotations
 

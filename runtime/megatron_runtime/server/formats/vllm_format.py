@@ -93,7 +93,7 @@ async def chat_format_of(
 
 
 def _directory(model: str) -> Path:
-    """Return the local directory of a model. Raises UnusableError if vLLM cannot read a directory for this reference."""
+    """Return the local directory of a model. Raises UnusableError if vLLM cannot read this reference."""
     if importlib.util.find_spec("vllm") is None:
         raise UnusableError("the package vllm is not installed")
     directory = tokenizer_location(model)

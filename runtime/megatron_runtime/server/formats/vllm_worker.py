@@ -395,7 +395,7 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return an assistant message with `number` calls. It tests whether a parser numbers the calls of a conversation."""
+    """Return an assistant message with `number` calls. With it, the caller tests whether ids contain numbers."""
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 

@@ -190,7 +190,7 @@ class Choice:
         self._take(ready, piece)
 
     def _take(self, tokens: Iterable[_Token], piece: Piece, *, cut: _Cut | None = None) -> None:
-        """Add tokens to a piece. cut: tokens that begin at or after the cut, and end after it, are left out."""
+        """Add tokens to a part of the answer. cut: omits text after the cut, and tokens that begin at or after it."""
         if self._is_plain and cut is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
