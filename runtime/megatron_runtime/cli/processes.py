@@ -224,10 +224,8 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
     """Run `megatron` with `arguments` once for each rank of this node, with torch's elastic agent and no restarts.
 
     If there is one node, the ranks and the agent's store use files and Unix sockets in a private folder. Returns when
-    all
-    ranks have exited normally. Termination signals are forwarded to the ranks, and rank 0 then stops the engine. If a
-    rank
-    fails, the others are killed. Raises RanksFailedError.
+    all ranks have exited normally. Termination signals are forwarded to the ranks, and rank 0 then stops the engine. If
+    a rank fails, the others are killed. Raises RanksFailedError.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -103,8 +103,8 @@ class CoordinatorClient:
 
     The connection belongs to the event loop of start(). Requests and control messages may also come from other running
     loops. The futures and streams of such a call belong to the loop of the caller. Requests may be added before start()
-    and while the
-    coordinator is down. The next registration submits them, with the tokens that they have already received.
+    and while the coordinator is down. The next registration submits them, with the tokens that they have already
+    received.
 
     address:    a port on this host, "host:port" or "tcp://host:port".
     keys:       keys for a coordinator that uses CURVE.
@@ -267,13 +267,11 @@ class CoordinatorClient:
     ) -> AsyncStream:
         """Submit a request immediately. Return a stream of its answer.
 
-        The stream yields any number of `{"partial": {"request_id", "new_tokens", …}}`, then `{"final": reply}`.
-        If log-probabilities are requested, each partial has "new_log_probs" and "new_top_n_logprobs". The first partial
-        also has
-        "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens are
-        added to the last of them. The method sets `streaming` in the caller's parameters. Closing the stream aborts the
-        request.
-        The arguments are the same as for add_request().
+        The stream yields any number of `{"partial": {"request_id", "new_tokens", …}}`, then `{"final": reply}`. If
+        log-probabilities are requested, each partial has "new_log_probs" and "new_top_n_logprobs". The first partial
+        also has "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens
+        are added to the last of them. The method sets `streaming` in the caller's parameters. Closing the stream aborts
+        the request. The arguments are the same as for add_request().
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params.streaming = True

@@ -22,9 +22,8 @@ class EventSocket:
     """Calls `on_message(frames)` on the running loop for each received message. send() does not block.
 
     The descriptor of a libzmq socket is edge-triggered. The socket must be drained until EAGAIN after every wake-up,
-    and
-    after every send, because a send can consume the edge. An exception in the handler is logged and counted, and never
-    raised into the loop.
+    and after every send, because a send can consume the edge. An exception in the handler is logged and counted, and
+    never raised into the loop.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:

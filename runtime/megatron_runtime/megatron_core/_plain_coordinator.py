@@ -1,8 +1,7 @@
 """The socket of an InferenceClient, which can connect to a coordinator of Megatron-Core.
 
 Such a coordinator supports only Megatron-Core's messages (docs/reference/protocol.md). The socket then translates, and
-the
-client above it still sends and receives the messages of this project.
+the client above it still sends and receives the messages of this project.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class GreetingSocket:
     """A libzmq DEALER socket that begins with CONNECT.
 
     A coordinator of this project answers with its protocol version. Messages then pass unchanged, starting with HELLO.
-    A
-    coordinator of Megatron-Core answers without a version. All later messages are then translated.
+    A coordinator of Megatron-Core answers without a version. All later messages are then translated.
 
     When the connection to a coordinator of Megatron-Core ends, its open requests are lost and get an error. The next
     HELLO then begins again with CONNECT.

@@ -59,9 +59,8 @@ class InferenceClient:
 
     The constructor connects, and start() registers. The connection belongs to the event loop of start(). Requests and
     signals may also come from other running loops. The futures and streams of such a call belong to the loop of the
-    caller. Requests may
-    be added before start() and while the coordinator is down. The next registration submits them, with the
-    tokens that they have already received.
+    caller. Requests may be added before start() and while the coordinator is down. The next registration submits them,
+    with the tokens that they have already received.
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
     inference_coordinator_address: the same value, under the name that Megatron-Core's releases use.
@@ -199,10 +198,9 @@ class InferenceClient:
         Idempotent.
 
         The registration begins immediately on the running event loop, or on `loop` if the caller runs on no event loop.
-        Without any loop, it begins
-        when the result is awaited. With a timeout of 0 the client registers in the background. A coordinator of
-        Megatron-Core is used with its own protocol. It confirms no signals and sends no heartbeats. When it exits, open
-        requests raise UnavailableError.
+        Without any loop, it begins when the result is awaited. With a timeout of 0 the client registers in the
+        background. A coordinator of Megatron-Core is used with its own protocol. It confirms no signals and sends no
+        heartbeats. When it exits, open requests raise UnavailableError.
 
         loop: the event loop of the connection; None: the caller's loop.
 
@@ -338,10 +336,9 @@ class InferenceClient:
     def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Pause generation. The future returns the coordinator's acknowledgement when every engine has paused.
 
-        All signals accept `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call sends the
-        signal immediately. The future raises ControlRejectedError or CoordinatorUnreachableError, and the caller may
-        ignore it.
-        A coordinator with three ports accepts signals only on its admin port, which the operator uses.
+        All signals accept `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call sends the signal
+        immediately. The future raises ControlRejectedError or CoordinatorUnreachableError, and the caller may ignore
+        it. A coordinator with three ports accepts signals only on its admin port, which the operator uses.
         """
         return self._send_signal_to_engines(Header.PAUSE, **options)
 
@@ -404,9 +401,8 @@ class InferenceClient:
 
         Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
         --capture-range-end=repeat`. By default, the end of a range also terminates the engine. Without a profiler
-        nothing is
-        recorded. If an engine has no GPU, the call fails with ENGINE_FAILED. The message names the engine, which
-        continues to serve.
+        nothing is recorded. If an engine has no GPU, the call fails with ENGINE_FAILED. The message names the engine,
+        which continues to serve.
         """
         return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
 

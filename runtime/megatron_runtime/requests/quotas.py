@@ -1,8 +1,7 @@
 """Limits of requests and tokens per minute for each tenant. All servers of a resource share these limits.
 
 A limit applies to windows of one minute. A window begins with the first request in it. Usage beyond the limit counts in
-the
-following windows. In the long run, a tenant therefore never uses more than its limit.
+the following windows. In the long run, a tenant therefore never uses more than its limit.
 """
 
 from __future__ import annotations

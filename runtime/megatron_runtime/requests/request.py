@@ -1,8 +1,7 @@
 """Inference requests and their records, under Megatron-Core's names, and their conversion for msgpack.
 
 `InferenceRequest` is any request, `DynamicInferenceRequest` a request of the dynamic engine, and `VLMInferenceRequest`
-a
-request with images. A checkpoint splits a request into segments. A record holds the segments.
+a request with images. A checkpoint splits a request into segments. A record holds the segments.
 
 This module does not import torch. The function set by make_tensors_with() creates tensors. Without it, arrays replace
 tensors.

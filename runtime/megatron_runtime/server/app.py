@@ -102,8 +102,7 @@ def create_app(
     tracer:  exports traces of requests; None: requests are not traced.
 
     Raises ValueError if a tool-call or reasoning parser is unknown or if the file of API keys is invalid. Raises
-    OSError if the
-    file of API keys cannot be read.
+    OSError if the file of API keys cannot be read.
     """
     if chat_format is None:
         chat_format = NativeChatFormat(
@@ -144,8 +143,7 @@ class RequestMiddleware:
     """Checks the headers of each request. Counts open requests, and counts answers by route and status.
 
     Every request has an id. The id comes from the header x-request-id, or is random. The answer, all log lines and the
-    trace contain
-    the id. While the server drains, each answer closes its connection.
+    trace contain the id. While the server drains, each answer closes its connection.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
@@ -233,8 +231,7 @@ def _add_page(app: FastAPI) -> None:
     """Serve the chat page at / and the status page at /status.
 
     The pages load nothing from other servers, and loading them needs no API key. If the server has API keys, the user
-    enters a key,
-    and the pages send it with their requests under /v1.
+    enters a key, and the pages send it with their requests under /v1.
     """
     folder = resources.files(__package__).joinpath("page")
     files = {f"/page/{name}": folder.joinpath(name).read_bytes() for name in PAGE_FILES}

@@ -92,8 +92,7 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
 
     The file is YAML with a list `keys`, or has one key per line. Empty lines and lines that begin with # are ignored.
     Raises OSError if the file cannot be read, ApiKeyFileError if an entry is invalid, and NoKeysError if the file
-    contains
-    no key. No error message contains a key.
+    contains no key. No error message contains a key.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -154,8 +153,7 @@ class ApiKeys:
     """The API keys in a file. Without a file, requests need no key.
 
     A changed file is read again. If the changed file cannot be used, the previous keys stay valid. The digest of a key
-    is compared with all
-    digests in constant time.
+    is compared with all digests in constant time.
     """
 
     def __init__(self, file: Path | None) -> None:

@@ -2,8 +2,7 @@
 connections is limited.
 
 uvicorn has only a keep-alive timeout. `HttpConnection` adds the limits that protect a server from hostile clients.
-Twice per second, a
-sweep checks the deadlines of all connections.
+Twice per second, a sweep checks the deadlines of all connections.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A web page of any site can post plain text to a server on loopback, and a host name of the site can resolve to 127.0.0.1
 (DNS rebinding). The server therefore accepts only JSON, for which browsers send a CORS preflight request. It answers
-the preflight for
-allowed origins only. The headers Host and Origin identify the site.
+the preflight for allowed origins only. The headers Host and Origin identify the site.
 
 A parser converts each byte pair `[]` to an object of 56 bytes, and validation reports each invalid element. A body
 within the size limit can therefore take seconds and gigabytes. `JsonScan` counts the parts of a body before it is

@@ -22,8 +22,8 @@ MAX_SCALAR_CHARACTERS = 400
 class JsonPrefix:
     """Reads the text of a JSON object in parts of any size.
 
-    When the text can no longer become an object, forwarding stops. finish() then completes the
-    object, and adds the whole text as a last member `arguments`.
+    When the text can no longer become an object, forwarding stops. finish() then completes the object, and adds the
+    whole text as a last member `arguments`.
     """
 
     def __init__(self) -> None:

@@ -135,8 +135,8 @@ async def drain(service: Service, http: HttpServer) -> None:
     """Report not ready, serve until no requests arrive and no request is open, then close.
 
     Load balancers notice with a delay that the server is not ready. On a loaded node, the delay can be many seconds.
-    Each request that they
-    still send extends the drain by `linger_seconds`. At the end of the drain time, the remaining requests get an error.
+    Each request that they still send extends the drain by `linger_seconds`. At the end of the drain time, the remaining
+    requests get an error.
     """
     service.draining = True
     settings = service.settings

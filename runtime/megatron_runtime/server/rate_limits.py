@@ -1,8 +1,8 @@
 """Limits of requests and tokens per minute for each API key. The coordinator counts the usage on all servers.
 
 Before a request is submitted, it reserves the tokens of its prompts and some generated tokens for each choice. Further
-generated
-tokens are charged while they are generated. When the request ends for any reason, unused reserved tokens are returned.
+generated tokens are charged while they are generated. When the request ends for any reason, unused reserved tokens are
+returned.
 """
 
 from __future__ import annotations

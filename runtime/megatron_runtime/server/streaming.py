@@ -69,11 +69,9 @@ class EventStream(Response):
     """A stream of server-sent events.
 
     Nothing is sent before the first event, so that a rejected request gets its own status. A stream without an event
-    for
-    `keep_alive_seconds` gets a comment. After the first byte, an ApiError becomes an error event. No DONE follows,
-    because
-    the answer is not complete. When the client disconnects, `events` is closed immediately. When `expired` is set, the
-    stream ends with an error.
+    for `keep_alive_seconds` gets a comment. After the first byte, an ApiError becomes an error event. No DONE follows,
+    because the answer is not complete. When the client disconnects, `events` is closed immediately. When `expired` is
+    set, the stream ends with an error.
 
     error_body: returns the body of an error in the format of Anthropic's API. Events of this API have the name of their
                 `type`, and the stream has no DONE. None: OpenAI's format.

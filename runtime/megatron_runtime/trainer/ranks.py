@@ -1,8 +1,7 @@
 """The ranks of a trainer that hold parts of one Megatron-Core model. The first rank publishes the whole model.
 
 The first rank reads the parts of the other ranks like a checkpoint that several ranks have saved. Each rank describes
-its boxes of
-Megatron's tensors, and sends the bytes of a box when the first rank requests them. The last message of
+its boxes of Megatron's tensors, and sends the bytes of a box when the first rank requests them. The last message of
 each call is the result of the call.
 """
 

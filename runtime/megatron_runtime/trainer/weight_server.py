@@ -37,11 +37,10 @@ class WeightServer:
     """Sends weights to engines, and keeps a copy of the weights in host memory for engines that start later.
 
     The program can use torch.distributed. This class uses none of its process groups except `group`. Host memory
-    contains
-    one copy of the weights between two calls of publish(), and two copies during a call.
+    contains one copy of the weights between two calls of publish(), and two copies during a call.
 
-    With a group, every rank creates a WeightServer with its part of the model and otherwise equal arguments, and
-    calls publish() and close(). Only rank 0 listens, connects, and has the copy of the whole model.
+    With a group, every rank creates a WeightServer with its part of the model and otherwise equal arguments, and calls
+    publish() and close(). Only rank 0 listens, connects, and has the copy of the whole model.
 
     model:       see PublishedWeights. publish() reads the values at the time of the call.
     coordinator: "HOST:PORT" of the coordinator's admin port. None: publish() updates no engine. In a program with
@@ -54,8 +53,8 @@ class WeightServer:
                  parallel sizes. The group needs a CPU backend, such as new_group(backend="gloo"), and a timeout longer
                  than publish(). None: this rank has the whole model.
 
-    The constructor raises KeyFileError, OSError if it cannot listen, CoordinatorUnreachableError, and ValueError
-    for a group without a CPU backend. On ranks other than rank 0, it raises PublishError instead.
+    The constructor raises KeyFileError, OSError if it cannot listen, CoordinatorUnreachableError, and ValueError for a
+    group without a CPU backend. On ranks other than rank 0, it raises PublishError instead.
     """
 
     def __init__(
@@ -124,9 +123,8 @@ class WeightServer:
     def publish(self, epoch: int, *, timeout_seconds: float = 600.0) -> str:
         """Replace the weights of all engines, or of no engine, by the current weights of the model.
 
-        Return the reference of the new weights when every engine has received and verified them and the coordinator
-        has committed. An engine that is lost during the update receives the new weights when it restarts, before it
-        serves.
+        Return the reference of the new weights when every engine has received and verified them and the coordinator has
+        committed. An engine that is lost during the update receives the new weights when it restarts, before it serves.
 
         epoch: must be greater than the engines' epoch.
 

@@ -307,9 +307,9 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
 def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:
     """Compare routing policies on one trace, in simulated time.
 
-    The command runs the real coordinator core, schedulers and prefix caches. It computes the duration of each step
-    with a formula. Every policy serves the same requests, with every combination of prompt tokens per step and number
-    of prefill engines. The table shows medians over the traces. The JSON file has the figures of each trace.
+    The command runs the real coordinator core, schedulers and prefix caches. It computes the duration of each step with
+    a formula. Every policy serves the same requests, with every combination of prompt tokens per step and number of
+    prefill engines. The table shows medians over the traces. The JSON file has the figures of each trace.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if (most := max(options["prefill_engines"])) >= engines:

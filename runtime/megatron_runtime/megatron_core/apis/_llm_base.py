@@ -138,8 +138,7 @@ class _MegatronLLMBase:
 
     In direct mode every rank is primary, and one thread runs the engine for all callers. All ranks of an engine must
     make the same calls, and every rank returns the answers. Lifecycle methods require coordinator mode. In this mode a
-    background event
-    loop runs the connection of the engine and, on global rank 0, the client.
+    background event loop runs the connection of the engine and, on global rank 0, the client.
 
     An object that is no longer used is shut down by the garbage collector or at the exit of the interpreter.
 

@@ -45,8 +45,7 @@ class DynamicInferenceEngine:
     same time.
 
     Without a coordinator, all ranks of an engine must make the same calls of generate(), and every rank returns the
-    answers. The
-    first rank runs the requests.
+    answers. The first rank runs the requests.
 
     controller: an Executor, or a TextGenerationController of this project or of Megatron-Core, which has a model in
                 `inference_wrapped_model.model` and a `tokenizer`. If the wrapper is a subclass of this project's

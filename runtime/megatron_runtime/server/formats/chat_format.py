@@ -2,8 +2,7 @@
 
 The API handles conversations, text, reasoning and calls. Engines handle tokens. A server has one ChatFormat, which
 converts conversations to tokens, and generated text to reasoning, text and calls. Every route converts its requests to
-a chat
-before it uses the ChatFormat.
+a chat before it uses the ChatFormat.
 """
 
 from __future__ import annotations
@@ -106,9 +105,8 @@ class AnswerFormat(Protocol):
         """Return a new parser for one choice, or None if the whole answer is text.
 
         The state of a parser depends only on the text that it has read, and not on how the text was split. If a parser
-        is lost, a
-        new parser therefore reads the text so far to restore the state. Its events are dropped, because the client has
-        already received them.
+        is lost, a new parser therefore reads the text so far to restore the state. Its events are dropped, because the
+        client has already received them.
         """
         ...
 

@@ -1,9 +1,8 @@
 """Renders conversations to text through the model's chat template.
 
 Templates differ. Some do not support tools, require that user and assistant alternate, or reject system messages. Some
-expect the
-arguments of a call as an object, or accept only ids of nine characters. A conversation is converted to several forms,
-and rendered in the first form that the template accepts.
+expect the arguments of a call as an object, or accept only ids of nine characters. A conversation is converted to
+several forms, and rendered in the first form that the template accepts.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ class ChatTemplateInput:
         """Return the prompt up to the end of the last message's text, without the tokens that end the message.
 
         To locate this end, the template renders the message with a mark after its text. If the message has no text yet,
-        the mark follows
-        its reasoning.
+        the mark follows its reasoning.
         """
         *earlier, last = self.messages
         if last.get("tool_calls"):

@@ -2,14 +2,11 @@
 
 A parser reads the answer in parts of any size, and returns text and calls. The result does not depend on how the answer
 is split. Parsers are written as generators. A reader yields when it needs more text, returns at the end of its
-construct,
-and raises MalformedError for text that cannot continue the construct. Arguments are therefore streamed while the model
-writes
-them.
+construct, and raises MalformedError for text that cannot continue the construct. Arguments are therefore streamed while
+the model writes them.
 
 The cost is linear in the length of the answer. Before a reader yields, it consumes all text except a remainder of
-bounded length,
-which it reads again.
+bounded length, which it reads again.
 """
 
 from __future__ import annotations

@@ -162,8 +162,7 @@ def written_calls(
 
     Some templates read arguments as an object, others as JSON, and some write calls only for messages without text. The
     function yields both the text after the prompt and the text after the question, because an answer in the history may
-    begin
-    differently from an answer after a prompt.
+    begin differently from an answer after a prompt.
     """
     for arguments_of in (lambda value: value, lambda value: json.dumps(value, ensure_ascii=False)):
         for content in dict.fromkeys((text, text or None)):

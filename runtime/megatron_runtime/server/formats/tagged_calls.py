@@ -213,8 +213,7 @@ def value_of(text: str, schema: Any) -> str:
     """Return the value of a parameter as JSON.
 
     A text is returned unchanged if it is a JSON value that the schema can allow. Any other text becomes a JSON string.
-    Lists
-    and objects in Python syntax and strings in CDATA are accepted too, because some chat templates write them.
+    Lists and objects in Python syntax and strings in CDATA are accepted too, because some chat templates write them.
     """
     if text.startswith(_CDATA) and text.endswith(_CDATA_END):
         return json.dumps(text[len(_CDATA) : -len(_CDATA_END)], ensure_ascii=False)

@@ -1,10 +1,8 @@
 """`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM.
 
 Decision 033 gives the reasons. vLLM renders and tokenizes conversations like vLLM's own server, and vLLM's parsers
-parse the
-answers. If vLLM lacks a parser that the model needs, this server's parsers parse the answers. The grammars of calls,
-the
-budgets of reasoning and the forms of a conversation always come from this server.
+parse the answers. If vLLM lacks a parser that the model needs, this server's parsers parse the answers. The grammars of
+calls, the budgets of reasoning and the forms of a conversation always come from this server.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Selects vLLM's parsers by the model's type and the format of its chat template, because vLLM has no setting "auto".
 
 If the chat template shows one of this server's formats (recognition.py), this format takes precedence, because models
-of one
-type are trained for several formats. The type in config.json decides between formats that render identically, and for
-formats that this server cannot parse.
+of one type are trained for several formats. The type in config.json decides between formats that render identically,
+and for formats that this server cannot parse.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """The server side of vllm_worker.py: manages the processes, and repeats calls after the loss of a worker.
 
 Each worker handles one batch of calls at a time. Calls that arrive in the meantime form the next batch, so that one
-message
-carries the new text of many answers. A lost worker is replaced. Each call of its batch is then repeated in its own
-batch. If this loses a second worker, only that call fails.
+message carries the new text of many answers. A lost worker is replaced. Each call of its batch is then repeated in its
+own batch. If this loses a second worker, only that call fails.
 """
 
 from __future__ import annotations

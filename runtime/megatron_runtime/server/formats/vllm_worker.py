@@ -1,8 +1,8 @@
 """Runs vLLM's renderer and parsers in separate processes: a parent process imports vLLM once, and forks workers.
 
-The server (vllm_processes.py) runs this module. The parent reports its parsers, and forks a worker for each
-socket that it receives. A worker processes batches of operations until the server closes the socket, within limits for
-memory and time. No other module of the server imports vLLM. Messages are msgpack.
+The server (vllm_processes.py) runs this module. The parent reports its parsers, and forks a worker for each socket that
+it receives. A worker processes batches of operations until the server closes the socket, within limits for memory and
+time. No other module of the server imports vLLM. Messages are msgpack.
 """
 
 from __future__ import annotations
@@ -206,8 +206,7 @@ class Formats:
         `rejected`.
 
         With media, the result also has `template`, the tokens before media placeholders were expanded, and `spans`, the
-        offset and number of
-        tokens of each item.
+        offset and number of tokens of each item.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()

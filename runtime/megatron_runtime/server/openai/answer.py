@@ -130,8 +130,7 @@ class Choice:
         """Return the last part of the choice, from the final reply.
 
         A reply has `generated_text` if a stop string matched. The engine held back all text that could belong to the
-        stop string, so
-        the text so far is the beginning of `generated_text`.
+        stop string, so the text so far is the beginning of `generated_text`.
         """
         piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
         if isinstance(stop := reply.get("stop_reason"), str):  # a number would be the id of the stop token
@@ -283,8 +282,8 @@ def prompt_log_probs(
 ) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs` in vLLM's format.
 
-    For each prompt token, the list contains a map of the token itself and the most likely tokens at its position,
-    by id. The entry of the first token is None.
+    For each prompt token, the list contains a map of the token itself and the most likely tokens at its position, by
+    id. The entry of the first token is None.
 
     Only the most likely tokens have a rank.
     """

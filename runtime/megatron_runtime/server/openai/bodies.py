@@ -1,9 +1,8 @@
 """Memory limits for request bodies, and the child process that parses large bodies.
 
 pydantic holds the global interpreter lock while it parses, so parsing in a thread would stall all streams of the
-server. Parsing a body
-of up to PARSED_IN_PLACE_BYTES takes at most a few milliseconds. A child process parses larger bodies. Unpickling its
-result takes a fraction of the time.
+server. Parsing a body of up to PARSED_IN_PLACE_BYTES takes at most a few milliseconds. A child process parses larger
+bodies. Unpickling its result takes a fraction of the time.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ class BodyBudget:
     """The bytes that requests of this server hold for their bodies, by tenant.
 
     If the limit is reached, the server still accepts bodies of a tenant that holds less than its fair share. Therefore
-    no tenant can
-    block others, and the server holds at most twice the limit.
+    no tenant can block others, and the server holds at most twice the limit.
     """
 
     def __init__(self, limit: int) -> None:

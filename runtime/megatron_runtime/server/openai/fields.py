@@ -1,10 +1,8 @@
 """The fields of request bodies: served fields, known fields that are not offered, and unknown fields.
 
 The class of a body declares the type, limits and meaning of its served fields. The field for a sampling parameter is
-derived from
-`SamplingParams`. A route's `FieldPolicy` lists the other fields that OpenAI, Anthropic and vLLM define. Any other field
-in a body
-is ignored and reported.
+derived from `SamplingParams`. A route's `FieldPolicy` lists the other fields that OpenAI, Anthropic and vLLM define.
+Any other field in a body is ignored and reported.
 """
 
 from __future__ import annotations

@@ -96,8 +96,7 @@ def generation_of(
     answer: answer format whose parsers run in another process; None: no parser runs in another process.
 
     Raises ApiError 400 if a prompt is too long or a sampling parameter is invalid. Raises ApiError 429 if too many
-    choices are
-    open or the prompts exceed the limit of the API key.
+    choices are open or the prompts exceed the limit of the API key.
     """
     tenant, settings = request.state.tenant, service.settings
     service.check_choices(len(prompts) * (body.n or 1), tenant=tenant)

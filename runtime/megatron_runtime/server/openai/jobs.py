@@ -230,8 +230,7 @@ def structured_output(request: GenerationRequest) -> OutputFormat | None:
     """Return the structured output format of the answer, or None for free text.
 
     Raises ApiError 400 if the request has several formats, if the format has no grammar, or if a strict schema has a
-    keyword
-    that cannot be enforced.
+    keyword that cannot be enforced.
     """
     given: list[tuple[str, str, Any]] = []
     response_format, outputs = request.response_format, request.structured_outputs

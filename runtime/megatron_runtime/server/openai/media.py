@@ -1,8 +1,8 @@
 """Reads the files of images, audio and video in conversations.
 
-A data URL is decoded. An http or https URL is fetched only from hosts in the server setting `allowed_media_hosts`,
-and redirects are followed only to these hosts. The server checks the address before it connects, so that a host name
-cannot lead into a private network.
+A data URL is decoded. An http or https URL is fetched only from hosts in the server setting `allowed_media_hosts`, and
+redirects are followed only to these hosts. The server checks the address before it connects, so that a host name cannot
+lead into a private network.
 """
 
 from __future__ import annotations

@@ -244,10 +244,8 @@ class PoolingRun:
                 released.
 
         Raises ApiError 400 if the model does not accept a prompt or the prompts have too many bytes. Raises 404 if no
-        engine
-        has a pooling model. Raises 429 if too many requests are open, the server holds too many bytes, or the API key
-        has
-        too few tokens left in this minute.
+        engine has a pooling model. Raises 429 if too many requests are open, the server holds too many bytes, or the
+        API key has too few tokens left in this minute.
         """
         service, state = self.service, self.request.state
         service.check_open(len(prompts), tenant=state.tenant)

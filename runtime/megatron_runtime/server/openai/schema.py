@@ -521,8 +521,7 @@ class ChatMessage(Body):
     """One message of a conversation.
 
     All fields of an assistant message in an answer are accepted as input. Fields without effect are dropped. The
-    content of an
-    assistant message can be missing or empty.
+    content of an assistant message can be missing or empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]

@@ -118,8 +118,7 @@ class Service:
         """Return the name of the adapter that serves a model. Raises ApiError 404 if the model is not served.
 
         The result is empty for the base model, for None and for UNNAMED_MODEL. With `any_model_name`, the result is
-        also empty for every unknown
-        name.
+        also empty for every unknown name.
         """
         if model in (None, UNNAMED_MODEL, *self.settings.served_names):
             return ""
@@ -289,8 +288,7 @@ class Service:
         """Count a request against the limits of its API key.
 
         Raises ApiError 429 if no request or no token is left in this minute. Raises ApiError 503 if the coordinator
-        does not answer, because it stores the
-        counts.
+        does not answer, because it stores the counts.
         """
         if key.tenant:
             self.metrics.requests_by_key.labels(key.name).inc()
@@ -414,8 +412,7 @@ class Service:
         """Raise ApiError 429 if `more` additional requests would exceed the limit of open requests.
 
         If the limit is reached, the server still accepts requests of a tenant that has less than its fair share.
-        Therefore no tenant
-        can block others, and at most twice the limit is open.
+        Therefore no tenant can block others, and at most twice the limit is open.
         """
         limit = self.settings.max_open_requests
         share = limit // len({*open_by_tenant, tenant})

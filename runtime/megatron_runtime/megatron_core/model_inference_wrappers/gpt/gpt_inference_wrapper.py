@@ -16,8 +16,7 @@ class GPTInferenceWrapper:
     """A causal language model that runs the plan of one engine step at a time, on the CPU.
 
     By default the engine runs its model without a wrapper. Pass a subclass as `inference_wrapper_cls` of MegatronLLM to
-    change how
-    the model runs.
+    change how the model runs.
 
     model: a DecoderModel, or a GPTModel of Megatron-Core to construct an engine with.
     inference_context: the context of the engine.
