@@ -291,7 +291,7 @@ def engine(
         _check(settings)
         return
     is_launcher = settings.backend != "vllm" and sizes.world > 1 and rank_identity(sizes) is None
-    if device.gpus is not None and not is_launcher:  # not twice: ranks inherit its environment
+    if device.gpus is not None and not is_launcher:  # ranks of a launcher do this themselves
         assign_gpus(device, engines=1, ranks=len(device.gpus), gpus=count_gpus())
         show_only(device.gpus)
 

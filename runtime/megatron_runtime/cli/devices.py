@@ -99,6 +99,6 @@ def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[
 
 
 def show_only(gpus: tuple[int, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Restrict programs started with `environment` to these GPUs. The numbers count the GPUs that are visible now."""
+    """Restrict programs started with `environment` to these GPUs. A number is an index among the GPUs visible now."""
     visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     environment[VISIBLE] = ",".join(visible[number] if visible else str(number) for number in gpus)

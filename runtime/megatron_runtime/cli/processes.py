@@ -36,7 +36,8 @@ OUTLIVE_SECONDS = 4.0
 _UNUSED_SIGNAL = "SIGUSR2"
 """The name of a signal that no process sends.
 
-It replaces the signals that the agent handles. The agent's handler would kill ranks before rank 0 has drained.
+torch's elastic agent is configured to handle only this signal. With its default signals, the agent would kill ranks
+before rank 0 has drained.
 """
 
 
@@ -128,7 +129,7 @@ class Supervisor:
     say:       prints a line. Called with the name of a child, or None for the supervisor itself, and the line.
     are_ready: set when all children have started. From then on, a child that exits is restarted, at most RESTARTS times
                within RESTART_WINDOW_SECONDS.
-    failed:    raises ChildFailedError when a child has exited and is not restarted.
+    failed:    future that raises ChildFailedError when a child has exited and is not restarted.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:

@@ -170,17 +170,18 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message from the coordinator within the last seconds."""
+        """Whether the client is registered and has received a message from the coordinator within the last few seconds."""
         return self._link.registered
 
     # --- start and stop -----------------------------------------------------------------------------------------
 
     async def start(self, *, connect_timeout_seconds: float = 30.0) -> None:
-        """Register, with the running event loop. With a timeout of 0 the client registers in the background.
+        """Register at the coordinator, on the running event loop. With a timeout of 0 the client registers in the
+        background.
 
         Raises:
             CoordinatorUnreachableError: no answer within the timeout. The client is stopped and cannot be started
-                again.
+            again.
             HandshakeRejectedError: immediately, if the coordinator rejects HELLO or the peer is not a coordinator.
         """
         if self._stopped:
@@ -352,9 +353,7 @@ class CoordinatorClient:
         self._sent_media.update({item.digest for item in request.media.items})
 
     def _expire(self, request: PendingRequest) -> None:
-        """Fail a request after its deadline. This happens only if the coordinator is unreachable, because it fails the
-        request earlier.
-        """
+        """Fail a request after its deadline. A reachable coordinator fails the request earlier."""
         self._link.send(Abort(request.uid).to_frames())
         message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
         self._reject(request, rejection(ErrorCode.DEADLINE, message))

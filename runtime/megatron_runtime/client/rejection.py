@@ -39,7 +39,7 @@ class AdapterNotFoundError(RequestRejectedError):
 
 
 class ModelChangedError(RequestRejectedError):
-    """The engines run another model than the request names."""
+    """The engines run a different model than the request names."""
 
     is_transient = False
 

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 SIGNALS = CONTROLS - {Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
 """The control messages that a coordinator of Megatron-Core supports."""
 INCARNATION = 1
-"""Incarnation that the client sees for a coordinator of Megatron-Core, which has none."""
+"""Incarnation that is reported to the client for a coordinator of Megatron-Core, which sends no incarnation."""
 _NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
 
 
@@ -119,7 +119,7 @@ class GreetingSocket:
                     self._monitor = EventSocket(monitor, lambda _: self._lose())
                 self._translator.send(self._hello)
             case Plain(items=[Header.CONNECT_ACK, *_]) | Error(code=ErrorCode.UNKNOWN_PEER):
-                # The engine port answers with the error, and rejects HELLO with the reason.
+                # An engine port answers CONNECT with this error. It then rejects HELLO, and gives the reason.
                 self._acknowledgement = [] if isinstance(message, Error) else frames
                 self._socket.send(self._hello)
             case _:
@@ -186,7 +186,7 @@ class _Translator:
         return True
 
     def fail_requests(self) -> None:
-        """Answer every open request with an error, because the coordinator has gone and its requests are lost."""
+        """Answer every open request with an error, because the coordinator has exited and its requests are lost."""
         text = (
             "the coordinator of Megatron-Core has ended, with the requests that it had: start it, and send them again"
         )
@@ -260,9 +260,9 @@ class _Translator:
 
 
 def _final(request: _Request, reply: Any) -> Final:
-    """Return the FINAL message for the map in an ENGINE_REPLY: a request, or a record with its parts in order.
+    """Return the FINAL message for an ENGINE_REPLY. Raises MalformedMessageError.
 
-    Raises MalformedMessageError.
+    reply: the map of a request, or the map of a record with the segments of a request in order.
     """
     parts = reply.get("requests", [reply]) if isinstance(reply, dict) else []
     if not parts or not all(isinstance(part, dict) for part in parts):

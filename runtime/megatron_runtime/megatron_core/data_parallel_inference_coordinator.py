@@ -1,5 +1,6 @@
-"""Megatron-Core name: `DataParallelInferenceCoordinator`, a coordinator with one port in the caller's process. No
-torch.
+"""Megatron-Core name: `DataParallelInferenceCoordinator`, a coordinator with one port in the caller's process.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -68,17 +69,14 @@ class DataParallelInferenceCoordinator:
 
     data_parallel_size:        number of engines to wait for in the constructor; 0 does not wait.
     tokenizer:                 an object with `tokenize(text)`, which is needed for clients that send text, and
-                               `detokenize(tokens)`, which provides the text of answers for clients with Megatron-Core's
-                               protocol.
-    inference_coordinator_port: None picks a free port. In Megatron-Core 0.17 and later, the fourth argument is
-                                max_requests. A number below 1024 therefore raises ValueError.
+        `detokenize(tokens)`, which provides the text of answers for clients with Megatron-Core's protocol.
+    inference_coordinator_port: None picks a free port. The fourth positional argument of Megatron-Core 0.17 and later
+        is max_requests instead. A port below 1024 therefore raises ValueError.
     deterministic_mode:        routing depends only on the order in which requests arrive.
-    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha: routing
-                                                                                                               by cached
-                                                                                                               prefix.
+    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha: options
+        of routing by cached prefix.
     max_requests:              maximum number of requests that an engine runs concurrently; None: no limit. Used in
-                               routing by cached prefix, and as the limit of engines with Megatron-Core's protocol,
-                               which report none.
+        routing by cached prefix, and as the limit of engines with Megatron-Core's protocol, which report none.
     hostname:                  address to listen on.
     plain_release:             see CoordinatorSettings.
     schedule_output_path:      JSON file to which stop() writes the scheduling decisions.

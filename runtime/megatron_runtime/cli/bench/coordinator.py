@@ -35,7 +35,7 @@ WINDOW = 16
 SEQUENTIAL_REQUESTS = 2000
 STREAMS = 64
 STEPS_AHEAD = 16
-"""Maximum number of messages with partial answers that are sent before the client receives the first of them."""
+"""Maximum number of messages with partial answers that have been sent and that the client has not received yet."""
 _RATES: dict[str, Any] = {"prefill_rate": 60_000.0, "decode_rate": 25e6}
 """Prefill and decode rates that the engines report for the LeastCost policy: Llama 3.1 8B on one H100, as in
 `megatron bench routing`.

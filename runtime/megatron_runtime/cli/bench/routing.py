@@ -203,8 +203,8 @@ def measure(
 ) -> dict[str, float]:
     """Run a trace with the policy `name` of POLICIES.
 
-    Return percentiles in milliseconds, the hit rate of the prefix caches, and the share of requests whose prompt was
-    computed on another engine.
+    Return percentiles in milliseconds, the hit rate of the prefix caches, and the share of requests for which one
+    engine computed the prompt and another engine generated the answer.
     """
     run = [replace(request, gaps=[]) for request in trace]
     policy, scheduler = POLICIES[name]

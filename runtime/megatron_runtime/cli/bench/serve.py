@@ -72,7 +72,8 @@ def measure(clients: int, **options: Any) -> Answers:
 
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """
-    # The load generator shares the machine with the server. uvloop reduces its CPU time per token by a quarter.
+    # The load generator shares the machine with the server. uvloop reduces the generator's CPU time per token by a
+    # quarter.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(clients, **options))
 

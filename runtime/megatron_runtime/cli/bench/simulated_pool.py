@@ -75,7 +75,7 @@ class StepModel:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TraceRequest:
-    """A request of a trace, and its times in seconds after a run.
+    """A request of a trace. A run adds the times of the request in seconds.
 
     prompt:  token ids, int32 [n].
     tokens:  number of tokens in the answer.

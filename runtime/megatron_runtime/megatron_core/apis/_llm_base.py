@@ -47,7 +47,7 @@ RELEASE_SECONDS = 15.0
 """Maximum number of seconds that `del` or the exit of the interpreter waits for the shutdown of an object."""
 
 PLACES_PER_SLOT = 2
-"""Maximum number of submitted prompts of a batch per request slot of the engines."""
+"""Maximum number of prompts of a batch that are submitted at the same time, per request slot of the engines."""
 
 
 class _CoordinatorRuntime:

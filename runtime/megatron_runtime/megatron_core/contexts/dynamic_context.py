@@ -36,7 +36,7 @@ class DynamicInferenceContext:
     When an engine is constructed with this object, the object also shows the state of the engine. All other attributes
     are read from the engine's own context.
 
-    model_config:     TransformerConfig of the model. The engine reads the configuration of the model instead.
+    model_config:     TransformerConfig of the model. The engine ignores it and reads the model's own configuration.
     inference_config: InferenceConfig of this project or of Megatron-Core.
     """
 
