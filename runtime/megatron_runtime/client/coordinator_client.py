@@ -170,7 +170,7 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message from the coordinator within the last few seconds."""
+        """Whether the client is registered and has received a message from the coordinator within a few seconds."""
         return self._link.registered
 
     # --- start and stop -----------------------------------------------------------------------------------------

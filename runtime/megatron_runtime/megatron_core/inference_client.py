@@ -136,7 +136,7 @@ class InferenceClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message from the coordinator within the last few seconds."""
+        """Whether the client is registered and has received a message from the coordinator within a few seconds."""
         return self.native.connected
 
     @property

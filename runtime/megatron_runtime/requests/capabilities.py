@@ -36,7 +36,7 @@ class Capability(StrEnum):
     MIN_P = "min_p"
     KV_TRANSFER = "exchange of KV blocks"
     MEDIA = "images, audio and video"
-    """An engine announces this capability as the parameter MEDIA_NEED."""
+    """An engine that has this capability announces the name MEDIA_NEED among its parameters."""
     EMBED = "embeddings"
     CLASSIFY = "labels of texts"
     TOKEN_EMBED = "embeddings of tokens"
@@ -117,7 +117,7 @@ LATER_PARAMETERS: dict[str, Any] = {
 
 
 GENERATE = "generate"
-"""The task of an engine that announces no tasks: it generates tokens."""
+"""The task of an engine that announces no task. Such an engine generates tokens."""
 GENERATION = "GENERATION"
 """The feature that engines with a pooling model lack.
 

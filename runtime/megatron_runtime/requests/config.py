@@ -41,7 +41,7 @@ class PrefixCachingEvictionPolicy(_Option):
     """What happens to a cached block when its last request ends."""
 
     REF_ZERO = "ref_zero"
-    """The block is freed at once."""
+    """The block is freed immediately."""
     LRU = "lru"
     """The block stays cached until its memory is needed. The least recently used leaf is evicted first."""
 
@@ -53,11 +53,13 @@ class RoutingPolicy(_Option):
     """The engine with the fewest requests in flight. A tie goes to the lowest index."""
     ROUND_ROBIN = "RoundRobin"
     FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
-    """An engine that has received a prompt with the same first block, unless its load outweighs the benefit."""
+    """An engine that has received a prompt with the same first block, unless this engine is too loaded."""
     LONGEST_PREFIX = "LongestPrefix"
-    """The engine that has received the longest common prefix, unless its load outweighs the benefit."""
+    """The engine that has received the longest common prefix, unless this engine is too loaded."""
     LEAST_COST = "LeastCost"
-    """The engine with the least work, in prompt tokens to compute and tokens in its KV cache. Not in Megatron-Core."""
+    """The engine with the least work, measured by prompt tokens to compute and tokens in the KV cache. (Not in
+    Megatron-Core.)
+    """
 
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy
@@ -73,7 +75,7 @@ class AsyncScheduleMode(_Option):
 
 
 class CudaGraphSizingDistribution(_Option):
-    """How Megatron-Core chooses the sizes of CUDA graphs. It has no effect in this runtime."""
+    """How Megatron-Core chooses the sizes of CUDA graphs. This setting has no effect in this runtime."""
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"

@@ -33,7 +33,7 @@ class DynamicInferenceEvent:
     """One event of a request.
 
     timestamp: seconds since the epoch; None means now.
-    type:      a member of this enumeration, or of Megatron-Core's enumeration.
+    type:      a DynamicInferenceEventType, or the member of Megatron-Core's enumeration with the same name.
     payload:   a map with `token_id` for GENERATED_TOKEN, the exception for errors, None for all other types.
     """
 

@@ -180,10 +180,11 @@ class DynamicInferenceRequest(InferenceRequest):
 
     prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
     uid:                    "chatcmpl-…", the same in all segments of a record.
-    policy_epoch, kv_cache_epoch: pairs `[first token, epoch]`. The epochs of the weights that sampled the tokens, and
-        of the weights that computed their KV.
-    policy_staleness, kv_cache_staleness: number of later epochs for each token of prompt and answer, int32 [n]. A
-        tensor from MegatronLLM, an array from InferenceClient, which does not import torch.
+    policy_epoch, kv_cache_epoch: pairs `[first token, epoch]`, with the epochs of the weights that sampled the tokens,
+        and of the weights that computed their KV.
+    policy_staleness, kv_cache_staleness: for each token of prompt and answer, the number of epochs since it was
+        sampled, and since its KV was computed, int32 [n]. A tensor from MegatronLLM, an array from InferenceClient,
+        which does not import torch.
     routing_indices:        [prompt + generated - 1, layers with experts, experts per token]: the experts of each token,
                             highest weight first. The last token is missing, because it was not computed. A tensor or an
                             array like policy_staleness. None unless the engine records experts
@@ -359,7 +360,7 @@ class DynamicInferenceRequest(InferenceRequest):
     ) -> DynamicInferenceEvent:
         """Record a generated token, with optional statistics of the block allocator and of the step.
 
-        The first token sets ttft.
+        The first token sets `ttft`, the time to first token.
         """
         statistics = {
             "blocks_total": blocks_total,

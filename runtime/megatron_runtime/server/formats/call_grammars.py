@@ -243,7 +243,7 @@ class _MiniMaxM3Rules:
 
 
 def _separated(rule: str, entries: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Return grammar rules for a list in fixed order whose entries are separated by `separator`.
+    """Return grammar rules for a list of entries in a fixed order, separated by `separator`.
 
     rule:    name of the rule for the list.
     entries: the expression of each entry, and whether the entry is required.
@@ -369,7 +369,7 @@ def _at_most_one(is_single: bool) -> dict[str, int]:
 
 
 def _referring(schema: Any, *, to: str) -> Any:
-    """Return a copy of a schema for the place `to` in another schema, with adapted internal references."""
+    """Return a copy of a schema whose internal references are valid at the place `to` in another schema."""
     if isinstance(schema, list):
         return [_referring(item, to=to) for item in schema]
     if not isinstance(schema, Mapping):

@@ -16,7 +16,7 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization import ChatTemplate, ChatTemplateError, ChatTemplateRejectedError
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which chat templates expect the reasoning of a message: Qwen and DeepSeek, gpt-oss, and Gemma."""
+"""Keys of a message's reasoning in chat templates: of Qwen and DeepSeek, of gpt-oss, and of Gemma, in this order."""
 
 Message: TypeAlias = Mapping[str, Any]
 

@@ -164,7 +164,7 @@ class Llama3JsonParser(ToolParser):
 
 
 class Functionary32Parser(ToolParser):
-    """Parses answers of Functionary 3.2, which consist of messages to recipients: `all\ntext>>>name\n{…}`.
+    """Parses answers of Functionary 3.2, which consist of messages to recipients: `all\\ntext>>>name\\n{…}`.
 
     The prompt contains the beginning of the first message.
 

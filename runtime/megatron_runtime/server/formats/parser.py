@@ -415,9 +415,7 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """Parses answers to requests whose `tool_choice` names a tool. A grammar restricts such an answer to the tool's
-    arguments.
-    """
+    """Parses answers if `tool_choice` names a tool. A grammar then restricts the answer to the tool's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
