@@ -53,9 +53,9 @@ class RoutingPolicy(_Option):
     """The engine with the fewest requests in flight. A tie goes to the lowest index."""
     ROUND_ROBIN = "RoundRobin"
     FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
-    """An engine that has received a prompt with the same first block, unless this engine is too loaded."""
+    """An engine that has received a prompt with the same first block. The match is weighed against free capacity."""
     LONGEST_PREFIX = "LongestPrefix"
-    """The engine that has received the longest common prefix, unless this engine is too loaded."""
+    """The engine that has received the longest common prefix. The match is weighed against free capacity."""
     LEAST_COST = "LeastCost"
     """The engine with the least work, measured by prompt tokens to compute and tokens in the KV cache. (Not in
     Megatron-Core.)

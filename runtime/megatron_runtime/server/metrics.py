@@ -1,6 +1,4 @@
-"""Metrics of the server, under this project's names. If vLLM has a metric with the same meaning, also under vLLM's
-name.
-"""
+"""Metrics of the server. Each has a name of this project, and vLLM's name too if vLLM has an equal metric."""
 
 from __future__ import annotations
 

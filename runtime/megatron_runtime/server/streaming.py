@@ -51,8 +51,8 @@ async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: as
 class WholeAnswer(Response):
     """A response that sends a whole answer in parts.
 
-    Each part waits until the client has read most of the earlier parts. So the request stays open, and its memory
-    counts as held, until the client has read the answer.
+    Each part waits until the client has read most of the earlier parts. Therefore the request stays open, and its
+    memory counts as held, until the client has read the answer.
     """
 
     PART_BYTES = 64 * 1024

@@ -78,7 +78,7 @@ class TrainerRanks:
         self._ranks = dist.get_process_group_ranks(group)
 
     def run(self, act: Callable[[], str]) -> str:
-        """Call act() on the first rank, and return its result on all ranks. If act() raises, the other ranks raise
+        """Call act() on the first rank, and return its result on all ranks. If act() fails, the other ranks raise
         PublishError.
         """
         return self._run(act, [])
@@ -198,7 +198,7 @@ class GatheredModel(ChunkedCheckpoint[RankChunk]):
     receive:   called with a chunk and its index for each part that read() needs.
     num_ranks: number of ranks, for errors.
 
-    Raises UnsupportedModelError if no rank has a certain part.
+    Raises UnsupportedModelError if a part of the model is missing on all ranks.
     """
 
     def __init__(

@@ -206,8 +206,8 @@ class WeightServer:
         return self._loop.run_sync(send())
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
-        """Send UPDATE_WEIGHTS, again until the coordinator accepts it. The coordinator rejects it during another
-        operation.
+        """Send UPDATE_WEIGHTS repeatedly until the coordinator accepts it. The coordinator rejects it during other
+        operations.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds

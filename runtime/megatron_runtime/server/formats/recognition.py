@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _TOOL = "lookup_place"
 _ARGUMENTS = {"place": "Rome"}
 CALL: tuple[str, Mapping[str, Any]] = (_TOOL, _ARGUMENTS)
-"""The call in the test conversation that detects a format."""
+"""The call in the conversation that is rendered to detect formats."""
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
         "type": "function",
@@ -39,7 +39,7 @@ TOOLS: Sequence[Mapping[str, Any]] = (
         },
     },
 )
-"""The tools in the test conversation that detects a format."""
+"""The tools in the conversation that is rendered to detect formats."""
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "Where is Rome?"}
 _THOUGHT: Mapping[str, Any] = {
     "role": "assistant",
@@ -158,7 +158,8 @@ def written_calls(
     tools: Sequence[Any] = TOOLS,
     text: str = "",
 ) -> Iterator[str]:
-    """Yield the text that a template writes for an answer with calls, for each form of the message that it accepts.
+    """Yield the text that a template writes for an answer with calls, for each form of the message that the template
+    accepts.
 
     Some templates read arguments as an object, others as JSON, and some write calls only for messages without text. The
     function yields both the text after the prompt and the text after the question, because an answer in the history may

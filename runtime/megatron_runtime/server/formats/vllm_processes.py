@@ -44,7 +44,9 @@ FORK_SECONDS = 30.0
 BATCH_SECONDS = 30.0
 """Timeout of a batch, in seconds. A worker that takes longer is considered lost."""
 _GRACE_SECONDS = 2.0
-"""Seconds by which the server waits longer than the worker's own alarm. The alarm also ends a worker without a server.
+"""The server waits this number of seconds longer than the worker's own alarm, which terminates the worker.
+
+The alarm also terminates a worker whose server has exited.
 """
 WORKER_BYTES = 2 << 30
 """Maximum number of bytes of a worker's address space, in addition to the imported modules."""

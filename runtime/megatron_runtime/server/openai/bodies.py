@@ -139,7 +139,7 @@ _child = _new_child()
 
 
 def end_parser() -> None:
-    """Stop the child process if the program stops serving. A later body starts the process again."""
+    """Stop the child process when the program stops serving. A later body starts the process again."""
     global _child
     before, _child = _child, _new_child()
     before.close()

@@ -443,7 +443,7 @@ class _ChatChoice:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the fields of a message for its reasoning, under the two names that clients read."""
+    """Return the reasoning as fields of a message, under the two names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -38,7 +38,8 @@ parameters.
 """
 
 MIN_TOP_P = 1e-6
-"""Minimum `top_p`. Lower values also keep only the most likely token, but in SamplingParams, 0 means all tokens."""
+"""Minimum `top_p`. Like every lower value, it keeps only the most likely token. In SamplingParams, 0 means all tokens.
+"""
 
 _FIELD_NAMES = {
     **{name: http.name for name, http in HTTP_FIELDS.items()},

@@ -143,7 +143,7 @@ def _in_url(host: str) -> str:
 
 
 async def _address_of(host: str, port: int, *, param: str) -> str:
-    """Return the address to connect to. `host` can be any IP address, or a name that resolves to a public address."""
+    """Return the address to connect to. `host` can be any IP address, or a name with public addresses only."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:

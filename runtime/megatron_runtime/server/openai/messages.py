@@ -162,7 +162,7 @@ class ToolResultBlock(Body):
 
 
 class ServerToolBlock(Body):
-    """A call of a tool that another server has run, or the result of such a call. It is not included in the prompt."""
+    """A call of a tool that another server has run, or the result of such a call. The prompt contains neither."""
 
     type: Literal[
         "server_tool_use",

@@ -223,7 +223,7 @@ class PoolingRun:
 
     model, priority, cache_salt: fields of the request.
     tokens: number of tokens in all computed prompts.
-    labels: class names for each prompt, by prompt index; None: the class has no name.
+    labels: class name of the result, by prompt index; None: the class has no name.
     """
 
     service: Service

@@ -1,9 +1,8 @@
 """Tokenizes prompts and renders conversations, outside of the event loop and with fair shares for tenants.
 
 The work is divided into three lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and
-    tokenization of
-longer texts. A text of a few kilobytes therefore never waits for a text of megabytes. `BodyBudget` limits the amount of
-waiting work.
+tokenization of longer texts. A text of a few kilobytes therefore never waits for a text of megabytes. `BodyBudget`
+limits the amount of waiting work.
 """
 
 from __future__ import annotations

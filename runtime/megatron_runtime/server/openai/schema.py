@@ -476,7 +476,7 @@ class AllowedTools(Body):
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the allowed functions in the chat request."""
+        """Return the names of the allowed functions, as they are in the chat request."""
         return frozenset(name for tool in self.tools if (name := tool.full_name) is not None)
 
 

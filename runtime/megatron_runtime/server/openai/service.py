@@ -241,7 +241,8 @@ class Service:
         return chunks
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
-        """Await the tokenization for a request. If the text is long, cancel it when the client disconnects.
+        """Await the tokenization for a request. If the text is long, cancel the tokenization when the client
+        disconnects.
 
         characters: length of the text.
         """
@@ -287,8 +288,8 @@ class Service:
     async def take_request(self, key: ApiKey) -> None:
         """Count a request against the limits of its API key.
 
-        Raises ApiError 429 if no request or no token is left in this minute. Raises ApiError 503 if the coordinator
-        does not answer, because it stores the counts.
+        Raises ApiError 429 if no request or no token is left in this minute. Raises ApiError 503 if the coordinator,
+        which stores the counts, does not answer.
         """
         if key.tenant:
             self.metrics.requests_by_key.labels(key.name).inc()
