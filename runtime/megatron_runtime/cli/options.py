@@ -208,7 +208,7 @@ ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock
 
 
 def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raise click.UsageError if a parser is not one of this project's. With the vLLM backend, every name is allowed."""
+    """Raise click.UsageError if this project has no such parser. With the vLLM backend, every name is allowed."""
     for flag, name, names in (
         ("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS),
         ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),

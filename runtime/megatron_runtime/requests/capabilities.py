@@ -1,4 +1,7 @@
-"""Optional features of engines, and the features that the sampling parameters of a request need. No torch import."""
+"""Optional features of engines, and the features that the sampling parameters of a request need.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Block hashes of prompts. Equal prefixes have equal hashes on the coordinator and on every engine. No torch import.
+"""Block hashes of prompts. Equal prefixes have equal hashes on the coordinator and on every engine.
+
+This module does not import torch.
 
 Engines and coordinators use SHA-256, for which colliding prompts cannot be constructed. The polynomial hash is
 Megatron-Core's, and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how the tokens of a request are sampled, and when the request ends. No torch import."""
+"""`SamplingParams`: how the tokens of a request are sampled, and when it ends. Does not import torch."""
 
 from __future__ import annotations
 

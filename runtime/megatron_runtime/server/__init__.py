@@ -1,1 +1,4 @@
-"""OpenAI-compatible HTTP server: tokenizes, forwards to the coordinator, detokenizes and streams. No torch import."""
+"""OpenAI-compatible HTTP server: tokenizes, forwards to the coordinator, detokenizes and streams.
+
+The modules do not import torch.
+"""

@@ -399,7 +399,7 @@ async def rerank(service: Service, request: Request) -> Response:
 
 
 async def offered(service: Service, request: Request, tasks: Sequence[str]) -> list[str]:
-    """Return those of `tasks` that the engines offer. Raises ApiError 404 if they offer none of the tasks."""
+    """Return the members of `tasks` that the engines offer. Raises ApiError 404 if they offer none of the tasks."""
     service.check_in_flight(tenant=request.state.tenant)
     served_tasks = await service.tasks()
     names = [name for name in tasks if name in served_tasks]
