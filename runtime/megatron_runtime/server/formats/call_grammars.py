@@ -1,9 +1,12 @@
 """Grammars of tool calls in Lark's notation: grammars of the formats without a table entry, and building blocks for the
 others.
 
-A grammar is built from three inputs: the JSON schemas of the arguments by tool name, a function that converts a literal
-text to Lark's notation, and whether the answer can have only one call. The result maps the beginning of an answer to a
-rule for the rest of the answer.
+A grammar is built from three inputs:
+- the JSON schemas of the arguments, by tool name
+- a function that converts a literal text to Lark's notation
+- whether the answer can have only one call
+
+The result maps the beginning of an answer to a rule for the rest of the answer.
 """
 
 from __future__ import annotations

@@ -81,9 +81,9 @@ class _Cut(NamedTuple):
 class Choice:
     """Converts the engine's replies for one choice to parts of the answer.
 
-    A token that can end the answer is held until another token shows that the answer continues (possible below
-    min_tokens), because the token that ends an answer is not part of it. If the request wants log-probabilities, tokens
-    without log-probabilities are held until the final reply, which contains them.
+    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held until
+    another token shows that the answer continues (possible below min_tokens). If the request wants log-probabilities,
+    tokens without log-probabilities are held until the final reply, which contains them.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:

@@ -137,8 +137,8 @@ class Prompts:
         in_place: whether to tokenize on the event loop; None: only if the text is short.
         is_cut:   whether the caller truncates the prompt, so that the text can exceed the sequence limit.
 
-        Raises ApiError 400 if the text cannot be tokenized or is certain to exceed the sequence limit, ApiError 429 if
-        the server would hold too many bytes of requests, and the errors of TextLanes.run().
+        Raises ApiError 400 if the text cannot be tokenized or is certain to exceed the sequence limit. Raises ApiError
+        429 if the server would hold too many bytes of requests, and the errors of TextLanes.run().
         """
         encode = partial(self._encode, text, param=param, add_special=add_special, is_cut=is_cut)
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
