@@ -1,4 +1,4 @@
-"""The `megatron` command. A subcommand is imported when it runs, so that help needs no heavy library."""
+"""The `megatron` command. The module of a subcommand is imported only when it runs, so that `--help` stays fast."""
 
 from __future__ import annotations
 

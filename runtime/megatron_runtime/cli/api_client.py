@@ -1,4 +1,4 @@
-"""A client of the OpenAI API for the terminal commands. It checks the size, types and characters of answers."""
+"""A client of the OpenAI API for the terminal commands. It validates the size, types and characters of answers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_runtime.process.options import API_KEY, environment_option
 from megatron_runtime.protocol import strict_json as json
 
 MAX_EVENT_BYTES = 16 << 20
-"""Maximum size of one line of a stream."""
+"""Maximum size of a line of a stream, in bytes."""
 MAX_ERROR_BYTES = 64 << 10
-"""Maximum number of bytes that are read of an answer that is not a stream."""
+"""Maximum number of bytes that the client reads of an answer that is not a stream."""
 
 _DATA = b"data:"
 _DONE = b"[DONE]"
@@ -33,20 +33,20 @@ class StreamFormatError(ValueError):
 
 
 class StreamFailedError(Exception):
-    """The server ended the stream with an error event. The message is the server's."""
+    """The server ended the stream with an error event. The message comes from the server."""
 
 
 class EventReader:
-    """Splits bytes into lines, and parses the events among them. is_done: the stream is complete."""
+    """Splits a byte stream into lines and parses its server-sent events. is_done: whether the stream is complete."""
 
     def __init__(self) -> None:
         self.is_done = False
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the events that `data` completes. After the end of the stream, yield none.
+        """Yield the events that `data` completes. Yields nothing after the end of the stream.
 
-        Raises StreamFormatError, and StreamFailedError for an error event.
+        Raises StreamFormatError for malformed data, and StreamFailedError for an error event.
         """
         *lines, rest = data.split(b"\n")
         for line in lines:
@@ -83,14 +83,14 @@ class EventReader:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an answer. reasoning: the part of the model's reasoning that came before it."""
+    """New text of an answer. reasoning: the reasoning text that comes before `text`."""
 
     text: str
     reasoning: str = ""
 
 
 def parts_of(event: dict[str, Any]) -> Iterator[Part]:
-    """Yield the part of each choice in an event of a completion or a chat. Raises StreamFormatError."""
+    """Yield the new text of each choice in a completion or chat event. Raises StreamFormatError."""
     choices = event.get("choices")
     for choice in choices if isinstance(choices, list) else [None]:
         text: Any = None
@@ -105,7 +105,7 @@ def parts_of(event: dict[str, Any]) -> Iterator[Part]:
 
 
 def terminal_text(text: str) -> str:
-    """Return the text with all control characters but tab and newline escaped, so that it cannot control a terminal."""
+    """Return the text with control characters escaped, so that it cannot control a terminal. Tab and newline stay."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
@@ -127,7 +127,7 @@ connection_options = together(
 
 @contextmanager
 def readable_failures(url: str) -> Iterator[None]:
-    """Convert errors of a connection to the server at `url`, and errors of its streams, to ClickException."""
+    """Convert errors of the connection to `url`, and errors of streams from this server, to ClickException."""
     try:
         yield
     except httpx.ConnectError as error:
@@ -145,7 +145,7 @@ def readable_failures(url: str) -> Iterator[None]:
 
 
 class ApiClient:
-    """A client of one server. Every failure is a ClickException with a readable message."""
+    """A client of one server. Every failure raises ClickException with a readable message."""
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -165,11 +165,11 @@ class ApiClient:
         return names[0]
 
     def stream(self, path: str, body: dict[str, Any]) -> Generator[Part]:
-        """Yield the parts of the answer. Closing the iterator aborts the request."""
+        """Yield the parts of a streamed answer. Closing the iterator aborts the request."""
         request = {**{key: value for key, value in body.items() if value is not None}, "stream": True}
         with self._reply("POST", path, request) as reply:
             events = EventReader()
-            for data in reply.iter_raw():  # the data is not decompressed, because a few bytes could become gigabytes
+            for data in reply.iter_raw():  # the data is not decompressed, because a few bytes could expand to gigabytes
                 for event in events.feed(data):
                     yield from parts_of(event)
                 if events.is_done:
@@ -178,7 +178,7 @@ class ApiClient:
 
     @contextmanager
     def _reply(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """Send a request and yield the reply, whose status is 200 and whose content is not read yet."""
+        """Send a request and yield the reply. Its status is 200, and its content has not been read."""
         with readable_failures(self._url), self._http.stream(method, f"{self._url}/v1/{path}", json=body) as reply:
             if reply.status_code != 200:
                 content = _content(reply)
@@ -191,7 +191,7 @@ class ApiClient:
 
 
 def echo_text(text: str, *, dim: bool = False) -> None:
-    """Print a part of an answer. On a terminal, its control characters are escaped."""
+    """Print a part of an answer. Control characters are escaped if the output is a terminal."""
     click.secho(terminal_text(text) if sys.stdout.isatty() else text, nl=False, dim=dim or None)
 
 

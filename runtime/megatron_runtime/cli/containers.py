@@ -107,7 +107,7 @@ _AT_LEAST_A_SECOND = FiniteRange(min=1)
 @config_option()
 @log_options
 def coordinator(*, routing_policy: str, **options: Any) -> None:
-    """Run the coordinator until SIGTERM."""
+    """Run the coordinator until it receives SIGTERM."""
     from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy
     from megatron_runtime.coordinator.service import run
 
@@ -265,9 +265,9 @@ def engine(
 ) -> None:
     """Run one data-parallel engine until SIGTERM.
 
-    Without --revision, the engine also exits after the STOP signal. With it, a stopped engine waits for SIGTERM.
+    Without --revision, the STOP signal also ends the process. With --revision, a stopped engine waits for SIGTERM.
 
-    For an engine of several ranks, run the command once on each machine. If there are several machines, set NNODES,
+    For an engine with several ranks, run the command once on each machine. If there are several machines, set NNODES,
     NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT, or use torchrun.
 
     Exit codes of --check: 0 if the engine can start; 75 if the model cannot be read now or the check was killed (retry
@@ -291,7 +291,7 @@ def engine(
         _check(settings)
         return
     is_launcher = settings.backend != "vllm" and sizes.world > 1 and rank_identity(sizes) is None
-    if device.gpus is not None and not is_launcher:  # only once: ranks inherit the launcher's environment
+    if device.gpus is not None and not is_launcher:  # ranks of a launcher do this themselves
         assign_gpus(device, engines=1, ranks=len(device.gpus), gpus=count_gpus())
         show_only(device.gpus)
 
@@ -323,7 +323,7 @@ def _check(settings: EngineSettings) -> None:
 
 
 def _run_pod(settings: EngineSettings) -> None:
-    """Run the ranks of a vLLM engine's pod other than the first."""
+    """Run the ranks of a vLLM engine on a pod that does not have the first rank."""
     from megatron_runtime.backends.vllm.nodes import follow
     from megatron_runtime.distributed.errors import RankError
 
@@ -335,7 +335,10 @@ def _run_pod(settings: EngineSettings) -> None:
 
 
 def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None:
-    """Run as one rank of several, or start the ranks of this machine. run_worker: runs as rank 0."""
+    """Run this process as one of several ranks, or start the ranks of this machine as child processes.
+
+    run_worker: runs rank 0.
+    """
     from megatron_runtime.backends.native.ranked.executor import end_with
     from megatron_runtime.backends.registry import run_other_rank
     from megatron_runtime.distributed.errors import RankError
@@ -456,7 +459,7 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
 @config_option()
 @log_options
 def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[str, ...], **options: Any) -> None:
-    """Run the OpenAI server until SIGTERM."""
+    """Run the OpenAI server until it receives SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
         raise click.UsageError("--tls-certificate-file and --tls-key-file go together: give both or neither")
     check_parsers(**{name: options[name] for name in ("backend", "tool_call_parser", "reasoning_parser")})
@@ -499,7 +502,7 @@ def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[st
 @click.option("--listen", default="::", help="Address on which both ports listen; :: is every IPv4 and IPv6 address.")
 @log_options
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
-    """Check that every two pods of an engine can communicate, before its ranks load anything (init container)."""
+    """Check that any two pods of an engine can communicate, before its ranks load the model (init container)."""
     from megatron_runtime.distributed import preflight as checks
 
     names = tuple(template.replace("{node}", str(number)) for number in range(nodes))

@@ -1,6 +1,7 @@
-"""The option `--device`, and the assignment of a machine's GPUs to engines. No torch.
+"""The option `--device`, and the assignment of a machine's GPUs to engines. This module does not import torch.
 
-An engine sees only its GPUs (CUDA_VISIBLE_DEVICES), and its ranks use them in order. This works for every backend.
+CUDA_VISIBLE_DEVICES restricts each engine to its GPUs, and the ranks of the engine use them in order. This works for
+every backend.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _GPUS = re.compile(r"cuda:\d+(,cuda:\d+)*")
 class Device:
     """The value of `--device`.
 
-    kind: "auto" means a GPU if there is one.
-    gpus: numbers of the GPUs to use, in this order, among the GPUs that the process sees. None: from 0 on.
+    kind: "auto" means a GPU if the machine has one.
+    gpus: numbers of the GPUs to use, in this order. GPU 0 is the first that the process can see. None: all GPUs in
+          their order, starting with 0.
     """
 
     kind: Literal["auto", "cpu", "cuda"]
@@ -58,7 +60,7 @@ device_option = click.option(
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that the CUDA driver lets this process see; 0 without a driver."""
+    """Return the number of GPUs that the CUDA driver shows to this process; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -70,12 +72,13 @@ def count_gpus() -> int:
 
 
 def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[tuple[int, ...] | None]:
-    """Return the numbers of the GPUs of each engine, in order; None for an engine that needs no assignment.
+    """Return the GPU numbers for each engine, in the order of the engines; None for an engine that needs no assignment.
 
-    ranks: number of ranks of each engine.
-    gpus:  number of GPUs of this machine.
+    engines: number of engines.
+    ranks:   number of ranks per engine.
+    gpus:    number of GPUs of this machine.
 
-    Raises click.UsageError: the machine has too few GPUs; the message has the options, the numbers and the remedy.
+    Raises click.UsageError if the machine has too few GPUs. The message names the options, the numbers and the remedy.
     """
     if device.kind == "cpu" or (device.kind == "auto" and gpus == 0):
         return [None] * engines
@@ -96,6 +99,6 @@ def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[
 
 
 def show_only(gpus: tuple[int, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Restrict the programs started with `environment` to these GPUs, numbered among the GPUs that they can see now."""
+    """Restrict programs started with `environment` to these GPUs. A number is an index among the GPUs visible now."""
     visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     environment[VISIBLE] = ",".join(visible[number] if visible else str(number) for number in gpus)

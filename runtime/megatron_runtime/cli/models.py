@@ -1,4 +1,4 @@
-"""`megatron convert` and `megatron fetch`: convert models, and download them."""
+"""`megatron convert` and `megatron fetch`: convert and download models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
     """Write the model SOURCE (a GGUF file, a directory, hf:ORG/NAME, builtin:NAME) to the directory DESTINATION.
 
-    If the command fails, DESTINATION is not written. The conversion holds one tensor in memory at a time.
+    If the command fails, it does not write DESTINATION. The conversion holds one tensor in memory at a time.
     """
     from megatron_runtime.checkpoints import convert as conversion
     from megatron_runtime.tokenization.loader import write_gguf_tokenizer
@@ -134,7 +134,7 @@ def fetch(
 
 @contextmanager
 def _shown_progress(what: str) -> Iterator[Progress]:
-    """Show a transfer as a progress bar on a terminal, otherwise as one line per tenth."""
+    """Show a transfer as a progress bar on a terminal. Otherwise print a line after each tenth of the transfer."""
     from rich import console, progress
 
     from megatron_runtime.checkpoints.remote.files import each_tenth
@@ -158,9 +158,10 @@ def _shown_progress(what: str) -> Iterator[Progress]:
 
 @contextmanager
 def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
-    """Yield a Progress that calls `report` and serves the newest counts at /progress. port: None serves nothing.
+    """Yield a Progress that calls `report` and serves the newest counts at /progress. If `port` is None, start no
+    server.
 
-    Requests are answered with 503 until the download has locked the cache and reported its first count.
+    The server answers 503 until the download has locked the cache and reported its first counts.
     """
     if port is None:
         yield report

@@ -1,4 +1,4 @@
-"""Code that the subcommands share: groups of lazily imported commands, readable errors, option types, and logging."""
+"""Shared code of the subcommands: lazily imported commands, readable errors, option types, and logging."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 
 
 class LazyGroup(click.Group):
-    """A group whose subcommands are imported when they run.
+    """A group of commands that imports the module of a subcommand when the subcommand runs.
 
-    An OSError or ValueError of a command, and a missing package, is reported in one line. With
-    MEGATRON_DEBUG=1 the traceback of the first two is printed.
+    If a command raises OSError or ValueError, or if a package is missing, the group reports the error in one line. With
+    MEGATRON_DEBUG=1, it also prints the traceback of an OSError or ValueError.
 
-    commands: by name, the module in `package` that has the command under this name (or with `_` after it), and the
-              line of the help page.
+    commands: maps the name of a command to the module of `package` that defines it, and to its line on the help page.
+              The variable in the module has the name of the command, if necessary with `_` after it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # click exits the command without a message
+        except BrokenPipeError:  # click handles this error without a message
             raise
         except ModuleNotFoundError as error:
             raise click.ClickException(missing_package(error, extra="runtime")) from error
@@ -74,8 +74,8 @@ class LazyGroup(click.Group):
 class Parsed(click.types.FuncParamType):
     """The type of an option whose text is parsed.
 
-    name:  name of the value on the help page.
-    parse: returns the value of a text. Raises click.BadParameter with the value and what is allowed.
+    name:  placeholder for the value on the help page.
+    parse: converts the text to a value. Raises click.BadParameter with the text and the allowed values.
     """
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -155,7 +155,7 @@ def _adapter(text: str) -> Adapter:
     if not separator:
         raise click.BadParameter(f"{text!r} is not an adapter: use NAME=SOURCE, such as sql=hf:org/sql-lora.")
     if not source.startswith("hf:"):
-        source = str(Path(source).expanduser().resolve())  # engines may run in another directory
+        source = str(Path(source).expanduser().resolve())  # engines may run in another directory than this process
     try:
         return Adapter(name, source)
     except ValueError as error:
@@ -179,23 +179,23 @@ def _origin(text: str) -> str:
 
 
 MEDIA_HOST = Parsed("host", _media_host)
-"""A host of URLs: `images.example.com`, `192.0.2.7` or `[2001:db8::7]`."""
+"""A hostname or IP address in URLs: `images.example.com`, `192.0.2.7` or `[2001:db8::7]`."""
 ORIGIN = Parsed("origin", _origin)
-"""The origin of a web page: `http://localhost:3000`, or `*` for all."""
+"""The origin of a web page, such as `http://localhost:3000`, or `*` for all origins."""
 ADAPTER = Parsed("name=source", _adapter)
 """A LoRA adapter: `sql=hf:org/sql-lora@REVISION` or `sql=DIRECTORY`."""
 MEMORY = Parsed("size", _memory)
-"""A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
+"""A number of bytes as a Kubernetes quantity: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
 ADDRESS = Parsed("host:port", _address)
 """The address of a coordinator, with or without `tcp://`, or `ipc:///PATH`."""
 OPTIONAL_PORT = Parsed("port|off", _optional_port)
-"""A TCP port; 0 picks a free one, `off` is None."""
+"""A TCP port. The value is 0 to pick a free port, and None for `off`."""
 API_KEYS_FILE = Parsed("file", _api_keys_file)
-"""A file of API keys: one per line, or YAML with names and limits."""
+"""A file with API keys: one key per line, or YAML with names and limits."""
 COUNTS = Parsed("n,n,…", _counts)
-"""Numbers from 1 up: `1,8,32`."""
+"""Positive integers separated by commas: `1,8,32`."""
 VLLM_ARGUMENTS = Parsed("json", _vllm_arguments)
-"""Engine arguments of vLLM as a JSON object."""
+"""Engine arguments for vLLM as a JSON object."""
 PORT = click.IntRange(0, 65535)
 COUNT = click.IntRange(min=1)
 SECONDS = FiniteRange(min=0)
@@ -208,7 +208,7 @@ ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock
 
 
 def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raise click.UsageError for a name that is not one of our formats, unless vLLM's parsers are allowed."""
+    """Raise click.UsageError if this project has no such parser. With the vLLM backend, every name is allowed."""
     for flag, name, names in (
         ("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS),
         ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
@@ -219,7 +219,7 @@ def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str)
 
 
 def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
-    """Return a decorator that adds all `options`, in this order on the help page."""
+    """Return a decorator that adds all `options` to a command. The help page shows them in this order."""
 
     def add(command: _F) -> _F:
         for option in reversed(options):
@@ -233,7 +233,7 @@ json_output = click.option("-o", "--output", type=click.Choice(["json"]), help="
 
 
 def say_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose columns are as wide as their longest cell."""
+    """Print a table. Each column is as wide as its longest cell."""
     lines = [headers, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
     for line in lines:
@@ -250,7 +250,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 
 def model_reference(name: str) -> str:
-    """Return the reference of a model that a user named: ORG/NAME is a repository of the hub, unless it is a path."""
+    """Return the model reference for a name that a user typed. ORG/NAME is a hub repository unless this path exists."""
     return f"hf:{name}" if _HUB_NAME.fullmatch(name) and not Path(name).exists() else name
 
 
@@ -415,9 +415,9 @@ server_options = together(
 
 
 def config_option() -> Callable[[_F], _F]:
-    """Return a decorator that adds `--config FILE`: TOML, whose keys are long names of options without `--`.
+    """Return a decorator that adds `--config FILE`, a TOML file whose keys are long option names without `--`.
 
-    The command line and environment variables have precedence over the file.
+    Command-line options and environment variables take precedence over the file.
     """
 
     def read(context: click.Context, _parameter: click.Parameter, path: Path | None) -> None:
@@ -454,7 +454,7 @@ def config_option() -> Callable[[_F], _F]:
 
 
 def _long_options(command: click.Command) -> dict[str, click.Option]:
-    """Return the options of a command by their names in a file."""
+    """Return the options of a command by their names in a configuration file."""
     return {
         name.removeprefix("--"): option
         for option in command.params
@@ -465,7 +465,10 @@ def _long_options(command: click.Command) -> dict[str, click.Option]:
 
 
 def _option_value(option: click.Option, value: Any) -> Any:
-    """Return a value of a file in the form of the command line: a text, a list of texts, or whether a flag is set."""
+    """Convert a value of a configuration file to its command-line form.
+
+    The result is a text, a list of texts, or for a flag whether it is set.
+    """
     if option.is_flag:
         if not isinstance(value, bool):
             raise click.BadParameter("use true or false.")
@@ -480,7 +483,9 @@ def _option_value(option: click.Option, value: Any) -> Any:
 
 
 def arguments_of(command: click.Command, values: Mapping[str, Any]) -> list[str]:
-    """Return the command line arguments for `values`, which maps parameter names to values. None: the default."""
+    """Return the command-line arguments for `values`, which maps parameter names to values. None means the default
+    value.
+    """
     arguments: list[str] = []
     for option in command.params:
         value = values.get(str(option.name))
@@ -496,7 +501,7 @@ def arguments_of(command: click.Command, values: Mapping[str, Any]) -> list[str]
 
 
 def log_options(command: _F) -> _F:
-    """Add `--log-level` and `--log-format`, and configure logging."""
+    """Add the options `--log-level` and `--log-format` to a command, and configure logging."""
 
     def configure_logs(ctx: click.Context, param: click.Parameter, value: str) -> None:
         configure(style=ctx.params.pop("log_format"), level=value)
@@ -515,7 +520,7 @@ def log_options(command: _F) -> _F:
         type=click.Choice(["json", "text"]),
         default="text",
         envvar="MEGATRON_LOG_FORMAT",
-        is_eager=True,  # read before the level, which configures logging
+        is_eager=True,  # parsed before the log level, whose callback configures logging
         help="Format of log lines. json prints one object per line, for log collectors.",
     )
     return level(log_format(command))

@@ -1,5 +1,6 @@
-"""Child processes: the processes of `megatron serve`, and the ranks of an engine. A child exits when its parent
-exits.
+"""Supervises child processes: the processes of `megatron serve`, and the ranks of an engine.
+
+A child exits when its parent exits.
 """
 
 from __future__ import annotations
@@ -31,30 +32,34 @@ RESTART_WINDOW_SECONDS = 60.0
 _LINES_KEPT = 20
 RENDEZVOUS_SECONDS = 900
 OUTLIVE_SECONDS = 4.0
-"""Seconds after the exit of a rank after which the remaining ranks are killed."""
+"""When a rank has exited, the remaining ranks are killed after this many seconds."""
 _UNUSED_SIGNAL = "SIGUSR2"
-"""A signal that is never sent.
+"""The name of a signal that no process sends.
 
-It replaces the agent's signals, on which the agent would kill ranks before rank 0 has drained.
+torch's elastic agent is configured to handle only this signal. With its default signals, the agent would kill ranks
+before rank 0 has drained.
 """
 
 
 _PORTS = range(20_000, 29_500)
-"""Ports to choose from, below the ports that Linux assigns to outgoing connections, which could take a port before its
-process binds it.
+"""The range from which free ports are chosen.
+
+It lies below the range from which Linux assigns ports to outgoing connections. Such a connection could take a port
+before the process binds it.
 """
 
 
 _reservations: dict[int, socket.socket] = {}
-"""UDP sockets on the ports that this process has reserved.
+"""UDP sockets bound to the ports that this process has reserved.
 
-A process skips ports that another process has reserved, because their servers may not listen yet.
+A process skips ports that another process has reserved, because the server on such a port may not listen yet.
 """
 
 
 def reserve_port(port: int) -> bool:
-    """Reserve a port of the loopback interface until this process exits. Return False if another process has reserved
-    it.
+    """Reserve a port of the loopback interface until this process exits.
+
+    Return False if another process has reserved the port.
     """
     if port in _reservations:
         return True
@@ -69,16 +74,16 @@ def reserve_port(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return different TCP ports of the loopback interface that are free now.
+    """Return `count` different free TCP ports of the loopback interface.
 
-    Until this process exits, this function gives them to no other process.
+    Until this process exits, this function returns the ports to no other process.
 
     Raises:
         OSError: too few ports are free.
     """
     ports: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
-        # First: a probe of a port that another process has reserved could keep its server from binding the port.
+        # Reserve first. Probing a port that another process has reserved could keep the server from binding it.
         if port in _reservations or not reserve_port(port):
             continue
         with socket.socket() as probe:
@@ -94,16 +99,16 @@ def free_ports(count: int) -> list[int]:
 
 
 class ChildFailedError(Exception):
-    """A child exited and is not restarted. The message has its name, its exit status and its last lines."""
+    """A child exited and is not restarted. The message contains its name, its exit status and its last lines."""
 
 
 @dataclass(slots=True)
 class Child:
-    """One supervised process.
+    """A supervised process.
 
-    arguments: arguments of `megatron`.
-    pass_fds:  file descriptors that it inherits.
-    variables: environment variables that differ from the supervisor's.
+    arguments: command-line arguments of `megatron`.
+    pass_fds:  file descriptors that the process inherits.
+    variables: environment variables that differ from the supervisor's environment.
     """
 
     name: str
@@ -113,17 +118,18 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS + 1))
-    """Times at which the process has exited."""
+    """Times at which the process exited."""
 
 
 class Supervisor:
-    """Runs children until stop().
+    """Runs child processes until stop().
 
-    say:       called with a child's name, or None for the supervisor itself, and a line to print.
-    are_ready: set when the children have started. From then on, a child that exits is restarted, at most RESTARTS times
+    Each child has its own session, so Ctrl-C reaches only the supervisor, which stops the children in order.
+
+    say:       prints a line. Called with the name of a child, or None for the supervisor itself, and the line.
+    are_ready: set when all children have started. From then on, a child that exits is restarted, at most RESTARTS times
                within RESTART_WINDOW_SECONDS.
-    failed:    called with ChildFailedError when a child exits and is not restarted. Children have their own session, so
-               that Ctrl-C reaches only the supervisor, which ends them in order.
+    failed:    future that raises ChildFailedError when a child has exited and is not restarted.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:
@@ -141,7 +147,7 @@ class Supervisor:
         self._watchers.append(asyncio.create_task(self._watch(child, process)))
 
     async def stop(self, *, grace_seconds: float) -> None:
-        """Stop the children in reverse order, each with END_SIGNAL and, after the grace period, SIGKILL."""
+        """Stop the children in reverse order. Each child gets END_SIGNAL and, after the grace period, SIGKILL."""
         self._stopping = True
         for child in reversed(self._children):
             process = child.process
@@ -198,7 +204,7 @@ class Supervisor:
         while True:
             try:
                 line = await output.readline()
-            except ValueError:  # the line exceeds the stream's limit, and the reader has dropped it
+            except ValueError:  # the line exceeded the limit of the stream, so the reader has dropped it
                 continue
             if not line:
                 return
@@ -212,15 +218,15 @@ def _exit_status(code: int) -> str:
 
 
 class RanksFailedError(RuntimeError):
-    """The ranks have exited because one failed. The message names the rank, which has logged the cause."""
+    """All ranks have exited because one rank failed. The message names this rank, which has logged the cause."""
 
 
 def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
     """Run `megatron` with `arguments` once for each rank of this node, with torch's elastic agent and no restarts.
 
-    The ranks of a single node, and the agent's store, use files and Unix sockets in a private folder. Returns when all
-    ranks have exited normally. Termination signals are forwarded to the ranks; rank 0 stops the engine. If a rank
-    fails, the others are killed. Raises RanksFailedError.
+    If there is one node, the ranks and the agent's store use files and Unix sockets in a private folder. Returns when
+    all ranks have exited normally. Termination signals are forwarded to the ranks, and rank 0 then stops the engine. If
+    a rank fails, the others are killed. Raises RanksFailedError.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -237,7 +243,7 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
         if node.nodes == 1:
             folder = stack.enter_context(private_folder())
             os.environ[FOLDER_VARIABLE] = str(folder)
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # keep the agent from opening a store on TCP
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # keep the agent from opening a TCP store
             backend, endpoint = "c10d", str(folder / "agent")
             configs: dict[str, object] = {"store_type": "file"}
         else:
@@ -266,15 +272,16 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that probably failed first, among ranks whose exits the agent has detected at the same time.
+    """Return the rank that probably failed first, and its failure. `failures` are all exits that the agent detected
+    together.
 
-    A rank that a signal has killed is the cause. A rank that exited with a status may have exited as a consequence.
+    A rank that was killed by a signal is the cause. A rank that exited with a status may have exited as a consequence.
     """
     return min(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[1].timestamp))
 
 
 def _kill_survivors(ranks: int) -> None:
-    """Kill the remaining ranks after one has failed. The agent would wait longer for a stopped rank."""
+    """Kill the remaining ranks after one rank has failed. The agent itself would wait longer for a stopped rank."""
     ended_at: float | None = None
     seen = 0
     while True:

@@ -1,6 +1,6 @@
-"""Waits until the processes of `megatron serve` serve.
+"""Waits until all processes of `megatron serve` are ready.
 
-`serve` imports this module after it has started them, because the imports take half as long as their start.
+`serve` starts the processes before it imports this module, because the import takes half as long as their start.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from megatron_runtime.transport.peer_link import PeerLink
 _POLL_SECONDS = 0.05
 _CONNECT_SECONDS = 60.0
 _ADAPTER_SECONDS = 3600.0
-"""Timeout, in seconds, for fetching and loading the adapters."""
+"""Timeout for fetching and loading the adapters, in seconds."""
 
 
 async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
-    """Wait until every engine serves with the adapters and the server is connected to the coordinator. Report each
-    engine when it is ready.
+    """Wait until every engine serves with the adapters and the server is connected to the coordinator.
+
+    Report each engine when it is ready.
     """
     client = CoordinatorClient(coordinator)
     await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
@@ -46,13 +47,17 @@ async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, a
     if options.adapters.adapters:
         await _set_adapters(options.adapters, admin=admin)
         say(None, f"adapters: {', '.join(adapter.name for adapter in options.adapters.adapters)}")
-    # The socket already listens, so the first answer arrives when the server process has started.
+    # The socket already listens. The server process answers the first request when it has started.
     while not await _is_ready(url):  # noqa: ASYNC110 - another process's state
         await asyncio.sleep(_POLL_SECONDS)
 
 
 async def _is_ready(url: str) -> bool:
-    """Return whether the server answers 200. Importing an HTTP client would take time from the starting processes."""
+    """Return whether the server answers with status 200.
+
+    The function uses a raw connection, because importing an HTTP client would take CPU time from the starting
+    processes.
+    """
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     try:
@@ -63,7 +68,7 @@ async def _is_ready(url: str) -> bool:
 
 
 async def _set_adapters(adapters: AdapterList, *, admin: str) -> None:
-    """Make every engine load the adapters. Raises ClickException with engine, adapter and cause."""
+    """Make every engine load the adapters. Raises ClickException with the engine, the adapter and the cause."""
     link = PeerLink(
         CoordinatorAddresses(admin),
         keys=None,

@@ -1,4 +1,4 @@
-"""`megatron run`: `megatron serve` in a child process, and `megatron chat` with it."""
+"""`megatron run`: runs `megatron serve` in a child process, and `megatron chat` in this process."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from megatron_runtime.cli.terminal import chat, chat_options
 from megatron_runtime.process.children import END_SIGNAL, child_environment, module_command
 
 _READY = re.compile(r"ready in \S+ s: .* at (\S+)/v1 ")
-"""The line that `serve` prints when it is ready."""
+"""Matches the line that `serve` prints when the server is ready. The group is the URL."""
 
 
 _OTHERS = ("reference", "model", "max_tokens", "config")
-"""Parameters of `serve` that `run` lacks, or that have another meaning there."""
+"""Parameters of `serve` that do not exist in `run`, or that have another meaning there."""
 
 
 @click.command(params=[each for each in serve.params if each.name not in _OTHERS])
@@ -30,7 +30,7 @@ _OTHERS = ("reference", "model", "max_tokens", "config")
 def run(context: click.Context, reference: str, **options: Any) -> None:
     """Serve MODEL on this machine and chat with it until the end of the input.
 
-    The server uses a free port unless --port is given.
+    The server uses a free port unless --port is set.
     """
     conversation = {str(each.name): options.pop(str(each.name)) for each in chat.params if each.name in options}
     if context.get_parameter_source("port") is click.core.ParameterSource.DEFAULT:
@@ -54,7 +54,7 @@ def run(context: click.Context, reference: str, **options: Any) -> None:
                 click.secho(line.rstrip(), dim=True, err=True)
             else:
                 raise click.ClickException(f"the server ended with status {server.wait()}")
-            threading.Thread(target=server.stdout.read, daemon=True).start()  # otherwise the pipe would fill up
+            threading.Thread(target=server.stdout.read, daemon=True).start()  # keep the pipe from filling up
             context.invoke(chat, url=ready[1], model=None, api_key=None, **conversation)
         finally:
             server.send_signal(END_SIGNAL)

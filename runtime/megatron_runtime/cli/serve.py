@@ -1,4 +1,4 @@
-"""`megatron serve`: coordinator, engines and OpenAI server on this machine, in one command."""
+"""`megatron serve`: runs a coordinator, engines and an OpenAI server on this machine with one command."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _GRACE_SECONDS = 10.0
 @config_option()
 @click.option("-v", "--verbose", is_flag=True, help="Show the logs of every process.")
 def serve(**options: Any) -> None:
-    """Serve MODEL on this machine with a coordinator, engines and a server, and report when it is ready.
+    """Serve MODEL on this machine with a coordinator, engines and a server. Print a line when the server is ready.
 
     MODEL is ORG/NAME[@REVISION] of the Hugging Face hub, builtin:NAME, a GGUF file or a directory, as for --model.
     """
@@ -105,7 +105,7 @@ def serve(**options: Any) -> None:
     if options["adapters"].adapters and options["backend"] == "vllm":
         options["vllm_arguments"] = {"enable_lora": True, **options["vllm_arguments"]}
     if is_loopback(options["host"]) or options["allowed_hosts"]:
-        # On loopback, a web page must not reach the server under another name (DNS rebinding).
+        # A server on loopback rejects other host names, so that a web page cannot reach it (DNS rebinding).
         options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
     options["gpus"] = assign_gpus(
         options["device"], engines=options["engines"], ranks=options["tensor_parallel"], gpus=count_gpus()
@@ -155,12 +155,12 @@ async def _serve(options: SimpleNamespace) -> None:
         try:
             try:
                 stack.enter_context(listed(server))
-            except OSError as error:  # for example a cache folder that cannot be written
+            except OSError as error:  # for example, a cache folder is not writable
                 say(None, f"'megatron status' does not show this server: {error}")
             for child in _children(options, sockets=sockets, listener=listener):
                 await supervisor.start(child)
             addresses = {"coordinator": server.coordinator, "admin": _address(sockets, "admin")}
-            # The children start while this process imports what it needs to communicate with them.
+            # While the children start, this process imports the modules with which it communicates with them.
             from megatron_runtime.cli.readiness import until_ready
 
             ready = until_ready(options, url=url, **addresses, say=say)
@@ -174,7 +174,7 @@ async def _serve(options: SimpleNamespace) -> None:
 
 
 def _address(sockets: Path, role: str) -> str:
-    """Return the coordinator's address for a role, a socket in a folder that only this user may enter."""
+    """Return the coordinator's address for a role: a Unix socket in a folder that only this user can access."""
     return f"ipc://{sockets}/{role}"
 
 
@@ -182,7 +182,9 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
     values = {**vars(options), "log_level": "info" if options.verbose else "warning", "health_port": "off"}
 
     def arguments(command: click.Command, **own: Any) -> list[str]:
-        """Return a child's command line: the options of `serve` that `command` has too, and its own."""
+        """Return the arguments of a child process: the options that `serve` and `command` share, and the options in
+        `own`.
+        """
         return [str(command.name), *arguments_of(command, {**values, **own})]
 
     engines = []
@@ -208,7 +210,7 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
 
 
 async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:
-    """Return whether `work` finished before `stop` was set. Raises the exception of `failed` or `work`."""
+    """Return True if `work` has finished, False if `stop` was set first. Raises the exception of `failed` or `work`."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.create_task(stop.wait())
     try:

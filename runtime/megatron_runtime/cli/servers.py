@@ -1,6 +1,6 @@
-"""`megatron status`: the servers that `megatron serve` and `megatron run` have started on this machine.
+"""`megatron status`: lists the servers that `megatron serve` and `megatron run` have started on this machine.
 
-Each writes a file about itself, and holds a lock on it until it ends for any reason.
+Each server writes a file that describes it, and holds a lock on the file until its process exits for any reason.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Server:
     """A running `megatron serve`.
 
     url:         URL of the OpenAI API, without /v1.
-    model:       the reference that the engines load.
+    model:       model reference that the engines load.
     name:        name of the model in /v1/models.
-    coordinator: address of its client port.
-    started:     seconds since 1970.
+    coordinator: address of the coordinator's client port.
+    started:     start time in seconds since 1970.
     """
 
     pid: int
@@ -49,7 +49,7 @@ def _directory() -> Path:
 
 @contextmanager
 def listed(server: Server) -> Iterator[None]:
-    """Keep the server in the list of running servers until the block ends."""
+    """Keep the server in the list of running servers until the `with` block ends."""
     directory = _directory()
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / f"{server.pid}.json"
@@ -58,7 +58,7 @@ def listed(server: Server) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(asdict(server)))
         file.flush()
-        fresh.replace(path)  # other processes see the file complete and locked
+        fresh.replace(path)  # other processes see only a complete, locked file
         try:
             yield
         finally:
@@ -66,14 +66,14 @@ def listed(server: Server) -> Iterator[None]:
 
 
 def running_servers() -> list[Server]:
-    """Return this user's running servers in the order of their start. Delete the files of killed servers."""
+    """Return the running servers of this user in the order of their start. Deletes the files of killed servers."""
     servers = []
     for path in _directory().glob("*.json"):
         with suppress(FileNotFoundError), path.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                with suppress(ValueError, TypeError):  # the file may be written by another release
+                with suppress(ValueError, TypeError):  # another release may have written the file
                     servers.append(Server(**json.loads(file.read())))
             else:
                 path.unlink(missing_ok=True)
@@ -83,7 +83,7 @@ def running_servers() -> list[Server]:
 @click.command()
 @json_output
 def status(*, output: str | None) -> None:
-    """Show the running servers that this user started with `megatron serve` or `megatron run` on this machine."""
+    """Show the servers that this user has started with `megatron serve` or `megatron run` and that still run."""
     servers = running_servers()
     engines = asyncio.run(_all_engines(servers))
     if output == "json":
@@ -113,8 +113,10 @@ async def _all_engines(servers: list[Server]) -> list[list[dict[str, Any]]]:
 
 
 async def _engines(server: Server) -> list[dict[str, Any]]:
-    """Return the engines of a server as its coordinator reports them. An engine that has not registered is STARTING.
-    All are UNKNOWN if the coordinator does not answer.
+    """Return the engines of a server with the states that its coordinator reports.
+
+    An engine that has not registered has the state STARTING. All engines are UNKNOWN if the coordinator does not
+    answer.
     """
     from megatron_runtime.client.coordinator_client import CoordinatorClient
 

@@ -1,4 +1,4 @@
-"""`megatron chat` and `megatron generate`: clients of a server, in the terminal."""
+"""`megatron chat` and `megatron generate`: use a server from the terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megatron_runtime.protocol import strict_json as json
 HELP = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat."
 _QUOTES = '"""'
 _COMMAND = re.compile(r"/(\w*)(?:\s+(.*))?", re.DOTALL)
-"""Matches commands only: a path such as /etc/hosts is a message."""
+"""Matches a command, but not a path such as /etc/hosts, which is a message."""
 SETTINGS: Mapping[str, click.ParamType] = {
     "temperature": FiniteRange(0, 2),
     "max-tokens": COUNT,
@@ -45,15 +45,15 @@ chat_options = together(
 
 
 class _LeaveError(Exception):
-    """The user leaves the chat."""
+    """The user has ended the chat."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A conversation with one model, and the commands that change it.
+    """A conversation with one model, and the commands that change the conversation.
 
-    messages: messages with their roles, as the server accepts them. A system message comes first.
-    settings: settings of the requests, by their names in SETTINGS with `_` for `-`.
+    messages: all messages with their roles, in the format of the server. A system message comes first.
+    settings: sampling settings of the requests. Keys are the names in SETTINGS with `_` instead of `-`.
     """
 
     client: ApiClient
@@ -62,11 +62,13 @@ class Conversation:
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def say(self, text: str) -> None:
-        """Send a message and print the answer. If the server rejects it, the conversation stays as it was."""
+        """Send a message and print the answer. If the server rejects the message, the conversation does not change."""
         self._answer([*self.messages, {"role": "user", "content": text}])
 
     def command(self, name: str, argument: str) -> None:
-        """Run a command. Raises click.UsageError for an invalid command, and _LeaveError to end the conversation."""
+        """Run a command. Raises click.UsageError if the command is invalid, and _LeaveError if it ends the
+        conversation.
+        """
         if name not in _COMMANDS:
             raise click.UsageError(f"unknown command '/{name}': /help lists the commands")
         _COMMANDS[name][2](self, argument)
@@ -128,7 +130,7 @@ class Conversation:
         raise _LeaveError
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
-        """Print the answer to `messages`, which become the conversation."""
+        """Print the model's answer to `messages`, and replace the conversation by `messages` and the answer."""
         body = {"model": self.model, "messages": messages, **self.settings}
         self.messages = [*messages, _answer(self.client, body)]
 
@@ -143,7 +145,7 @@ _COMMANDS: Mapping[str, tuple[str, str, Callable[[Conversation, str], None]]] = 
     "load": ("FILE", "Continue the conversation in FILE.", Conversation.load),
     "exit": ("", "End the chat, as does Ctrl-D.", Conversation.leave),
 }
-"""Arguments, help text and action of each command, by name."""
+"""Arguments, help text and method of each command, by the name of the command."""
 
 
 @click.command()
@@ -151,7 +153,7 @@ _COMMANDS: Mapping[str, tuple[str, str, Callable[[Conversation, str], None]]] = 
 @chat_options
 @config_option()
 def chat(*, url: str, model: str | None, api_key: str | None, system: str | None, **sampling: Any) -> None:
-    """Chat with a model. If standard input is piped, each line is one message or a command such as /help."""
+    """Chat with a model. If standard input is a pipe, each line is one message or a command such as /help."""
     client = ApiClient(url, api_key=api_key)
     opening = [{"role": "system", "content": system}] if system else []
     settings = {name: value for name, value in sampling.items() if value is not None}
@@ -177,7 +179,10 @@ def chat(*, url: str, model: str | None, api_key: str | None, system: str | None
 
 
 def _read_message(*, is_terminal: bool) -> str | None:
-    """Return the next line, or the lines between two triple quotes; "" after Ctrl-C, None at the end of the input."""
+    """Return the next line, or the lines between two triple quotes.
+
+    Returns "" after Ctrl-C, and None at the end of the input.
+    """
     try:
         text = input("\n> " if is_terminal else "")
         before, quotes, rest = text.partition(_QUOTES)
@@ -196,7 +201,7 @@ def _read_message(*, is_terminal: bool) -> str | None:
 
 
 def _note(text: str) -> None:
-    """Print a message of the program to standard error, separate from answers."""
+    """Print a message of the program to standard error, so that it does not mix with answers."""
     click.secho(text, dim=True, err=True)
 
 
@@ -207,9 +212,9 @@ def _path(argument: str, command: str) -> Path:
 
 
 def _answer(client: ApiClient, body: dict[str, Any]) -> dict[str, str]:
-    """Print the answer as it arrives and return the message. Ctrl-C ends it, and the server stops generating.
+    """Print the answer as it arrives, and return it as a message. Ctrl-C ends the answer and aborts the request.
 
-    On a terminal its reasoning is printed too, dimmed.
+    On a terminal, reasoning text is printed too, dimmed.
     """
     text = reasoning = ""
     shows_reasoning = sys.stdout.isatty()
@@ -258,7 +263,7 @@ def generate(
     regex: str | None,
     **sampling: Any,
 ) -> None:
-    """Complete PROMPT and print the text as it arrives. With -, the prompt is read from standard input."""
+    """Complete PROMPT and print the text as it arrives. If PROMPT is -, read the prompt from standard input."""
     text = _standard_input().read() if prompt == "-" else prompt
     client = ApiClient(url, api_key=api_key)
     body = {
@@ -276,7 +281,7 @@ def generate(
 
 
 def _standard_input() -> TextIO:
-    """Return standard input as UTF-8, whatever the locale is, without the byte order mark that other systems write."""
+    """Return standard input decoded as UTF-8 for any locale. Removes the byte order mark that some systems write."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
     return sys.stdin

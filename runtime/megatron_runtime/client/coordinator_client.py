@@ -1,4 +1,4 @@
-"""The client of a coordinator: submits requests, streams their tokens and sends control messages. No torch."""
+"""The client of a coordinator: submits requests, streams tokens and sends control messages. Does not import torch."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_HANDOFFS = 4096
-"""Answers with a handoff that a client remembers; the first is forgotten first."""
+"""Maximum number of answers with a KV handoff that a client remembers. The oldest is forgotten first."""
 DEADLINE_MARGIN_SECONDS = 5.0
-"""Seconds that a client waits beyond a request's deadline before it fails the request itself.
+"""Seconds after a request's deadline at which the client itself fails the request.
 
-The coordinator fails it earlier.
+Usually the coordinator has failed the request by then.
 """
 
 
@@ -69,20 +69,21 @@ class RequestOptions(TypedDict, total=False):
     """Options of add_request() and add_request_streaming().
 
     deadline_seconds: time after which the coordinator fails the request; None or absent: no deadline.
-    engine:           name of the only engine that may answer; the request fails if this engine does. Empty: any engine.
-    tenant:           tenant whose share of the engines the request counts against, an opaque text of at most 64
-                      characters.
+    engine:           name of the only engine that may answer. The request fails if this engine fails. Empty: any
+                      engine.
+    tenant:           tenant whose fair share of the engines the request uses, an opaque text of at most 64 characters.
                       Empty: this client.
     adapter:          name of the LoRA adapter that answers. Empty: the base model.
-    request_id:       id by which logs and traces of all components name the request, of at most 128 characters.
+    request_id:       id of the request in the logs and traces of all components, at most 128 characters.
     traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
-    session:          opaque id of at most 64 characters: requests of one session go to one engine while it holds their
-                      prefix. Empty: no session.
-    on_tokens:        called on the connection's event loop with the number of new tokens when they arrive. With it,
-                      tokens arrive as they are generated even without a stream.
-    media:            images, audio and video of a prompt that is given as tokens. Open requests with the same media
-                      send them once.
-    kv_meta:          from the answer to a request with do_kv_handoff and the same prompt. Its KV is used once.
+    session:          opaque id of at most 64 characters. Requests with the same id go to the same engine while it
+                      caches their prefix. Empty: no session.
+    on_tokens:        called on the connection's event loop with the number of new tokens when they arrive. With this
+                      option, tokens arrive as they are generated even without a stream.
+    media:            images, audio and video of a prompt of token ids. Open requests with the same media send their
+                      data once.
+    kv_meta:          from the answer to a request with do_kv_handoff and the same prompt. The KV of that request can be
+                      used once.
     """
 
     deadline_seconds: float | None
@@ -98,20 +99,21 @@ class RequestOptions(TypedDict, total=False):
 
 
 class CoordinatorClient:
-    """One connection to a coordinator. It registers again after each restart of the coordinator.
+    """One connection to a coordinator. The client registers again after each restart of the coordinator.
 
-    The connection belongs to the event loop of start(). Requests and control messages may also come from any other
-    running loop; their futures and streams then belong to that loop. Requests may be added before start() and while
-    there is no coordinator: the next registration submits them, with the tokens that they have already received.
+    The connection belongs to the event loop of start(). Requests and control messages may also come from other running
+    loops. The futures and streams of such a call belong to the loop of the caller. Requests may be added before start()
+    and while the coordinator is down. The next registration submits them, with the tokens that they have already
+    received.
 
     address:    a port on this host, "host:port" or "tcp://host:port".
     keys:       keys for a coordinator that uses CURVE.
-    name:       identity of the client; None: a random one.
+    name:       identity of the client; None: a random name.
     model:      hash of the model that must answer the requests. Engines with another model do not answer. Empty: any
                 model.
     records:    whether the engine also returns the text and the times of an answer.
-    read_reply: converts the map of an answer to the result of its future. A ValueError, TypeError or KeyError fails the
-                request.
+    read_reply: converts the reply map of a request to the result of its future. If read_reply raises ValueError,
+                TypeError or KeyError, the request fails.
     open_socket: opens the connection.
     on_stopped: called once, on the connection's loop, when the client has stopped.
     """
@@ -130,13 +132,15 @@ class CoordinatorClient:
     ) -> None:
         self.next_request_id = 0
         self.requests: dict[int, PendingRequest] = {}
-        """The open requests by number."""
+        """The open requests, by number."""
         self._open: dict[bytes, PendingRequest] = {}
-        """The open requests by uid."""
+        """The open requests, by uid."""
         self._handoffs: dict[int, int] = {}
-        """Request id -> the coordinator's number of the handoff in the answer."""
+        """The coordinator's number of the KV handoff in an answer, by request id."""
         self._sent_media: Counter[bytes] = Counter()
-        """Digests of media, with the number of open requests that were submitted with them to this coordinator."""
+        """For each media digest, the number of open requests that this client submitted to this coordinator with the
+        media.
+        """
         self._records = records
         self._read_reply = read_reply
         self._on_stopped = on_stopped
@@ -152,11 +156,11 @@ class CoordinatorClient:
             open_socket=open_socket,
         )
         self.formats: AnswerFormats | None = None
-        """The formats of answers that this client reads, if it is an OpenAI server. Set before it starts."""
+        """The answer formats that this client reads if it is an OpenAI server. Set before start()."""
         self.adapters = AdapterList()
-        """The adapters that requests may name, as known to this client."""
+        """The adapters that requests can name, as last reported by the coordinator."""
         self.tasks: tuple[str, ...] = ()
-        """What the engines do: "generate", or the tasks of pooling models. Empty: no engine has served yet."""
+        """The tasks of the engines: "generate", or tasks of pooling models. Empty: no engine has served yet."""
         self._calls = ControlCalls(self._link.send, address=self._link.address)
         self._quotas = QuotaCalls(self._link.send, is_connected=lambda: self._link.registered)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -166,17 +170,19 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message within the last seconds."""
+        """Whether the client is registered and has received a message from the coordinator within a few seconds."""
         return self._link.registered
 
     # --- start and stop -----------------------------------------------------------------------------------------
 
     async def start(self, *, connect_timeout_seconds: float = 30.0) -> None:
-        """Register on the running event loop. With a timeout of 0 the client registers in the background.
+        """Register at the coordinator, on the running event loop. With a timeout of 0 the client registers in the
+        background.
 
         Raises:
-            CoordinatorUnreachableError: no answer in time. The client is stopped and cannot be started again.
-            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is not a coordinator.
+            CoordinatorUnreachableError: no answer within the timeout. The client is stopped and cannot be started
+            again.
+            HandshakeRejectedError: immediately, if the coordinator rejects HELLO or the peer is not a coordinator.
         """
         if self._stopped:
             return
@@ -193,9 +199,9 @@ class CoordinatorClient:
     def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
         """Disconnect, cancel pending futures and end streams. The coordinator aborts the requests. Idempotent.
 
-        error:   called for each open request; the future or stream of the request raises the returned error instead of
-                 being cancelled.
-        is_lost: the coordinator has exited, so DISCONNECT does not wait for it.
+        error:   called for each open request. The future or stream of the request then raises the returned error. None:
+                 futures are cancelled and streams end.
+        is_lost: whether the coordinator has exited. The client then does not wait to send DISCONNECT.
         """
 
         async def stop_there() -> None:
@@ -223,7 +229,9 @@ class CoordinatorClient:
         self._on_stopped()
 
     def _other_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the connection's event loop if it is running and is not the caller's; otherwise None."""
+        """Return the connection's event loop if it is running and the caller runs on another loop or on none; otherwise
+        None.
+        """
         loop = self._loop
         return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
@@ -240,9 +248,9 @@ class CoordinatorClient:
     def add_request(
         self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> asyncio.Future[Any]:
-        """Submit a request now.
+        """Submit a request immediately.
 
-        The future returns the answer or raises RequestRejectedError; cancelling it aborts the request.
+        The future returns the answer or raises RequestRejectedError. Cancelling the future aborts the request.
 
         prompt:  token ids, shape [n], or text, which the engine tokenizes.
         sampling_params: SamplingParams, or another object whose serialize() returns fields of SamplingParams.
@@ -258,12 +266,13 @@ class CoordinatorClient:
     def add_request_streaming(
         self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
-        """Submit a request now. The stream yields `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
+        """Submit a request immediately. Return a stream of its answer.
 
-        If log-probabilities are requested, a partial has "new_log_probs" and "new_top_n_logprobs", and the first one
-        "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens are
-        added to the last of them. Sets `streaming` on the caller's parameters. Closing the stream aborts the request.
-        Takes the arguments of add_request().
+        The stream yields any number of `{"partial": {"request_id", "new_tokens", …}}`, then `{"final": reply}`. If
+        log-probabilities are requested, each partial has "new_log_probs" and "new_top_n_logprobs". The first partial
+        also has "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens
+        are added to the last of them. The method sets `streaming` in the caller's parameters. Closing the stream aborts
+        the request. The arguments are the same as for add_request().
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params.streaming = True
@@ -282,7 +291,8 @@ class CoordinatorClient:
         make_stream: Callable[[int], AnyStream],
         **options: Unpack[RequestOptions],
     ) -> AnyStream:
-        """Do the same as add_request_streaming(), but with a stream of the caller, and from any thread.
+        """Submit a request like add_request_streaming(), but with a stream of the caller. Any thread may call this
+        method.
 
         make_stream: returns the stream for a request id. To abort the request, the stream must call abort_request().
         """
@@ -293,7 +303,9 @@ class CoordinatorClient:
         return stream
 
     def abort_request(self, request_id: int) -> None:
-        """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
+        """Abort a request in this client and at the coordinator. An unknown id or the id of a finished request is
+        ignored.
+        """
 
         def abort() -> None:
             request = self.requests.get(request_id)
@@ -333,9 +345,7 @@ class CoordinatorClient:
             self._send(request)
 
     def _send(self, request: PendingRequest) -> None:
-        """Send SUBMIT, without the data of media that the coordinator has already received with another open
-        request.
-        """
+        """Send SUBMIT. Leave out media data that the coordinator has already received with another open request."""
         if request.media is None:
             self._link.send(request.submit().to_frames())
             return
@@ -343,7 +353,7 @@ class CoordinatorClient:
         self._sent_media.update({item.digest for item in request.media.items})
 
     def _expire(self, request: PendingRequest) -> None:
-        """Fail a request after its deadline. The coordinator fails it earlier, unless it is unreachable."""
+        """Fail a request after its deadline. A reachable coordinator fails the request earlier."""
         self._link.send(Abort(request.uid).to_frames())
         message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
         self._reject(request, rejection(ErrorCode.DEADLINE, message))
@@ -366,9 +376,9 @@ class CoordinatorClient:
     # --- answers ------------------------------------------------------------------------------------------------
 
     def _on_ack(self, ack: HelloAck, forgotten: bool) -> None:
-        if ack.adapters is not None and ack.adapters.generation:  # a restarted coordinator sends the list later
+        if ack.adapters is not None and ack.adapters.generation:  # a restarted coordinator sends the adapters later
             self.adapters = ack.adapters
-        self.tasks = ack.tasks or self.tasks  # while no engine serves, keep the last known tasks
+        self.tasks = ack.tasks or self.tasks  # while no engine serves, keep the last reported tasks
         if forgotten or not self._ever_registered:
             self._sent_media.clear()
             for request in list(self._open.values()):
@@ -396,7 +406,7 @@ class CoordinatorClient:
             case Error(uid=bytes() as uid):
                 rejected = self._open.get(uid)
                 if rejected is not None and message.code is ErrorCode.MEDIA_MISSING:
-                    # The request that sent the media has ended before the coordinator read this request: send them
+                    # The request that sent the media ended before the coordinator read this request. Send the media
                     # again.
                     self._link.send(rejected.submit().to_frames())
                 elif rejected is not None:
@@ -427,7 +437,7 @@ class CoordinatorClient:
     # --- handoffs of KV -----------------------------------------------------------------------------------------
 
     def _note_handoff(self, reply: dict[str, Any]) -> None:
-        """Replace the coordinator's number in an answer's `disaggregated_params` by the id of the request."""
+        """Replace the coordinator's number in an answer's `disaggregated_params` by the request id."""
         handoff = reply.get("disaggregated_params")
         if isinstance(handoff, dict) and isinstance(handoff.get("request_id"), int):
             self._handoffs[reply["request_id"]] = handoff["request_id"]
@@ -436,7 +446,7 @@ class CoordinatorClient:
                 del self._handoffs[next(iter(self._handoffs))]
 
     def release_handoff(self, request_id: int) -> None:
-        """Release the KV that an engine keeps for the answer to a request. An id without a handoff is ignored."""
+        """Release the KV that an engine keeps after the answer to a request. An id without a KV handoff is ignored."""
 
         def release() -> None:
             number = self._handoffs.pop(request_id, None)
@@ -448,15 +458,16 @@ class CoordinatorClient:
     # --- limits of tenants --------------------------------------------------------------------------------------
 
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
-        """Count requests and tokens of a tenant at the coordinator, now or after the next registration.
+        """Reserve requests and tokens of a tenant's limits at the coordinator, now or after the next registration.
 
-        Returns a future for the answer. Cancelling it returns the tokens.
+        Return a future for the answer. Cancelling the future returns the tokens.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 
     def charge(self, charge: Charge) -> None:
-        """Count tokens of a tenant at the coordinator, or return tokens. The message is lost if there is no
-        connection.
+        """Count tokens against a tenant's limits at the coordinator, or return tokens.
+
+        The message is lost if there is no connection.
         """
         self._at_home(lambda: self._quotas.charge(charge))
 
@@ -472,9 +483,7 @@ class CoordinatorClient:
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
         """Send a control message, and return a future for the coordinator's acknowledgement.
 
-        The caller may ignore the future.
-
-        The future raises ControlRejectedError or CoordinatorUnreachableError.
+        The future raises ControlRejectedError or CoordinatorUnreachableError. The caller may ignore the future.
         """
         return self._call(lambda: self._calls.control(control))
 

@@ -1,4 +1,4 @@
-"""Open requests of a client, from submission to the final answer. No torch."""
+"""Open requests of a client, from submission to the final answer. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Serializable(Protocol):
-    """Sampling parameters of any class."""
+    """Sampling parameters of any class that can serialize itself."""
 
     def serialize(self) -> dict[str, Any]: ...
 
@@ -43,7 +43,7 @@ class Serializable(Protocol):
 TOKEN_BYTES = 4
 
 PER_TOKEN_DETAILS = {"log_probs": "generated_log_probs", "top_n_logprobs": "generated_top_n_logprobs"}
-"""Keys of per-token details in a partial, mapped to their keys in the reply."""
+"""Keys of per-token details in a partial answer, mapped to the keys of the same details in the reply."""
 _MERGED = frozenset({"new_tokens", *(f"new_{name}" for name in PER_TOKEN_DETAILS)})
 PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
@@ -54,11 +54,11 @@ _REPLY_DEFAULTS: dict[str, Any] = {
     "status": "COMPLETED",
     "num_cached_tokens": 0,
 }
-"""Values of reply fields that an engine leaves out."""
+"""Values of the reply fields that an engine may leave out."""
 
 
 def _token_of(kv_meta: Any) -> bytes:
-    """Return the token in `kv_meta`. Any other value gives an empty token, and the prompt is computed again."""
+    """Return the token in `kv_meta`. An invalid value gives an empty token, so the prompt is computed again."""
     text = kv_meta.get("handoff") if isinstance(kv_meta, dict) else None
     try:
         token = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
@@ -71,15 +71,16 @@ def _token_of(kv_meta: Any) -> bytes:
 class PendingRequest:
     """One request, from its submission to its final answer.
 
-    generated: tokens from partials. The client sends them to a restarted coordinator, and no later answer may
+    generated: tokens received in partial answers. The client sends them to a restarted coordinator. No later answer may
                contradict them.
     epochs:    epochs of the weights that sampled these tokens, by token index.
-    details:   per-token details of these tokens, which an engine that continues the request does not have.
+    details:   per-token details of these tokens. An engine that continues the request does not have them.
     submitted, deadline: times on the clock of time.perf_counter().
-    future, stream: one of the two receives the answer, and may belong to the event loop of another thread.
+    future, stream: exactly one of the two is set and receives the answer. It may belong to the event loop of another
+                    thread.
     on_tokens: called with the number of new tokens when they arrive.
     media:     images, audio and video of the prompt, including their data.
-    handoff:   token of an earlier answer, whose blocks the request may use. Empty: none.
+    handoff:   token of the KV handoff in an earlier answer, whose KV blocks the request may use. Empty: none.
     """
 
     request_id: int
@@ -119,14 +120,14 @@ class PendingRequest:
         media: Media | None = None,
         kv_meta: Any = None,
     ) -> Self:
-        """Return a request with id 0 and a random uid, submitted now.
+        """Return a request with id 0 and a random uid. Its submission time is now.
 
-        If `params` has no seed, the request gets a random one.
+        If `params` has no seed, the request gets a random seed.
 
         params: SamplingParams, or another object whose serialize() returns fields of SamplingParams.
-        record: whether to request the answer's text and times; see SamplingParams.return_record.
+        record: whether to request the text and the times of the answer; see SamplingParams.return_record.
 
-        Raises InvalidSamplingParamsError, and ValueError for media without data.
+        Raises InvalidSamplingParamsError for invalid parameters, and ValueError for media without data.
         """
         if media is not None and not all(item.data for item in media.items):
             raise ValueError("media have an item without data: give the file of each")
@@ -195,7 +196,7 @@ class PendingRequest:
         self._settle(lambda future: future.cancel())
 
     def _settle(self, action: Callable[[asyncio.Future[Any]], object]) -> None:
-        """Run `action` on the future's event loop, unless the future is done by then."""
+        """Run `action` on the future's event loop, unless the future is already done then."""
         future = self.future
         if future is None:
             return
@@ -211,9 +212,9 @@ class PendingRequest:
             act()
 
     def submit(self, *, known_media: Collection[bytes] = ()) -> Submit:
-        """Return the SUBMIT message to send now, with the remaining time and the tokens that the client has received.
+        """Return the SUBMIT message for now, with the remaining time and the tokens that the client has received.
 
-        known_media: digests of media that the coordinator already has; the message leaves out their data.
+        known_media: digests of media that the coordinator already has. The message omits the data of these media.
         """
         meta = self.meta
         if self.deadline is not None:
@@ -225,9 +226,10 @@ class PendingRequest:
         return Submit(self.uid, meta, *bodies, media, tuple(self.epochs), self.handoff)
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
-        """Return the frame for the stream with the new tokens in `tokens`; None if none is new.
+        """Store the new tokens of a partial answer. Return the stream item with these tokens, or None if no token is
+        new.
 
-        offset: index of the first token.
+        offset: index of the first token in `tokens`.
 
         If `offset` is beyond the client's tokens, the tokens in between were lost with a connection. The coordinator
         sends them again after the SUBMIT that follows each registration.
@@ -276,9 +278,9 @@ class PendingRequest:
         return reply
 
     def _complete_details(self, reply: dict[str, Any]) -> None:
-        """Prepend the details from partials before a failover to the details of the last engine.
+        """Prepend the details of partial answers before a failover to the details from the last engine.
 
-        If some are missing, the reply keeps `log_probs_from`, the index of the token at which the lists begin.
+        If some details are missing, the reply keeps `log_probs_from`, the index of the token at which its lists begin.
         """
         start = reply.get("log_probs_from") or 0
         wanted = {name: key for name, key in PER_TOKEN_DETAILS.items() if reply[key] is not None}
@@ -292,7 +294,7 @@ class PendingRequest:
 
 
 def failed_reply(error: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply map of a prompt that was not submitted. error: see error_map()."""
+    """Return the reply map of a request that was not submitted. error: see error_map()."""
     failed = {"status": "FAILED", "finish_reason": "error", "error": error}
     return {**_REPLY_DEFAULTS, **failed, "request_id": 0, "generated_tokens": [], "generated_length": 0}
 
@@ -300,9 +302,9 @@ def failed_reply(error: dict[str, Any]) -> dict[str, Any]:
 def partial_frames(
     message: Partial, find: Callable[[bytes], PendingRequest | None]
 ) -> Iterator[tuple[PendingRequest, dict[str, Any]]]:
-    """Yield each request that gets new tokens from a PARTIAL, with its frame.
+    """Yield each request that has new tokens in a PARTIAL message, with the stream item for these tokens.
 
-    find: returns the request of a uid, or None.
+    find: returns the request with a uid, or None.
     """
     try:
         details = unpack(message.extras, DETAILS) if message.extras else {}
@@ -326,9 +328,9 @@ def partial_frames(
 
 
 def merge_partials(unread: dict[str, Any], item: dict[str, Any]) -> bool:
-    """Add the tokens of a stream item to the previous, unread item; see AsyncStream.
+    """Add the tokens of a stream item to the previous, unread item. See AsyncStream.
 
-    Return False, and add nothing, if one of the two is the answer, or if they have different details.
+    Return False and change nothing if one of the two items is the final answer, or if they have different details.
     """
     frame, added = unread.get("partial"), item.get("partial")
     if frame is None or added is None or frame.keys() != added.keys():
@@ -342,7 +344,7 @@ def merge_partials(unread: dict[str, Any], item: dict[str, Any]) -> bool:
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    """Return the running event loop of this thread, if any."""
+    """Return the running event loop of this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

@@ -9,9 +9,9 @@ from megatron_runtime.protocol.messages import Charge, Frames, Quota, Reserve
 
 
 class QuotaCalls:
-    """The reservations of one connection without an answer.
+    """The unanswered reservations of one connection.
 
-    They are sent again after a new registration; the uid prevents double counting.
+    They are sent again after a new registration. The uid of a reservation prevents double counting.
 
     is_connected: returns whether messages reach the coordinator.
     """
@@ -22,9 +22,9 @@ class QuotaCalls:
         self._open: dict[bytes, tuple[Reserve, asyncio.Future[Quota]]] = {}
 
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
-        """Send a reservation, and return a future for its answer.
+        """Send a reservation, and return a future for the answer.
 
-        If the future is cancelled, the tokens are returned later.
+        If the future is cancelled, the reserved tokens are returned when the answer arrives.
         """
         future: asyncio.Future[Quota] = asyncio.get_running_loop().create_future()
         self._open[reserve.uid] = reserve, future
@@ -33,20 +33,18 @@ class QuotaCalls:
         return future
 
     def _forget_unsent(self, uid: bytes) -> None:
-        """Forget a call that has ended while there is no connection: no answer can arrive whose tokens must be
-        returned.
-        """
+        """Forget a call that has ended without a connection. No answer can arrive, so there are no tokens to return."""
         if not self._is_connected():
             self._open.pop(uid, None)
 
     def charge(self, charge: Charge) -> None:
-        """Send a charge. Without a connection the message is lost."""
+        """Send a charge. The message is lost if there is no connection."""
         self._send(charge.to_frames())
 
     def registered(self, *, is_forgotten: bool) -> None:
-        """Handle a registration at the coordinator: drop calls for which no caller waits.
+        """Handle a registration at the coordinator. Drop calls that the caller has cancelled.
 
-        is_forgotten: the coordinator may have lost messages, so the other calls are sent again.
+        is_forgotten: whether the coordinator may have lost messages. If so, the other calls are sent again.
         """
         for uid, (reserve, future) in list(self._open.items()):
             if future.done():

@@ -1,4 +1,4 @@
-"""Errors of requests that the coordinator rejects or fails, one class for each reason."""
+"""Errors of requests that the coordinator rejects or fails. Each reason has its own class."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_runtime.protocol.headers import ErrorCode
 class RequestRejectedError(Exception):
     """The coordinator rejected or failed a request.
 
-    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 the request crashes
+    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 request crashes
           engines, 501 unsupported, 503 unavailable, 504 deadline exceeded.
-    is_transient: whether the same request may succeed later.
-    field: the sampling parameter at fault, if the coordinator named one.
+    is_transient: whether the same request can succeed later.
+    field: the sampling parameter that caused the error, if the coordinator named one.
     """
 
     is_transient = True
@@ -33,13 +33,13 @@ class InvalidRequestError(RequestRejectedError):
 
 
 class AdapterNotFoundError(RequestRejectedError):
-    """The engines have no adapter with the name in the request."""
+    """No adapter has the name in the request."""
 
     is_transient = False
 
 
 class ModelChangedError(RequestRejectedError):
-    """The engines run a model other than the one that the request names."""
+    """The engines run a different model than the request names."""
 
     is_transient = False
 
@@ -51,11 +51,11 @@ class RequestTooLargeError(RequestRejectedError):
 
 
 class QueueFullError(RequestRejectedError):
-    """Too many requests wait. Retry after `retry_after_seconds`."""
+    """Too many requests are waiting. Retry after `retry_after_seconds`."""
 
 
 class UnavailableError(RequestRejectedError):
-    """The engines are stopped or paused with policy Reject, or this client was stopped."""
+    """The engines are stopped or paused with policy Reject, or this client has stopped."""
 
 
 class DeadlineExceededError(RequestRejectedError, TimeoutError):
@@ -63,16 +63,16 @@ class DeadlineExceededError(RequestRejectedError, TimeoutError):
 
 
 class RequestFailedError(RequestRejectedError):
-    """The request crashes the engines that run it, or its answer cannot be read.
+    """The request crashes the engines that run it, or its answer cannot be parsed.
 
-    The message contains the request's uid.
+    The message contains the uid of the request.
     """
 
     is_transient = False
 
 
 class UnsupportedByBackendError(RequestRejectedError):
-    """The request needs a feature that no backend of this runtime has."""
+    """The request needs a feature that no backend of this runtime supports."""
 
     is_transient = False
 
@@ -93,5 +93,5 @@ _CLASSES: dict[int, type[RequestRejectedError]] = {
 def rejection(
     code: int, message: str, retry_after_seconds: float | None = None, field: str | None = None
 ) -> RequestRejectedError:
-    """Return the exception for an ErrorCode. field: the sampling parameter at fault."""
+    """Return the exception for an ErrorCode. field: the sampling parameter that caused the error."""
     return _CLASSES.get(int(code), RequestRejectedError)(int(code), message, retry_after_seconds, field)

@@ -1,6 +1,8 @@
-"""Megatron-Core's names: a program changes its prefix `megatron.core.inference` to `megatron_runtime.megatron_core`.
+"""Megatron-Core's Python API. A program changes its prefix `megatron.core.inference` to
+`megatron_runtime.megatron_core`.
 
-The sub-paths are Megatron-Core's own. The modules re-export or wrap the packages below; nothing else imports them.
+Below the prefix, the module paths are the same as in Megatron-Core. The modules re-export or wrap other packages of
+this runtime. No other package imports them.
 """
 
 from typing import Any
@@ -9,9 +11,7 @@ from megatron_runtime.requests.request import make_tensors_with
 
 
 def _torch() -> Any:
-    """Import torch when the first tensor is needed, so that programs without tensors, such as clients, do not load
-    it.
-    """
+    """Import torch when the first tensor is needed. Programs without tensors, such as clients, do not load torch."""
     import torch
 
     return torch

@@ -1,4 +1,4 @@
-"""Runs a libzmq socket on an asyncio event loop by its file descriptor, without polling or a task per message."""
+"""Runs a libzmq socket on an asyncio event loop through its file descriptor, without polling or a task per message."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from zmq.backend import zmq_poll
 logger = logging.getLogger(__name__)
 
 DRAIN_BUDGET = 256
-"""Maximum number of messages that are handled in one iteration of the event loop."""
+"""Maximum number of messages handled in one iteration of the event loop."""
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class EventSocket:
-    """Calls `on_message(frames)` on the running loop for each message received; send() does not block.
+    """Calls `on_message(frames)` on the running loop for each received message. send() does not block.
 
-    The descriptor of a libzmq socket is edge-triggered: the socket must be drained until EAGAIN after every wake-up and
-    after every send, which may consume the edge. An exception in the handler is logged and counted, never raised into
-    the loop.
+    The descriptor of a libzmq socket is edge-triggered. The socket must be drained until EAGAIN after every wake-up,
+    and after every send, because a send can consume the edge. An exception in the handler is logged and counted, and
+    never raised into the loop.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
@@ -32,7 +32,7 @@ class EventSocket:
         self._on_message = on_message
         self._poll_items = [(socket, int(zmq.POLLIN))]
         # Methods of the low-level binding. The methods of zmq.Socket convert flags to enums for each frame, which takes
-        # longer than the frame itself.
+        # longer than handling the frame.
         self._send_frame = super(zmq.Socket, socket).send
         self._receive_frame = super(zmq.Socket, socket).recv
         self._closed = False
@@ -79,12 +79,12 @@ class EventSocket:
         self._loop.call_soon(self._drain)
 
     def _drain(self, expected: int = 0) -> None:
-        """Handle the messages that have arrived. expected: number of messages that need no poll."""
-        self._drain_scheduled = True  # a send in a handler need not schedule another drain
+        """Handle the messages that have arrived. expected: number of messages to read without a poll."""
+        self._drain_scheduled = True  # a send in a handler does not need to schedule another drain
         for number in range(DRAIN_BUDGET):
             if self._closed:
                 return
-            # There is usually one message per wake-up, and polling is cheaper than the exception.
+            # Usually one message arrives per wake-up, and a poll is cheaper than the exception.
             if expected <= number < 2 and not zmq_poll(self._poll_items, 0):
                 self._drain_scheduled = False
                 return

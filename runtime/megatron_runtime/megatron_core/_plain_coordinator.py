@@ -1,7 +1,7 @@
-"""The socket of an InferenceClient, which may be connected to a coordinator of Megatron-Core.
+"""The socket of an InferenceClient, which can connect to a coordinator of Megatron-Core.
 
-Such a coordinator knows Megatron-Core's messages only (docs/reference/protocol.md). The socket then translates: the
-client above it sends and receives the messages of this project.
+Such a coordinator supports only Megatron-Core's messages (docs/reference/protocol.md). The socket then translates, and
+the client above it still sends and receives the messages of this project.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 SIGNALS = CONTROLS - {Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
-"""The control messages that Megatron-Core supports."""
+"""The control messages that a coordinator of Megatron-Core supports."""
 INCARNATION = 1
-"""Incarnation that stands for a coordinator of Megatron-Core, which sends none."""
+"""Incarnation that is reported to the client for a coordinator of Megatron-Core, which sends no incarnation."""
 _NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
 
 
 class GreetingSocket:
-    """A DEALER of libzmq that begins with CONNECT.
+    """A libzmq DEALER socket that begins with CONNECT.
 
-    A coordinator of this project answers with its protocol version, and messages then pass unchanged, HELLO first. A
-    coordinator of Megatron-Core answers without a version, and messages are translated from then on.
+    A coordinator of this project answers with its protocol version. Messages then pass unchanged, starting with HELLO.
+    A coordinator of Megatron-Core answers without a version. All later messages are then translated.
 
-    When the connection to a coordinator of Megatron-Core ends, its requests are lost: each gets an error. The next
+    When the connection to a coordinator of Megatron-Core ends, its open requests are lost and get an error. The next
     HELLO then begins again with CONNECT.
 
-    receive: called with the frames of each message of this project's protocol.
+    receive: called with the frames of each message, in this project's protocol.
     on_lost: called with the reason when the connection to a coordinator of Megatron-Core has ended.
     """
 
@@ -74,14 +74,16 @@ class GreetingSocket:
         self._zmq_socket = socket
         self._monitor: EventSocket | None = None
         self._hello: Frames = []
-        """The HELLO to send when the coordinator has answered CONNECT."""
+        """The HELLO to send after the coordinator has answered CONNECT."""
         self._acknowledgement: Frames | None = None
-        """The answer of a coordinator of this project."""
+        """The answer to CONNECT from a coordinator of this project."""
         self._translator: _Translator | None = None
         self._socket = EventSocket(socket, self._on_message)
 
     def send(self, message: Frames) -> bool:
-        """Send a message. Until the coordinator has answered CONNECT, `message` is a HELLO and waits for the answer."""
+        """Send a message. Until the coordinator has answered CONNECT, the message must be a HELLO, which is sent
+        afterwards.
+        """
         if self._translator is not None:
             return self._translator.send(message)
         if self._acknowledgement is not None:
@@ -100,7 +102,7 @@ class GreetingSocket:
             self._translator.on_message(frames)
         elif self._acknowledgement is None:
             self._on_greeting(frames)
-        elif frames != self._acknowledgement:  # a late answer to one of several CONNECTs
+        elif frames != self._acknowledgement:  # late answer to one of several CONNECT messages
             self._receive(frames)
 
     def _on_greeting(self, frames: Frames) -> None:
@@ -117,7 +119,7 @@ class GreetingSocket:
                     self._monitor = EventSocket(monitor, lambda _: self._lose())
                 self._translator.send(self._hello)
             case Plain(items=[Header.CONNECT_ACK, *_]) | Error(code=ErrorCode.UNKNOWN_PEER):
-                # The port of engines answers with the error, and rejects HELLO with the reason.
+                # An engine port answers CONNECT with this error. It then rejects HELLO, and gives the reason.
                 self._acknowledgement = [] if isinstance(message, Error) else frames
                 self._socket.send(self._hello)
             case _:
@@ -132,17 +134,17 @@ class GreetingSocket:
 
 @dataclass(slots=True)
 class _Request:
-    """An open request. tokens: number of tokens received in partials."""
+    """An open request. tokens: number of tokens received in partial answers."""
 
     uid: bytes
     tokens: int = 0
 
 
 class _Translator:
-    """Converts the messages of this project to Megatron-Core's, and the answers to messages of this project.
+    """Converts this project's messages to Megatron-Core's messages, and the answers back.
 
-    It answers messages that a coordinator of Megatron-Core does not answer: HELLO, HEARTBEAT, STATUS and control
-    messages.
+    The translator itself answers HELLO, HEARTBEAT, STATUS and control messages, because a coordinator of Megatron-Core
+    does not.
     """
 
     def __init__(self, socket: EventSocket, receive: Callable[[Frames], object]) -> None:
@@ -152,9 +154,11 @@ class _Translator:
         self._numbers: dict[bytes, int] = {}
         self._next_number = 0
         self._state = CoordinatorState.RUNNING
-        """The state that this client's signals have led to. Megatron-Core reports no state."""
+        """The state that results from this client's signals. A coordinator of Megatron-Core reports no state."""
         self._streams = False
-        """Whether a partial has arrived. Releases without streams have no aborts, and exit at an unknown message."""
+        """Whether a partial answer has arrived. Releases without streaming do not support aborts: an unknown message
+        makes them exit.
+        """
 
     def send(self, frames: Frames) -> bool:
         match decode(frames, plain=PLAIN):
@@ -182,7 +186,7 @@ class _Translator:
         return True
 
     def fail_requests(self) -> None:
-        """Answer every open request with an error, because the coordinator is gone and has kept none."""
+        """Answer every open request with an error, because the coordinator has exited and its requests are lost."""
         text = (
             "the coordinator of Megatron-Core has ended, with the requests that it had: start it, and send them again"
         )
@@ -220,14 +224,14 @@ class _Translator:
     def _submit(self, submit: Submit) -> bool:
         number, self._next_number = self._next_number, self._next_number + 1
         self._requests[number], self._numbers[submit.uid] = _Request(submit.uid), number
-        # The coordinator tokenizes a text prompt, or an engine does.
+        # The coordinator or an engine tokenizes a text prompt.
         prompt = submit.prompt.decode() if submit.meta.text else token_list_from_bytes(submit.prompt)
         return self._send(Header.SUBMIT_REQUEST, number, prompt, unpack(submit.params, PARAMETERS))
 
     def _control(self, control: Control) -> bool:
-        """Send a signal. It is acknowledged at once, because the coordinator does not confirm it.
+        """Send a signal. Acknowledge it immediately, because the coordinator does not confirm it.
 
-        A coordinator of Megatron-Core ignores a signal that its state does not allow: the state then stays as it is.
+        A coordinator of Megatron-Core ignores a signal that its state does not allow. The state then does not change.
         """
         operation_id = control.operation_id or "-"
         if control.kind not in SIGNALS:
@@ -256,9 +260,9 @@ class _Translator:
 
 
 def _final(request: _Request, reply: Any) -> Final:
-    """Return the FINAL for the map in an ENGINE_REPLY: a request, or a record of its parts in order.
+    """Return the FINAL message for an ENGINE_REPLY. Raises MalformedMessageError.
 
-    Raises MalformedMessageError.
+    reply: the map of a request, or the map of a record with the segments of a request in order.
     """
     parts = reply.get("requests", [reply]) if isinstance(reply, dict) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
@@ -273,7 +277,7 @@ def _final(request: _Request, reply: Any) -> Final:
 
 
 def _partial(request: _Request, frame: Any) -> Partial:
-    """Return the PARTIAL for the map in an ENGINE_REPLY_PARTIAL. Raises MalformedMessageError."""
+    """Return the PARTIAL message for the map in an ENGINE_REPLY_PARTIAL. Raises MalformedMessageError."""
     if not isinstance(frame, dict):
         raise MalformedMessageError("ENGINE_REPLY_PARTIAL: want a map with new_tokens")
     tokens = _tokens(frame.get("new_tokens") or [])

@@ -1,4 +1,4 @@
-"""Megatron-Core names: `InferenceConfig`, its enumerations and the configurations in it."""
+"""Megatron-Core names: `InferenceConfig`, its enumerations and its nested configurations."""
 
 from __future__ import annotations
 

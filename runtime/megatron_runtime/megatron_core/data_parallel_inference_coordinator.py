@@ -1,4 +1,7 @@
-"""Megatron-Core name: `DataParallelInferenceCoordinator` runs in the process of its caller, on one port. No torch."""
+"""Megatron-Core name: `DataParallelInferenceCoordinator`, a coordinator with one port in the caller's process.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -46,11 +49,11 @@ logger = logging.getLogger(__name__)
 
 CONTROL_TRANSITIONS = lifecycle.TRANSITIONS
 HANDLERS: Mapping[Header, Callable[..., Any]] = MappingProxyType({})
-"""Empty: no message has a handler that a program could replace."""
+"""Always empty, because a program cannot replace the handler of a message."""
 
 
 def message_handler(*headers: Header) -> Callable[..., Any]:
-    """Raise NotImplementedError: this coordinator has no table of handlers."""
+    """Raise NotImplementedError, because this coordinator has no table of handlers."""
     names = ", ".join(header.name for header in headers)
     raise NotImplementedError(
         f"message_handler({names}): this coordinator has no table of handlers that can be extended"
@@ -58,24 +61,27 @@ def message_handler(*headers: Header) -> Callable[..., Any]:
 
 
 class DataParallelInferenceCoordinator:
-    """Binds, sends its address into `pipe_connection`, and waits for `data_parallel_size` engines. start() serves.
+    """A coordinator with one port for clients and engines, which runs in the process of the caller.
 
-    Without a hostname it listens on the loopback interface only: connections are not authenticated.
+    The constructor binds the port, sends the address into `pipe_connection`, and waits for `data_parallel_size`
+    engines. start() serves. Without a hostname, the coordinator listens on the loopback interface only, because
+    connections are not authenticated.
 
-    data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
-    tokenizer:                 has `tokenize(text)`, needed for clients that send text, and `detokenize(tokens)`, which
-        provides the text of answers to plain clients.
-    inference_coordinator_port: None picks a free port. It is the fourth argument, where 0.17 and later have
-                               max_requests: a number below 1024 raises ValueError.
-    deterministic_mode:        routing depends only on the order of arrival. block_size_tokens, enable_prefix_caching,
-    prefix_caching_coordinator_policy, prefix_caching_routing_alpha: routing by cached prefix.
-    max_requests:              requests that an engine runs at once, for routing by cached prefix and as the limit of
-        plain engines, which report none; None: no limit.
+    data_parallel_size:        number of engines to wait for in the constructor; 0 does not wait.
+    tokenizer:                 an object with `tokenize(text)`, which is needed for clients that send text, and
+        `detokenize(tokens)`, which provides the text of answers for clients with Megatron-Core's protocol.
+    inference_coordinator_port: None picks a free port. The fourth positional argument of Megatron-Core 0.17 and later
+        is max_requests instead. A port below 1024 therefore raises ValueError.
+    deterministic_mode:        routing depends only on the order in which requests arrive.
+    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha: options
+        of routing by cached prefix.
+    max_requests:              maximum number of requests that an engine runs concurrently; None: no limit. Used in
+        routing by cached prefix, and as the limit of engines with Megatron-Core's protocol, which report none.
     hostname:                  address to listen on.
     plain_release:             see CoordinatorSettings.
-    schedule_output_path:      JSON file for the scheduling decisions, written by stop().
+    schedule_output_path:      JSON file to which stop() writes the scheduling decisions.
 
-    All methods belong to the thread that runs start().
+    All methods must be called in the thread that runs start().
     """
 
     CoordinatorState = lifecycle.CoordinatorState
@@ -145,7 +151,7 @@ class DataParallelInferenceCoordinator:
         self._runner.run(self._coordinator.ended.wait())
 
     def stop(self) -> None:
-        """Close everything. Idempotent."""
+        """Stop, and release all resources. Idempotent."""
         if self._coordinator.transport.addresses:
             self._runner.run(self._coordinator.close())
             self._coordinator.transport.addresses = {}
@@ -159,7 +165,9 @@ class DataParallelInferenceCoordinator:
 
     @property
     def router_socket(self) -> Router:
-        """The ROUTER of all communication. It belongs to the coordinator's loop; only read it."""
+        """The ROUTER socket for all communication. The coordinator's loop owns the socket, so other code must only read
+        it.
+        """
         return self._coordinator.transport.router(SHARED_PORT)
 
     @property
@@ -169,12 +177,12 @@ class DataParallelInferenceCoordinator:
 
     @property
     def request_id_to_client_id(self) -> dict[int, bytes]:
-        """The identity of the client of each dispatched request, by dispatch id."""
+        """The identity of the client that submitted each dispatched request, by dispatch id."""
         return {number: entry.client.peer[1] for number, entry in self._core.engines.dispatched()}
 
     @property
     def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
-        """The id that its client gave to each dispatched request, by dispatch id."""
+        """The id that the client assigned to each dispatched request, by dispatch id."""
         uids = {}
         for number, entry in self._core.engines.dispatched():
             given = self._coordinator.plain.number_of(entry.uid)
@@ -183,7 +191,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def next_request_id(self) -> int:
-        """The id of the next request that is sent to an engine."""
+        """The id of the next request to send to an engine."""
         return self._core.dispatcher.next_dispatch_id
 
     # --- routing ------------------------------------------------------------------------------------------------
@@ -200,12 +208,12 @@ class DataParallelInferenceCoordinator:
         return frame_hashes(tokens_to_bytes(list(tokens)), self._block_size_tokens)
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
-        """Return the identity of the engine that gets a prompt with these block hashes."""
+        """Return the identity of the engine to which a prompt with these block hashes is routed."""
         hashes = {self._block_size_tokens: request_hashes} if self._block_size_tokens and request_hashes else {}
         return self._core.router.select(self._candidates(), hashes).peer[1]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
-        """Record that these blocks were sent to an engine."""
+        """Record that the blocks with these hashes were sent to an engine."""
         self._core.router.learn(self._engine(rank_identity), request_hashes)
 
     def _candidates(self) -> list[Engine]:
@@ -228,8 +236,9 @@ class DataParallelInferenceCoordinator:
         self._coordinator.remove_engine(self._engine(identity), "removed")
 
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
-        """Send one frame to an engine. Return False if it is not accepted. An engine without a connection is
-        removed.
+        """Send one frame to an engine. Return False if the socket does not accept it.
+
+        An engine without a connection is removed.
         """
         engine = self._engine(identity)
         is_sent = self._coordinator.transport.send(engine.peer, [payload])
@@ -239,7 +248,7 @@ class DataParallelInferenceCoordinator:
         return is_sent
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:
-        """Set `generated_text` in the map to the text of `generated_tokens`."""
+        """Set `generated_text` in the map to the text of the tokens in `generated_tokens`."""
         finished_request["generated_text"] = self.tokenizer.detokenize(finished_request["generated_tokens"])
 
     @classmethod
@@ -257,10 +266,13 @@ class DataParallelInferenceCoordinator:
         schedule_output_path: str | None = None,
         **options: Any,
     ) -> None:
-        """Run a coordinator in this process. It sends its address into the pipe before engines connect, and sets
-        `ready_event` after `data_parallel_size` of them have registered. A keyboard interrupt stops it.
+        """Run a coordinator in this process until it stops. A keyboard interrupt stops it.
 
-        options: the keywords of the constructor: prefix_caching_routing_alpha, max_requests, hostname, plain_release.
+        The coordinator sends its address into the pipe before engines connect, and sets `ready_event` after
+        `data_parallel_size` engines have registered.
+
+        options: further keywords of the constructor: prefix_caching_routing_alpha, max_requests, hostname,
+                 plain_release.
         """
         coordinator = cls(
             pipe_connection,

@@ -1,4 +1,4 @@
-"""Megatron-Core name: `InferenceClient`, with the errors that it raises."""
+"""Megatron-Core name: `InferenceClient`, and the errors that it raises."""
 
 from __future__ import annotations
 
@@ -55,22 +55,23 @@ __all__ = [
 
 
 class InferenceClient:
-    """A client of a coordinator of this project or of Megatron-Core, with one DEALER socket of libzmq.
+    """A client for a coordinator of this project or of Megatron-Core, with one libzmq DEALER socket.
 
     The constructor connects, and start() registers. The connection belongs to the event loop of start(). Requests and
-    signals may also come from any other running loop; their futures and streams then belong to that loop. Requests may
-    be added before start() and while there is no coordinator: they are submitted after the next registration, with the
-    tokens that they already have.
+    signals may also come from other running loops. The futures and streams of such a call belong to the loop of the
+    caller. Requests may be added before start() and while the coordinator is down. The next registration submits them,
+    with the tokens that they have already received.
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
-    inference_coordinator_address: the same, under the name that Megatron-Core's releases use.
-    deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
-                 With inference_coordinator_address, None is False, as in 0.17 and later.
-    records:     whether the engine also returns the text and the times of an answer; None: yes, unless `deserialize` is
+    inference_coordinator_address: the same value, under the name that Megatron-Core's releases use.
+    deserialize: the result type of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a
+                 map. With inference_coordinator_address, None means False, as in Megatron-Core 0.17 and later.
+    records:     whether the engine also returns the text and the times of an answer. None: yes, unless `deserialize` is
                  False.
     keys:        keys for a coordinator that uses CURVE.
-    name:        identity of the client; None: a random one.
-    model:       hash of the model that requests are made for; engines with another model do not answer. Empty: any.
+    name:        identity of the client; None: a random name.
+    model:       hash of the model that must answer the requests. Engines with another model do not answer. Empty: any
+                 model.
     """
 
     def __init__(
@@ -100,8 +101,8 @@ class InferenceClient:
         early = self._dealer(address, keys)
         self.socket: zmq.Socket[bytes] | None = early
         self._early: tuple[zmq.Socket[bytes], PeerKeys | None] | None = early, keys
-        """The socket of the constructor, with its keys, until the native client uses it."""
-        # A context that is garbage-collected before its open socket waits forever.
+        """The socket that the constructor has opened, with its keys, until the native client uses it."""
+        # A context waits forever if it is garbage-collected while a socket of it is open.
         self._close_early = weakref.finalize(self, early.close, 0)
         self._deserialize = deserialize
         self.native = CoordinatorClient(
@@ -114,7 +115,7 @@ class InferenceClient:
             open_socket=self._open_socket,
             on_stopped=self._on_stopped,
         )
-        """The client of this project's protocol that this one is built on."""
+        """The client of this project's protocol, which does the work."""
 
     @property
     def next_request_id(self) -> int:
@@ -135,12 +136,12 @@ class InferenceClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message within the last seconds."""
+        """Whether the client is registered and has received a message from the coordinator within a few seconds."""
         return self.native.connected
 
     @property
     def adapters(self) -> AdapterList:
-        """The adapters that requests may name, as known to this client."""
+        """The adapters that requests can name, as last reported by the coordinator."""
         return self.native.adapters
 
     # --- the connection -----------------------------------------------------------------------------------------
@@ -193,18 +194,19 @@ class InferenceClient:
     def start(
         self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0
     ) -> Coroutine[Any, Any, None]:
-        """Register. The result may be awaited, to wait for the registration, or ignored. Idempotent.
+        """Register at the coordinator. The caller can await the result to wait for the registration, or ignore it.
+        Idempotent.
 
-        The call begins at once on the running event loop, or on the given loop if none runs here. Otherwise it begins
-        when the result is awaited. With a timeout of 0 the client registers in the background. A coordinator of
-        Megatron-Core is used with its own protocol: it confirms no signal, and sends no heartbeat. When it exits, open
-        requests raise UnavailableError.
+        The registration begins immediately on the running event loop, or on `loop` if the caller runs on no event loop.
+        Without any loop, it begins when the result is awaited. With a timeout of 0 the client registers in the
+        background. A coordinator of Megatron-Core is used with its own protocol. It confirms no signals and sends no
+        heartbeats. When it exits, open requests raise UnavailableError.
 
-        loop: the loop of the connection; None: the loop of the caller.
+        loop: the event loop of the connection; None: the caller's loop.
 
         Raises:
-            CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
-            HandshakeRejectedError: at once, if the coordinator rejected HELLO or the peer is not a coordinator.
+            CoordinatorUnreachableError: no answer within the timeout. The client is closed and cannot be started again.
+            HandshakeRejectedError: immediately, if the coordinator rejects HELLO or the peer is not a coordinator.
         """
 
         def begin(home: asyncio.AbstractEventLoop) -> asyncio.Task[None]:
@@ -217,7 +219,7 @@ class InferenceClient:
     async def _start(self, loop: asyncio.AbstractEventLoop | None, connect_timeout_seconds: float) -> None:
         async def connect_and_listen() -> None:
             await self._connect_with_inference_coordinator(connect_timeout_seconds)
-            if self.socket is not None:  # it was not stopped
+            if self.socket is not None:  # stop() was not called
                 self.listener_task = asyncio.create_task(self._recv_task(), name="inference client listens")
                 self.listener_task.add_done_callback(lambda _: self.native.stop())
 
@@ -227,22 +229,22 @@ class InferenceClient:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(connect_and_listen(), loop))
 
     async def _connect_with_inference_coordinator(self, connect_timeout_seconds: float = 30.0) -> None:
-        """Open the connection, send CONNECT, then HELLO, and wait for the answers. The first step of start()."""
+        """Open the connection, send CONNECT, then HELLO, and wait for the answers. start() calls this method first."""
         await self.native.start(connect_timeout_seconds=connect_timeout_seconds)
 
     async def _recv_task(self) -> None:
         """Run until the client stops. Cancelling this task or closing its event loop stops the client.
 
-        Messages are handled by callbacks, not here.
+        Callbacks handle the messages, not this task.
         """
         await asyncio.get_running_loop().create_future()
 
     def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
-        """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent.
+        """Disconnect, cancel pending futures and end streams. The coordinator aborts the requests. Idempotent.
 
-        error:   called for each open request; its future or stream raises the returned error instead of being
-                 cancelled.
-        is_lost: the coordinator has exited, so DISCONNECT does not wait for it.
+        error:   called for each open request. The future or stream of the request then raises the returned error. None:
+                 futures are cancelled and streams end.
+        is_lost: whether the coordinator has exited. The client then does not wait to send DISCONNECT.
         """
         self.native.stop(error, is_lost=is_lost)
 
@@ -265,12 +267,13 @@ class InferenceClient:
         multi_modal_data: None = None,
         **options: Unpack[RequestOptions],
     ) -> asyncio.Future[Any]:
-        """Submit a request now. The future returns the answer or raises RequestRejectedError; cancelling it aborts the
-        request.
+        """Submit a request immediately.
+
+        The future returns the answer or raises RequestRejectedError. Cancelling the future aborts the request.
 
         prompt:  token ids, shape [n], or text, which the engine tokenizes.
-        sampling_params: SamplingParams, or another object whose serialize() returns fields of them.
-        multi_modal_data: None; another value raises ValueError.
+        sampling_params: SamplingParams, or another object whose serialize() returns fields of SamplingParams.
+        multi_modal_data: must be None. Any other value raises ValueError.
         options: see RequestOptions.
         """
         _require_text(multi_modal_data)
@@ -283,44 +286,48 @@ class InferenceClient:
         multi_modal_data: None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
-        """Submit a request now. The stream yields `{"partial": {"request_id", "new_tokens", …}}` …, `{"final": reply}`.
+        """Submit a request immediately. Return a stream of its answer.
 
-        Sets `streaming` on the caller's parameters. Closing the stream aborts the request. The arguments are those of
-        add_request(). See CoordinatorClient.add_request_streaming().
+        The stream yields any number of `{"partial": {"request_id", "new_tokens", …}}`, then `{"final": reply}`. The
+        method sets `streaming` in the caller's parameters. Closing the stream aborts the request. The arguments are the
+        same as for add_request(). See CoordinatorClient.add_request_streaming().
         """
         _require_text(multi_modal_data)
         return self.native.add_request_streaming(prompt, sampling_params, **options)
 
     def abort_request(self, request_id: int) -> None:
-        """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
+        """Abort a request in this client and at the coordinator. An unknown id or the id of a finished request is
+        ignored.
+        """
         self.native.abort_request(request_id)
 
     def add_request_with_kv_handoff(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
     ) -> asyncio.Future[Any]:
-        """Submit a request whose prompt an earlier request with `do_kv_handoff` has computed. Its KV is used once, by
-        this client and within 50 s. If it cannot be used, the prompt is computed.
+        """Submit a request whose prompt KV comes from an earlier request with `do_kv_handoff`.
 
-        prompt:  the prompt of the earlier request, and possibly more tokens.
-        kv_meta: from `disaggregated_params` of the earlier answer. Anything else is ignored.
-        src_block_ids: ignored: `kv_meta` names the blocks.
+        Only this client can use the KV, once and within 50 s. If the KV cannot be used, the engine computes the prompt.
+
+        prompt:  the prompt of the earlier request, optionally followed by more tokens.
+        kv_meta: from `disaggregated_params` of the earlier answer. Any other value is ignored.
+        src_block_ids: ignored, because `kv_meta` names the blocks.
         """
         return self.native.add_request(prompt, sampling_params, kv_meta=kv_meta)
 
     def add_request_with_kv_handoff_streaming(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
     ) -> AsyncStream:
-        """Submit a request as add_request_with_kv_handoff() does, and stream its answer as add_request_streaming()."""
+        """Submit a request like add_request_with_kv_handoff(), and stream its answer like add_request_streaming()."""
         return self.native.add_request_streaming(prompt, sampling_params, kv_meta=kv_meta)
 
     def release_handoff(self, request_id: int) -> None:
-        """Release the KV that an engine keeps for the answer to a request. An id without a handoff is ignored."""
+        """Release the KV that an engine keeps after the answer to a request. An id without a KV handoff is ignored."""
         self.native.release_handoff(request_id)
 
     # --- control signals ----------------------------------------------------------------------------------------
 
     def shutdown_coordinator(self) -> None:
-        """Shut down the coordinator. Only a coordinator with one port accepts this."""
+        """Shut down the coordinator. Only a coordinator with a single port accepts this message."""
         self.native.send([pack([int(Header.SHUTDOWN)])])
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
@@ -329,9 +336,9 @@ class InferenceClient:
     def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Pause generation. The future returns the coordinator's acknowledgement when every engine has paused.
 
-        All signals take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
-        signal; the caller may ignore the future, which raises ControlRejectedError or CoordinatorUnreachableError.
-        A coordinator with three ports accepts signals on its admin port only, which the operator uses.
+        All signals accept `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call sends the signal
+        immediately. The future raises ControlRejectedError or CoordinatorUnreachableError, and the caller may ignore
+        it. A coordinator with three ports accepts signals only on its admin port, which the operator uses.
         """
         return self._send_signal_to_engines(Header.PAUSE, **options)
 
@@ -340,23 +347,24 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.UNPAUSE, **options)
 
     def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Release memory. Allowed when paused."""
+        """Release the memory of weights and KV cache. Allowed if paused."""
         return self._send_signal_to_engines(Header.SUSPEND, **options)
 
     def resume_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Reallocate memory. Afterwards the engines are paused."""
+        """Reallocate the memory. The engines are then paused."""
         return self._send_signal_to_engines(Header.RESUME, **options)
 
     def stop_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Stop the engines; open requests fail. Allowed when paused or suspended."""
+        """Stop the engines. Open requests fail. Allowed if paused or suspended."""
         return self._send_signal_to_engines(Header.STOP, **options)
 
     def set_generation_epoch(
         self, epoch: int | None = None, *, generation_epoch: int | None = None, **options: Any
     ) -> asyncio.Future[ControlAck]:
-        """Label all tokens sampled from now on with `epoch`; 0.17 and later name it `generation_epoch`.
+        """Label all tokens that are sampled from now on with `epoch`.
 
-        Raises TypeError unless one of the two is given.
+        Megatron-Core 0.17 and later call the argument `generation_epoch`. Raises TypeError unless exactly one of the
+        two is set.
         """
         if (epoch is None) is (generation_epoch is None):
             raise TypeError(f"epoch={epoch!r}, generation_epoch={generation_epoch!r}: want one of them")
@@ -364,32 +372,37 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.SET_GENERATION_EPOCH, **options, epoch=epoch)
 
     def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
-        """Switch to the weights at `source`, a model reference that every engine can read, and label them `epoch`.
+        """Load the weights of `source`, a model reference that every engine can read, and label them with `epoch`.
 
-        Acknowledged when every engine has verified and loaded them. The KV of requests in flight is computed again.
+        The coordinator acknowledges when every engine has verified and loaded the weights. The KV of requests in flight
+        is computed again.
         """
         return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
 
     def set_adapters(self, adapters: Iterable[Adapter], **options: Any) -> asyncio.Future[ControlAck]:
-        """Replace the list of the engines' LoRA adapters by `adapters`. Requests name an adapter as `adapter`.
+        """Replace the LoRA adapters of the engines by `adapters`. The option `adapter` of a request names one of them.
 
-        Acknowledged when every engine has loaded the new ones. Requests in flight finish with the adapter that they
-        have; an adapter that is not in the list is unloaded after them. If an engine cannot load an adapter, nothing
-        changes.
+        The coordinator acknowledges when every engine has loaded the new adapters. Requests in flight finish with their
+        old adapter. An adapter that is not in the new list is unloaded after these requests. If an engine cannot load
+        an adapter, nothing changes.
         """
         adapter_list = AdapterList(tuple(adapters))
         return self._send_signal_to_engines(Header.SET_ADAPTERS, **options, adapters=adapter_list)
 
     def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
-        """Stop dispatching to `engine` (None: to all). Acknowledged when it has no request in flight."""
+        """Stop dispatching to `engine`, or to all engines if None.
+
+        The coordinator acknowledges when the engine has no request in flight.
+        """
         return self._send_signal_to_engines(Header.DRAIN, **options, engine=engine)
 
     def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Call cudaProfilerStart on every rank, in any state.
+        """Call cudaProfilerStart on every rank. Allowed in any state.
 
         Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
-        --capture-range-end=repeat` (by default the end of a range also ends the engine). Without a profiler nothing is
-        recorded. Fails with ENGINE_FAILED if an engine has no GPU; the message names the engine, which keeps serving.
+        --capture-range-end=repeat`. By default, the end of a range also terminates the engine. Without a profiler
+        nothing is recorded. If an engine has no GPU, the call fails with ENGINE_FAILED. The message names the engine,
+        which continues to serve.
         """
         return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
 
@@ -398,19 +411,19 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.STOP_CUDA_PROFILER, **options)
 
     def _send_signal_to_engines(self, signal: Header, **options: Any) -> asyncio.Future[ControlAck]:
-        """Send a control message now. Raises ValueError for an unknown `signal`."""
+        """Send a control message immediately. Raises ValueError if `signal` is unknown."""
         if signal not in CONTROLS:
             raise ValueError(f"signal {signal!r}: want one of {', '.join(sorted(header.name for header in CONTROLS))}")
         return self.native.control(Control(kind=Header(signal), **options))
 
 
 class _Starting(Coroutine[Any, Any, None]):
-    """The result of start(): a coroutine that starts at once, in a task, if there is an event loop for it.
+    """The result of start(): a coroutine that starts immediately in a task if there is an event loop for the task.
 
-    It may be awaited on another loop.
+    The coroutine can be awaited on another loop.
 
-    begin: returns the task, and creates it on the given loop if it does not exist yet.
-    loop:  loop for the task if no loop runs here; None: the task begins when the result is awaited.
+    begin: creates the task on the given loop unless it exists, and returns it.
+    loop:  loop for the task if the caller runs on no loop. None: the task starts when the coroutine is awaited.
     """
 
     def __init__(

@@ -44,31 +44,31 @@ __all__ = [
 
 
 def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
-    """Return the values of a tensor as (nested) lists."""
+    """Return the values of a tensor as nested lists."""
     values: list[Any] = tensor.detach().cpu().tolist()
     return values
 
 
 def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
-    """Return the tensor of (nested) lists."""
+    """Return the tensor with the values in nested lists."""
     tensor: torch.Tensor = unpack_value(("tensor", tensor_as_list))
     return tensor
 
 
 def serialize_ndarray(arr: npt.NDArray[Any]) -> dict[str, Any]:
-    """Return the values of an array as (nested) lists, and the name of its dtype."""
+    """Return a map with the values of an array as nested lists and the name of its dtype."""
     values: dict[str, Any] = pack_value(arr)[1]
     return values
 
 
 def deserialize_ndarray(obj: dict[str, Any]) -> np.ndarray:
-    """Return the array of serialize_ndarray()."""
+    """Return the array that serialize_ndarray() has serialized."""
     values: np.ndarray = unpack_value(("ndarray", obj))
     return values
 
 
 def unwrap_serialized_tensors(serialized_request: dict[str, Any]) -> dict[str, Any]:
-    """Return a serialized request in which each tensor is replaced by its list."""
+    """Return a serialized request with each serialized tensor replaced by its list of values."""
     return {
         name: value[1] if isinstance(value, list | tuple) and len(value) >= 2 and value[0] == "tensor" else value
         for name, value in serialized_request.items()
@@ -82,7 +82,7 @@ def compute_block_hashes_batched(
 
     The hash of a block covers this block and all earlier blocks.
 
-    form: by default the polynomial, with hashes from 1 to HASH_PRIME. Engines and coordinators use SHA-256, for which
-          colliding prompts cannot be constructed.
+    form: hash function. The default is the polynomial hash, whose values are from 1 to HASH_PRIME. Engines and
+          coordinators use SHA-256, for which colliding prompts cannot be constructed.
     """
     return block_hashes(as_list(prompt_tokens), block_size, form=form, salt=salt)

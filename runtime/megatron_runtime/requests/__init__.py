@@ -1,1 +1,4 @@
-"""The data types of requests: sampling parameters, engine configuration, requests, records, block hashes. No torch."""
+"""Data types of requests: sampling parameters, engine configuration, requests, records and block hashes.
+
+The modules do not import torch.
+"""

@@ -12,17 +12,17 @@ from queue import Empty, SimpleQueue
 from typing import Any, Self, TypeVar
 
 MAX_UNREAD_ITEMS = 64
-"""Maximum number of unread items. Further items are merged into the last one, which saves memory."""
+"""Maximum number of unread items. To save memory, further items are merged into the last unread item."""
 
 
 class AsyncStream:
-    """Yields the items in the order of put(), then ends, or raises the exception passed to finish().
+    """Yields items in the order of put(). Then the iteration ends, or raises the exception that was passed to finish().
 
-    cancel: called at most once, if the reader closes the stream before its end. It gets the request id if it takes an
-            argument.
-    loop:   the reader's loop. If given, put() and finish() may be called from other threads.
-    merge:  called with the last unread item and a new item if MAX_UNREAD_ITEMS wait. Adds the new item to the last one
-            and returns True, or returns False if they cannot be merged.
+    cancel: called at most once, if the reader closes the stream before its end. Called with the request id if it takes
+            an argument.
+    loop:   the reader's event loop. If set, put() and finish() may be called from other threads.
+    merge:  called with the last unread item and a new item if MAX_UNREAD_ITEMS items are unread. Adds the new item to
+            the last item and returns True, or returns False if the items cannot be merged.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class AsyncStream:
         return self._finished
 
     def put(self, item: Any) -> None:
-        """Add an item; after finish() it is ignored."""
+        """Add an item. Ignored after finish()."""
         if self._is_foreign():
             self._call_reader(self.put, item)
         elif not self._finished:
@@ -57,7 +57,7 @@ class AsyncStream:
             self._wake()
 
     def finish(self, error: Any = None) -> None:
-        """End the stream; an exception (or exception class) is raised after the last item. Idempotent."""
+        """End the stream. An exception or exception class in `error` is raised after the last item. Idempotent."""
         if self._is_foreign():
             self._call_reader(self.finish, error)
         elif not self._finished:
@@ -91,11 +91,11 @@ class AsyncStream:
             raise asyncio.CancelledError from None
 
     async def aclose(self) -> None:
-        """Abort the request if it is open, drop unread items, and wake the reader. Idempotent."""
+        """Abort the request if it is open, drop unread items, and wake up the reader. Idempotent."""
         self.close()
 
     def close(self) -> None:
-        """Do the same as aclose(), on the reader's event loop, or from any thread if there is no reader."""
+        """Do the same as aclose(). Call it on the reader's event loop, or from any thread if there is no reader."""
         self._items.clear()
         self._error = None
         if not self._finished:
@@ -112,11 +112,11 @@ class AsyncStream:
         try:
             self._loop.call_soon_threadsafe(method, argument)
         except RuntimeError:
-            if not self._loop.is_closed():  # a closed loop has no reader
+            if not self._loop.is_closed():  # no reader runs on a closed loop
                 raise
 
     def _is_foreign(self) -> bool:
-        """Whether the caller does not run on the reader's loop."""
+        """Return whether the caller runs outside the reader's event loop."""
         if self._loop is None:
             return False
         try:
@@ -126,9 +126,9 @@ class AsyncStream:
 
 
 class BlockingStream:
-    """Like AsyncStream, for a reader that blocks its thread. Every method may be called from any thread.
+    """A stream like AsyncStream, for a reader that blocks its thread. All methods may be called from any thread.
 
-    No method takes a lock, so close() is safe in a finalizer.
+    No method acquires a lock, so close() is safe in a finalizer.
 
     cancel: called at most once, if the reader closes the stream before its end.
     """
@@ -144,12 +144,12 @@ class BlockingStream:
         return self._finished
 
     def put(self, item: Any) -> None:
-        """Add an item; after finish() it is ignored."""
+        """Add an item. Ignored after finish()."""
         if not self._finished:
             self._items.put(item)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the stream; an exception is raised after the last item. Idempotent."""
+        """End the stream. If `error` is set, it is raised after the last item. Idempotent."""
         if not self._finished:
             self._finished = True
             self._items.put(_End(error))
@@ -161,13 +161,13 @@ class BlockingStream:
         item = self._items.get()
         if not isinstance(item, _End):
             return item
-        self._items.put(_End(None))  # every further call must see the end too
+        self._items.put(_End(None))  # every later call must also see the end
         if item.error is not None:
             raise item.error
         raise StopIteration
 
     def close(self) -> None:
-        """Abort the request if it is open, drop unread items, and wake the reader. Idempotent."""
+        """Abort the request if it is open, drop unread items, and wake up the reader. Idempotent."""
         was_finished, self._finished = self._finished, True
         with contextlib.suppress(Empty):
             while True:
@@ -181,7 +181,7 @@ AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 
 
 class _End:
-    """The last item of a BlockingStream, and the error to raise."""
+    """The last item of a BlockingStream, with the error to raise."""
 
     __slots__ = ("error",)
 
@@ -194,6 +194,6 @@ def _takes_an_argument(function: Callable[..., object]) -> bool:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
-    except ValueError:  # a C function without a signature
+    except ValueError:  # a C function has no signature
         return True
     return True

@@ -1,4 +1,7 @@
-"""Optional features of engines, and which features the sampling parameters of a request need. No torch."""
+"""Optional features of engines, and the features that the sampling parameters of a request need.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class Capability(StrEnum):
-    """Optional features of a backend. The value names the feature in errors; the member's name is used in messages."""
+    """An optional feature of a backend. Errors contain the value, and messages the member's name."""
 
     SUSPEND = "suspend and resume"
     UPDATE_WEIGHTS = "weight updates"
@@ -36,7 +39,7 @@ class Capability(StrEnum):
     MIN_P = "min_p"
     KV_TRANSFER = "exchange of KV blocks"
     MEDIA = "images, audio and video"
-    """An engine announces this capability as the parameter MEDIA_NEED."""
+    """An engine that has this capability announces the name MEDIA_NEED among its parameters."""
     EMBED = "embeddings"
     CLASSIFY = "labels of texts"
     TOKEN_EMBED = "embeddings of tokens"
@@ -49,11 +52,13 @@ POOLING: Mapping[str, Capability] = {
     "token_embed": Capability.TOKEN_EMBED,
     "token_classify": Capability.TOKEN_CLASSIFY,
 }
-"""The capability for each task of a pooling model. A backend that generates tokens has none of them."""
+"""The capability for each task of a pooling model. A backend that generates tokens has none of these capabilities."""
 
 
 class Need(NamedTuple):
-    """A sampling parameter, and the capability that it needs. is_used: returns whether a value needs it."""
+    """A sampling parameter, and the capability that it needs. is_used: returns whether a parameter value needs the
+    capability.
+    """
 
     parameter: str
     capability: Capability
@@ -85,7 +90,7 @@ NEEDS = (
     Need("min_p", Capability.MIN_P, lambda params: params.min_p > 0 and not params.is_greedy),
     *(Need("pooling", capability, partial(_pools, task=task)) for task, capability in POOLING.items()),
 )
-"""Every sampling parameter that at least one backend does not support."""
+"""The sampling parameters that at least one backend does not support, with the capabilities that they need."""
 
 
 KNOWN_PARAMETERS = tuple(field.name for field in fields(SamplingParams))
@@ -102,36 +107,36 @@ FIRST_PARAMETERS = frozenset(
 )
 """The parameters of release 0.1, which every engine knows.
 
-Never change this set: parameters that are added later are needs.
+Never change this set. A parameter that is added later is a need of the requests that use it.
 """
 BEST_EFFORT_PARAMETERS = frozenset({"call_structure", "reasoning"})
-"""Parameters that an engine may ignore. No request needs them."""
+"""Parameters that an engine can ignore. They are never needs of a request."""
 LATER_PARAMETERS: dict[str, Any] = {
     field.name: field.default
     for field in fields(SamplingParams)
     if field.name not in FIRST_PARAMETERS | BEST_EFFORT_PARAMETERS
 }
-"""All other parameters with their defaults. An engine that does not announce such a parameter would ignore it."""
+"""All other parameters, with their defaults. An engine that does not announce such a parameter would ignore it."""
 
 
 GENERATE = "generate"
-"""The task of engines that announce no tasks: they generate tokens."""
+"""The task of an engine that announces no task. Such an engine generates tokens."""
 GENERATION = "GENERATION"
-"""Name of the feature that engines with a pooling model lack.
+"""The feature that engines with a pooling model lack.
 
-Requests do not name it, because all without `pooling` need it.
+Requests do not name it, because every request without `pooling` needs it.
 """
 
 
 def asks_for_pooling(needs: str) -> bool:
-    """Return whether a request with these needs is for a pooling model, by the sampling parameters among them."""
+    """Return whether these needs include a parameter of pooling, so that the request is for a pooling model."""
     return "pooling" in needs.split()
 
 
 def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
-    """Return the needs of a request in the form of RequestMeta.needs; "" for most requests.
+    """Return the needs of a request in the format of RequestMeta.needs. Most requests have none, and the result is "".
 
-    Needs are names of capabilities, and of LATER_PARAMETERS whose values are not the defaults.
+    A need is the name of a capability, or of a parameter in LATER_PARAMETERS whose value is not the default.
     """
     names = [need.capability.name for need in NEEDS if need.is_used(params)]
     names += [name for name, default in LATER_PARAMETERS.items() if getattr(params, name) != default]
@@ -140,15 +145,15 @@ def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
 
 
 def is_parameter(need: str) -> bool:
-    """Return whether a need is the name of a sampling parameter. The names of capabilities are in upper case."""
+    """Return whether a need is the name of a sampling parameter. The name of a capability is in upper case."""
     return not need.isupper()
 
 
 def described(name: str, params: SamplingParams | None = None) -> tuple[str, str]:
     """Return the sampling parameter that needs the named capability, and a description of the feature.
 
-    If several parameters need it, the result is the first one that `params` uses. The parameter is empty for a
-    capability of a later release.
+    If several parameters need the capability, return the first that `params` uses. The parameter is empty if the
+    capability belongs to a later release.
 
     params: sampling parameters of the request; None: unknown.
     """

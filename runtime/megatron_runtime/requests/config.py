@@ -1,4 +1,4 @@
-"""`InferenceConfig`: the configuration of an engine, and its enumerations. No torch."""
+"""`InferenceConfig`, the configuration of an engine, and its enumerations. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ DEFAULT_MAX_TOKENS = 16_384
 
 
 class _Option(StrEnum):
-    """An enumeration that also accepts the name of a member in any case, and Megatron-Core's member of that name."""
+    """An enumeration whose constructor also accepts a member's name in any case, and the member of Megatron-Core's
+    enumeration with the same name.
+    """
 
     @classmethod
     def _missing_(cls, value: object) -> Self | None:
@@ -39,24 +41,25 @@ class PrefixCachingEvictionPolicy(_Option):
     """What happens to a cached block when its last request ends."""
 
     REF_ZERO = "ref_zero"
-    """The block is freed at once."""
+    """The block is freed immediately."""
     LRU = "lru"
-    """The block stays cached until its memory is needed; the least recently used leaf is evicted first."""
+    """The block stays cached until its memory is needed. The least recently used leaf is evicted first."""
 
 
 class RoutingPolicy(_Option):
     """How the coordinator chooses the engine of a request."""
 
     LOAD_BALANCED = "LoadBalanced"
-    """The engine with the fewest requests in flight; among equals the lowest index."""
+    """The engine with the fewest requests in flight. A tie goes to the lowest index."""
     ROUND_ROBIN = "RoundRobin"
     FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
-    """An engine that has received a prompt with the same first block, weighed against its load."""
+    """An engine that has received a prompt with the same first block. The match is weighed against free capacity."""
     LONGEST_PREFIX = "LongestPrefix"
-    """The engine that has received the longest common prefix, weighed against its load."""
+    """The engine that has received the longest common prefix. The match is weighed against free capacity."""
     LEAST_COST = "LeastCost"
-    """The engine that has the least work: prompt tokens to compute, and tokens held in its KV cache. (Not in
-    Megatron-Core.)"""
+    """The engine with the least work, measured by prompt tokens to compute and tokens in the KV cache. (Not in
+    Megatron-Core.)
+    """
 
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy
@@ -72,7 +75,7 @@ class AsyncScheduleMode(_Option):
 
 
 class CudaGraphSizingDistribution(_Option):
-    """How Megatron-Core chooses the sizes of CUDA graphs. It has no effect in this runtime."""
+    """How Megatron-Core chooses the sizes of CUDA graphs. This setting has no effect in this runtime."""
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"
@@ -83,7 +86,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class InvalidConfigError(ValueError):
-    """A field of InferenceConfig is out of range, or not supported by this engine. `field` is its name."""
+    """A field of InferenceConfig is out of range or not supported by this engine. `field` is the name of the field."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         super().__init__(f"InferenceConfig.{field}={value!r}: {remedy}")
@@ -92,67 +95,69 @@ class InvalidConfigError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class InferenceConfig:
-    """Limits and options of one engine, with Megatron-Core's names and defaults. An unknown name is a TypeError.
+    """Limits and options of one engine, with Megatron-Core's names and defaults. An unknown name raises TypeError.
 
-    Fields can be assigned until an engine is constructed, which uses a copy.
+    Fields can be assigned until an engine is constructed. The engine uses a copy.
 
     Memory and limits:
-    block_size_tokens:     granularity of block hashes and of the prefix cache, in tokens.
-    buffer_size_gb:        KV cache, in GiB.
-    paused_buffer_size_gb: part of it that paused requests may keep, in GiB; None: the engine chooses.
-    max_requests:          concurrent requests; None means DEFAULT_MAX_REQUESTS.
-    max_tokens:            tokens of one step, prefill and decode together; None means DEFAULT_MAX_TOKENS.
-    max_sequence_length:   prompt + generated tokens of one request; None means the limit of the model.
-    max_waiting:           requests that may wait for a slot; further ones are rejected. (Not in Megatron-Core.)
-    unified_memory_level:  1 puts the KV cache into managed memory that may overflow to the host; 0 does not.
+    block_size_tokens:     number of tokens in a block of the prefix cache and of block hashes.
+    buffer_size_gb:        size of the KV cache, in GiB.
+    paused_buffer_size_gb: part of the KV cache that paused requests can keep, in GiB; None: the engine chooses.
+    max_requests:          maximum number of concurrent requests; None means DEFAULT_MAX_REQUESTS.
+    max_tokens:            maximum tokens per step, prefill and decode together; None means DEFAULT_MAX_TOKENS.
+    max_sequence_length:   maximum prompt plus generated tokens of a request; None means the limit of the model.
+    max_waiting:           maximum number of requests that wait for a slot. Further requests are rejected. (Not in
+                           Megatron-Core.)
+    unified_memory_level:  1 puts the KV cache into managed memory that can overflow to the host; 0 does not.
 
     Suspend:
     kv_cache_management_mode:  see KVCacheManagementMode.
     static_kv_memory_pointers: RESUME allocates the KV cache at the same addresses, so that CUDA graphs stay valid.
 
     CUDA graphs:
-    num_cuda_graphs:       graphs captured for decode steps; None: the engine chooses; 0 captures none.
-    cuda_graph_mixed_prefill_count: prefill requests of the largest captured mixed step.
-    cuda_graph_max_tokens: tokens of the largest captured step.
-    use_cuda_graphs_for_non_decode_steps: capture mixed steps as well; no effect here, which is logged once.
+    num_cuda_graphs:       number of graphs captured for decode steps; None: the engine chooses; 0: none.
+    cuda_graph_mixed_prefill_count: number of prefill requests in the largest captured mixed step.
+    cuda_graph_max_tokens: number of tokens in the largest captured step.
+    use_cuda_graphs_for_non_decode_steps: capture mixed steps too. Has no effect in this runtime, and is logged once.
 
     Scheduling:
-    enable_chunked_prefill: split prompts over several steps; otherwise a prompt must fit max_tokens.
-    max_prefill_tokens:    prompt tokens of a step that also decodes, with chunked prefill; None: as many as fit
-                           max_tokens. (Not in Megatron-Core.)
-    materialize_only_last_token_logits: compute logits of prompt tokens only for requests that want their
-                           log-probabilities.
-    num_speculative_tokens: tokens proposed before each decode step.
+    enable_chunked_prefill: split prompts over several steps. Without it, a prompt must fit into max_tokens.
+    max_prefill_tokens:    maximum prompt tokens in a step that also decodes, with chunked prefill; None: limited by
+                           max_tokens only. (Not in Megatron-Core.)
+    materialize_only_last_token_logits: compute the logits of prompt tokens only for requests that want their
+                                        log-probabilities.
+    num_speculative_tokens: number of tokens proposed before each decode step.
     async_sched_mode:      see AsyncScheduleMode.
 
     Prefix cache:
-    enable_prefix_caching: requests share the KV of equal prefixes.
+    enable_prefix_caching: requests with equal prefixes share the KV of the prefix.
     prefix_caching_eviction_policy: see PrefixCachingEvictionPolicy.
     prefix_caching_coordinator_policy: see RoutingPolicy.
-    prefix_caching_routing_alpha: weight of a cached prefix against free capacity, 0 to 1.
+    prefix_caching_routing_alpha: weight of a cached prefix relative to free capacity, from 0 to 1.
 
     Sampling:
-    sampling_backend:      implementation; "flashinfer" needs that library and a GPU.
+    sampling_backend:      implementation of sampling. "flashinfer" needs the library flashinfer and a GPU.
     offset_sampling_seed_by_dp_rank: data-parallel ranks use different seeds for requests without a seed.
-    logprobs_mode:         log-probabilities of unmodified logits, or after temperature and filters.
+    logprobs_mode:         whether log-probabilities are computed from unmodified logits, or after temperature and
+                           filters.
 
     Records and logs:
     track_paused_request_events:   record a PAUSE event for each step in which a request is paused.
     track_generated_token_events:  record a GENERATED_TOKEN event for each token.
-    moe_enable_routing_replay:     record the experts of each token: `routing_indices` of an answer. (A field of
-                           Megatron-Core's TransformerConfig, from which a GPTModel sets it.)
-    logging_step_interval: steps between log lines with the load; 0: none.
+    moe_enable_routing_replay:     record the experts of each token in `routing_indices` of an answer. (In Megatron-Core
+                                   a field of TransformerConfig. A GPTModel sets it from there.)
+    logging_step_interval: number of steps between log lines about the load; 0: none.
 
     Many ranks:
-    ep_consensus_interval: steps between consensus rounds of expert ranks under load.
-    disable_ep_consensus:  no consensus rounds; only for one expert rank.
+    ep_consensus_interval: number of steps between consensus rounds of expert-parallel ranks under load.
+    disable_ep_consensus:  no consensus rounds. Allowed only with one expert-parallel rank.
     use_synchronous_zmq_collectives: block in consensus rounds.
 
-    Without meaning here (accepted with a warning, because programs for Megatron-Core set them):
+    Without effect here (accepted with a warning, because programs for Megatron-Core set them):
     pg_collection, mamba_inference_state_config, mamba_memory_ratio, prefix_caching_mamba_gb, metrics_writer,
     use_flashinfer_fused_rope, request_metadata_types, cuda_graph_sizing_distribution, cuda_graph_all_prefills, verbose.
 
-    image_preprocessing_config: None: models accept text only.
+    image_preprocessing_config: must be None, because models accept text only.
     """
 
     block_size_tokens: int = 256
@@ -205,7 +210,7 @@ class InferenceConfig:
         _warn_of_ignored(*(name for name in IGNORED_FIELDS if getattr(self, name)))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field. Raises InvalidConfigError for a value out of range, AttributeError for an unknown name."""
+        """Set a field. Raises InvalidConfigError for a value out of range, and AttributeError for an unknown name."""
         if name in _OPTIONS:
             try:
                 value = _OPTIONS[name](value)
@@ -221,7 +226,7 @@ class InferenceConfig:
         object.__setattr__(self, name, value)
 
     def for_engine(self) -> Self:
-        """Return a copy that later assignments do not change.
+        """Return a copy that is independent of later assignments.
 
         Raises InvalidConfigError if fields contradict each other.
         """
@@ -246,14 +251,14 @@ class InferenceConfig:
 
     @property
     def request_slots(self) -> int:
-        """max_requests, or its default."""
+        """max_requests. If it is None: DEFAULT_MAX_REQUESTS, or max_tokens if that is smaller."""
         if self.max_requests is not None:
             return self.max_requests
         return min(DEFAULT_MAX_REQUESTS, self.max_tokens or DEFAULT_MAX_REQUESTS)
 
     @property
     def step_tokens(self) -> int:
-        """max_tokens, or its default."""
+        """max_tokens. If it is None: DEFAULT_MAX_TOKENS, or max_requests if that is greater."""
         return self.max_tokens if self.max_tokens is not None else max(DEFAULT_MAX_TOKENS, self.max_requests or 0)
 
     @property
@@ -261,7 +266,7 @@ class InferenceConfig:
         return int(self.buffer_size_gb * (1 << 30))
 
     def require_default(self, *names: str, because: str) -> None:
-        """Raise InvalidConfigError, with the reason `because`, if a field that an engine does not support is set."""
+        """Raise InvalidConfigError, with the reason `because`, if one of these fields is not at its default."""
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:
@@ -274,7 +279,7 @@ def _one_of(kind: Any) -> tuple[Predicate, str]:
 
 
 IGNORED_FIELDS = tuple(item.name for item in fields(InferenceConfig) if item.type == "Any")
-"""Names of the fields that have no meaning in this runtime, and accept any value."""
+"""Names of the fields that have no effect in this runtime and accept any value."""
 
 
 def _warn_of_ignored(*names: str) -> None:

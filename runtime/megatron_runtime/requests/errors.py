@@ -1,19 +1,19 @@
-"""Errors of requests: exceptions whose class and fields survive serialization."""
+"""Errors of requests: exceptions that keep their class and fields when they are serialized."""
 
 from __future__ import annotations
 
 from typing import Any
 
 PERMANENT_CODES = range(400, 429)
-"""Codes of errors in replies that are not transient."""
+"""Error codes in replies that are permanent, so that a retry does not help."""
 _INVALID = (ValueError, TypeError)
-"""Exceptions that mean that a request is invalid, so that a retry cannot succeed."""
+"""Exceptions that mean that a request is invalid. A retry cannot succeed."""
 
 
 class ContextOverflowError(ValueError):
     """The engine cannot accept this request.
 
-    is_transient: whether it may accept the same request later.
+    is_transient: whether the engine can accept the same request later.
     """
 
     is_transient = True
@@ -43,13 +43,13 @@ class BlockOverflowError(ContextOverflowError):
 
 
 class MaxSequenceLengthOverflowError(ContextOverflowError):
-    """Prompt and answer exceed the maximum sequence length."""
+    """Prompt plus answer exceed the maximum sequence length."""
 
     is_transient = False
 
 
 class NotFiniteError(ContextOverflowError):
-    """The model computed non-finite numbers for this request."""
+    """The model computed values that are not finite for this request."""
 
     is_transient = False
 
@@ -63,9 +63,9 @@ class TensorStateDeallocatedError(ContextOverflowError):
 
 
 class RequestError(Exception):
-    """A deserialized error of a class without a counterpart here.
+    """A deserialized error whose class does not exist in this process.
 
-    `type` is the class name in the process that raised it.
+    `type` is the class name in the process that raised the error.
     """
 
     def __init__(self, type: str, message: str, *, request_id: int | None = None, is_transient: bool = True) -> None:
@@ -94,7 +94,7 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
 
 
 def deserialize_error(data: dict[str, Any]) -> ContextOverflowError | RequestError:
-    """Return the error in a map from serialize_error() or in a reply's `error`, whose code shows whether it is
+    """Return the error in a map from serialize_error(), or in the `error` of a reply. A code shows whether it is
     transient.
     """
     name, message, request_id = str(data.get("type")), data.get("message") or "", data.get("request_id")

@@ -1,4 +1,4 @@
-"""Events in the life of a request, with their times."""
+"""Events in the lifetime of a request, with their times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DynamicInferenceEventType(Enum):
     GENERATED_TOKEN = auto()
     PAUSE = auto()
     EVICT = auto()
-    """The request lost its KV, which will be computed again."""
+    """The request lost its KV. The engine will compute it again."""
     FINISH = auto()
     FAIL = auto()
     ERROR_TRANSIENT = auto()
@@ -30,11 +30,11 @@ _ERRORS = frozenset({DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInference
 
 @dataclass
 class DynamicInferenceEvent:
-    """One event.
+    """One event of a request.
 
     timestamp: seconds since the epoch; None means now.
-    type:      also a member of Megatron-Core's own enumeration.
-    payload:   a map with `token_id` for GENERATED_TOKEN, the exception for errors, None for all others.
+    type:      a DynamicInferenceEventType, or the member of Megatron-Core's enumeration with the same name.
+    payload:   a map with `token_id` for GENERATED_TOKEN, the exception for errors, None for all other types.
     """
 
     type: DynamicInferenceEventType

@@ -1,7 +1,9 @@
-"""Block hashes of a prompt: equal prefixes have equal hashes, on the coordinator and on every engine. No torch.
+"""Block hashes of prompts. Equal prefixes have equal hashes on the coordinator and on every engine.
 
-Engines and coordinators use SHA-256, for which colliding prompts cannot be constructed. The polynomial form is
-Megatron-Core's and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not
+This module does not import torch.
+
+Engines and coordinators use SHA-256, for which colliding prompts cannot be constructed. The polynomial hash is
+Megatron-Core's, and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not
 decide which KV is reused.
 
 SHA-256:     d(-1) = 32 zero bytes; with a salt or an adapter, SHA-256(ROOT_TAG + length of the salt in bytes as
@@ -27,10 +29,10 @@ HASH_PRIME = (1 << 61) - 1
 HASH_BASE = 31
 _SHA_MODULUS = (1 << 63) - 1
 ROOT_TAG = b"megatron prefix cache: root, v1\0"
-"""Prefix of the hash input of d(-1), with the length of a digest.
+"""Prefix of the hash input of d(-1). It has the length of a digest.
 
-The hash input of a block begins with a digest, so no salt can be constructed that has the hash input of a block.
-Without the tag, a salt made of a digest and the tokens of a block would have the digest of this block.
+The hash input of a block begins with a digest. With the tag, no salt can give d(-1) the hash input of a block. Without
+the tag, a salt that consists of a digest and the tokens of a block would give d(-1) the digest of this block.
 """
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
@@ -51,9 +53,9 @@ def block_hashes(
 
     Each hash covers its block and all earlier blocks.
 
-    salt: separates tenants; only for SHA-256.
+    salt: separates the hashes of tenants. Supported only by SHA-256.
 
-    Raises ValueError for a block size below 1, an unknown form, and a salt in the polynomial form.
+    Raises ValueError for a block size below 1, an unknown form, and a salt with the polynomial hash.
     """
     if block_size < 1:
         raise ValueError(f"block_size {block_size}: want at least 1")
@@ -75,7 +77,7 @@ def block_digests(
     adapter: str = "",
     media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Return the 32-byte digests d(i) of all complete blocks, which are the keys of prefix caches.
+    """Return the 32-byte digests d(i) of all complete blocks. They are the keys of prefix caches.
 
     adapter: Adapter.key of the request; empty for the base model.
     media:   as for digests_after().
@@ -84,8 +86,9 @@ def block_digests(
 
 
 def root_digest(salt: bytes = b"", adapter: str = "") -> bytes:
-    """Return d(-1). It differs from the digest of every block, and from d(-1) of every other pair of salt and
-    adapter.
+    """Return d(-1) for a salt and an adapter.
+
+    The result differs from the digests of all blocks, and from d(-1) of every other pair of salt and adapter.
     """
     if not salt and not adapter:
         return bytes(32)
@@ -99,9 +102,9 @@ def digests_after(
     *,
     media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Return the digests of the complete blocks of `tokens`, which follow the block of `digest`.
+    """Return the digests of the complete blocks of `tokens`. These tokens follow the block with the digest `digest`.
 
-    media: joined digests of the images, audio and video that have tokens in a block, by block index.
+    media: for each block index, the joined digests of the images, audio and video that have tokens in the block.
     """
     data = np.asarray(tokens, dtype=_INT64).tobytes()
     sha256 = hashlib.sha256
@@ -119,8 +122,8 @@ def digests_after(
 def frame_hashes(
     frame: bytes, block_size: int, *, salt: str = "", adapter: str = "", media: Mapping[int, bytes] | None = None
 ) -> list[int]:
-    """Return the SHA-256 block hashes of encoded tokens, little-endian int32. Called for every request."""
-    from_bytes = int.from_bytes  # hash_of_digest() is inlined below, because this function is called for every request
+    """Return the SHA-256 block hashes of tokens that are encoded as little-endian int32."""
+    from_bytes = int.from_bytes  # hash_of_digest() is inlined below, because frame_hashes() is called for every request
     tokens = np.frombuffer(frame, _INT32)
     digests = block_digests(tokens, block_size, salt=salt.encode(), adapter=adapter, media=media)
     return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]

@@ -1,7 +1,7 @@
-"""Limits of requests and tokens per minute for each tenant, which all servers of a resource share.
+"""Limits of requests and tokens per minute for each tenant. All servers of a resource share these limits.
 
-A limit applies to windows of one minute. A window begins with its first request. Usage beyond the limit counts in the
-following windows, so in the long run a tenant never uses more than its limit.
+A limit applies to windows of one minute. A window begins with the first request in it. Usage beyond the limit counts in
+the following windows. In the long run, a tenant therefore never uses more than its limit.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from megatron_runtime.protocol.messages import Charge, Quota, Reserve
 
 WINDOW_SECONDS = 60.0
 MAX_WINDOWS = 65_536
-"""Maximum number of windows (per tenant and kind) that are kept. Beyond it, the oldest is forgotten."""
+"""Maximum number of windows (one per tenant and kind) that are kept. Beyond it, the oldest window is dropped."""
 MAX_RESERVATIONS = 65_536
-"""Maximum number of accepted reservations that are remembered, so that a repeated reservation counts once."""
+"""Maximum number of accepted reservations that are remembered, so that a repeated reservation counts only once."""
 _MAX_SECONDS = 86_400.0
 
 Kind: TypeAlias = Literal["requests", "tokens"]
@@ -25,11 +25,11 @@ Kind: TypeAlias = Literal["requests", "tokens"]
 
 @dataclass(slots=True)
 class _Window:
-    """One minute of a tenant.
+    """One minute of usage by a tenant.
 
     number: unique number of the window.
-    limit:  limit in the last message of a server.
-    used:   requests or tokens counted in the window; charges may exceed the limit.
+    limit:  the limit in the most recent message of a server.
+    used:   number of requests or tokens counted in the window. Charges can exceed the limit.
     """
 
     number: int
@@ -39,22 +39,22 @@ class _Window:
 
 
 class Quotas:
-    """Counts for all tenants. A tenant without usage in the last minute and without debt takes no memory.
+    """Usage counts of all tenants. A tenant with no usage in the last minute and no excess usage takes no memory.
 
-    first_window: number of the first window. Each start of a coordinator must use other numbers.
+    first_window: number of the first window. Each start of a coordinator must use different numbers.
     """
 
     def __init__(self, *, first_window: int = 0) -> None:
         self._numbers = count(first_window)
         self._windows: OrderedDict[tuple[str, Kind], _Window] = OrderedDict()
         self._reservations: OrderedDict[bytes, int] = OrderedDict()
-        """uid of a reservation -> number of the window that its tokens were counted in."""
+        """Number of the window in which the tokens of a reservation were counted, by the uid of the reservation."""
 
     def __len__(self) -> int:
         return len(self._windows)
 
     def reserve(self, now: float, asked: Reserve) -> Quota:
-        """Count requests and tokens if each fits its limit.
+        """Count requests and tokens if both fit their limits.
 
         The limits in `asked` replace earlier limits.
         """
@@ -76,7 +76,7 @@ class Quotas:
         return self._answer(now, asked, number=number)
 
     def charge(self, now: float, charge: Charge) -> None:
-        """Count tokens, even beyond the limit, or return tokens to the window in which they were counted."""
+        """Count tokens even beyond the limit, or return tokens to the window in which they were counted."""
         self._forget_old(now)
         if charge.tokens > 0:
             self._count(now, charge.tenant, "tokens", charge.tokens_per_minute, charge.tokens)
@@ -96,7 +96,7 @@ class Quotas:
         return window
 
     def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
-        """Return the current window; None if it has no usage and earlier windows left no debt."""
+        """Return the current window, or None if the window has no usage and earlier windows left no excess usage."""
         window = self._windows.get((tenant, kind))
         if window is None or now < window.ends:
             return window
@@ -111,8 +111,9 @@ class Quotas:
         return window
 
     def _wait(self, now: float, tenant: str, kind: Kind, limit: int, amount: int) -> float:
-        """Return the seconds until `amount` fits the limit, or until the limit is no longer used up; 0 if no wait is
-        needed.
+        """Return the seconds until `amount` fits the limit; 0 if it fits now.
+
+        For an amount of 0 tokens, return the seconds until the tenant has at least 1 token left.
         """
         if kind == "requests" and not amount:
             return 0.0
@@ -135,7 +136,7 @@ class Quotas:
         return Quota(**fields)
 
     def _forget_old(self, now: float) -> None:
-        """Remove windows that are over, the oldest first."""
+        """Remove the windows that have ended, the oldest first."""
         while self._windows:
             key, window = next(iter(self._windows.items()))
             if now < window.ends:
@@ -144,7 +145,7 @@ class Quotas:
 
 
 def _limited(asked: Reserve) -> list[tuple[Kind, int, int]]:
-    """Return the limit and the requested amount for each kind that has a limit."""
+    """Return the kind, the limit and the requested amount for each kind of usage that has a limit."""
     kinds: tuple[tuple[Kind, int | None, int], ...] = (
         ("requests", asked.requests_per_minute, asked.requests),
         ("tokens", asked.tokens_per_minute, asked.tokens),

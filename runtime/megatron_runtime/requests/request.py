@@ -1,9 +1,10 @@
 """Inference requests and their records, under Megatron-Core's names, and their conversion for msgpack.
 
-`InferenceRequest` is any request, `DynamicInferenceRequest` a request of the dynamic engine, `VLMInferenceRequest` a
-request with images. Checkpoints split a request into segments; a record holds the segments.
+`InferenceRequest` is any request, `DynamicInferenceRequest` a request of the dynamic engine, and `VLMInferenceRequest`
+a request with images. A checkpoint splits a request into segments. A record holds the segments.
 
-No torch: the function set by make_tensors_with() creates tensors. Without such a function, arrays take their place.
+This module does not import torch. The function set by make_tensors_with() creates tensors. Without it, arrays replace
+tensors.
 """
 
 from __future__ import annotations
@@ -28,16 +29,17 @@ from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 # --- values as msgpack carries them -----------------------------------------------------------------------------------
 
 _DEFAULT_DTYPES = ("float32", "int64", "bool")
-"""Types that torch.tensor() infers from Python numbers. For any other type, pack_value() sends the name."""
+"""Types that torch.tensor() infers from Python numbers. For any other type, pack_value() adds the name of the type."""
 
 
 _load_torch: Callable[[], Any] | None = None
 
 
 def make_tensors_with(load_torch: Callable[[], Any]) -> None:
-    """Create tensors with the module that `load_torch` returns; it is called for the first tensor.
+    """Create tensors with the module that `load_torch` returns. `load_torch` is called when the first tensor is
+    created.
 
-    Only megatron_core calls this function, for programs that use its names.
+    Only the package megatron_core calls this function, for programs that use Megatron-Core's names.
     """
     global _load_torch
     _load_torch = load_torch
@@ -80,7 +82,7 @@ def pack_array(values: npt.NDArray[Any]) -> Any:
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the value that pack_value() or pack_array() packed. `value` may have gone through msgpack."""
+    """Return the value that pack_value() or pack_array() has packed. `value` may have gone through msgpack."""
     match value:
         case ["tensor" | b"tensor", values, *_] if _load_torch is None:
             return np.array(values)
@@ -114,7 +116,7 @@ class Status(Enum):
 class InferenceRequest:
     """One request and its result.
 
-    inference_parameters: former name of sampling_params.
+    inference_parameters: old name of sampling_params.
     """
 
     request_id: int
@@ -143,7 +145,7 @@ class InferenceRequest:
             self.sampling_params = self.inference_parameters
 
     def serialize(self) -> dict[str, Any]:
-        """Return every field as msgpack-ready values."""
+        """Return all fields as values that msgpack can serialize."""
         obj = {name: pack_value(value) for name, value in self.__dict__.items() if not name.startswith("_")}
         obj["status"] = self.status.name if self.status is not None else None
         for name in _PARAMETERS:
@@ -177,17 +179,20 @@ class DynamicInferenceRequest(InferenceRequest):
     """A request of the dynamic engine.
 
     prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
-    uid:                    "chatcmpl-…", the same in every segment of a record.
-    policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: epochs of the weights that sampled the tokens, and that
-        computed their KV.
-    policy_staleness, kv_cache_staleness: epochs since then of each token of prompt and answer, int32 [n]: a tensor from
-                            MegatronLLM, an array from InferenceClient, which imports no torch.
-    routing_indices:        [prompt + generated - 1, layers with experts, experts of a token]: numbers of each token's
-                            experts by descending share, without the last token, which was not computed; a tensor or an
-                            array like policy_staleness. None unless the engine records them
+    uid:                    "chatcmpl-…", the same in all segments of a record.
+    policy_epoch, kv_cache_epoch: pairs `[first token, epoch]`, with the epochs of the weights that sampled the tokens,
+        and of the weights that computed their KV.
+    policy_staleness, kv_cache_staleness: for each token of prompt and answer, the number of epochs since it was
+        sampled, and since its KV was computed, int32 [n]. A tensor from MegatronLLM, an array from InferenceClient,
+        which does not import torch.
+    routing_indices:        [prompt + generated - 1, layers with experts, experts per token]: the experts of each token,
+                            highest weight first. The last token is missing, because it was not computed. A tensor or an
+                            array like policy_staleness. None unless the engine records experts
                             (moe_enable_routing_replay).
-    disaggregated_params:   of a request with `do_kv_handoff` whose engine keeps KV: request_id, block_ids and kv_meta.
-    precomputed_block_hashes: hashes of the complete prompt blocks; computed if caching is enabled and none are given.
+    disaggregated_params:   request_id, block_ids and kv_meta of a request with `do_kv_handoff` whose engine keeps its
+                            KV.
+    precomputed_block_hashes: hashes of the complete prompt blocks. Computed if prefix caching is enabled and no hashes
+                              are passed.
     """
 
     uid: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -218,7 +223,7 @@ class DynamicInferenceRequest(InferenceRequest):
         *("request_id", "uid", "arrival_time", "status", "policy_staleness", "stop_word_ids", "block_size_tokens"),
         *("enable_prefix_caching", "event_add_engine"),
     )
-    """Names of the fields that the next segment of the request takes over."""
+    """Names of the fields that are copied to the next segment of the request."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,7 +234,7 @@ class DynamicInferenceRequest(InferenceRequest):
             self._compute_block_hashes()
 
     def _compute_block_hashes(self) -> None:
-        """Set the hashes of the complete prompt blocks; [] for a prompt that is shorter than a block."""
+        """Set the hashes of the complete prompt blocks; [] for a prompt shorter than one block."""
         assert self.block_size_tokens is not None, f"request {self.request_id} has no block_size_tokens"
         salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
         self.precomputed_block_hashes = block_hashes(
@@ -251,7 +256,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return ", ".join((f"id {self.request_id}", f"status {status}", f"prompt {self.prompt_length} tokens"))
 
     def serialize(self) -> dict[str, Any]:
-        """Return all fields except event_add_engine, and the prompt's tokens only with `return_prompt_tokens`."""
+        """Return all fields except event_add_engine. Prompt tokens are included only with `return_prompt_tokens`."""
         obj = super().serialize()
         del obj["event_add_engine"]
         obj["events"] = [event.serialize() for event in self.events]
@@ -268,14 +273,14 @@ class DynamicInferenceRequest(InferenceRequest):
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
         self.events = [DynamicInferenceEvent.deserialize(event) for event in obj.get("events", [])]
-        # serialize() may omit the tokens, but always includes their number.
+        # serialize() can omit the tokens, but always includes their number.
         self._prompt_length = obj.get("prompt_length") or 0
 
     @property
     def tracked_metadata(self) -> list[Any]:
-        """Parameters that the batch keeps for each request, in the order of get_metadata_types().
+        """Values of the parameters that the batch stores for each request, in the order of get_metadata_types().
 
-        A termination_id of None is IGNORE_EOS here.
+        A termination_id of None becomes IGNORE_EOS.
         """
         params = self.sampling_params
         assert params is not None, f"request {self.request_id} has no sampling_params"
@@ -286,7 +291,7 @@ class DynamicInferenceRequest(InferenceRequest):
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, Any, bool]]:
-        """Return (name, torch.dtype, whether it is on the device) of each tracked parameter."""
+        """Return (name, torch.dtype, whether it is on the device) for each parameter that the batch stores."""
         torch = _torch()
         return [
             ("temperature", torch.float32, False),
@@ -301,9 +306,10 @@ class DynamicInferenceRequest(InferenceRequest):
     def continued(self) -> Self:
         """Return the next segment of the request.
 
-        Its prompt is this segment's prompt and generated tokens, and its budget is the rest of this segment's budget.
+        The prompt of the next segment consists of this segment's prompt and generated tokens. Its token budget is what
+        this segment has left.
 
-        Raises ValueError if all tokens have been generated, or if the prompt's tokens are missing.
+        Raises ValueError if all tokens have been generated, or if the prompt tokens are missing.
         """
         if self.prompt_tokens is None and self.prompt_length:
             raise ValueError(
@@ -352,9 +358,9 @@ class DynamicInferenceRequest(InferenceRequest):
         pre_fwd_active_token_count: int | None = None,
         pre_fwd_step_count: int | None = None,
     ) -> DynamicInferenceEvent:
-        """Record a token, with the statistics of the block allocator and of the step if given.
+        """Record a generated token, with optional statistics of the block allocator and of the step.
 
-        The first token sets ttft.
+        The first token sets `ttft`, the time to first token.
         """
         statistics = {
             "blocks_total": blocks_total,
@@ -383,7 +389,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
-        """Return whether the request had no permanent error and was not answered with a failure."""
+        """Return whether the request had no permanent error and its answer is not a failure."""
         return self.status is not Status.FAILED and all(
             event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events
         )
@@ -392,26 +398,26 @@ class DynamicInferenceRequest(InferenceRequest):
         return not self.succeeded()
 
     def __len__(self) -> int:
-        """Return 1: code written for a list of answers also accepts the answer to one prompt."""
+        """Return 1, so that code written for a list of answers also accepts the answer to one prompt."""
         return 1
 
     def __iter__(self) -> Iterator[Self]:
-        """Yield this request: see __len__()."""
+        """Yield this request. See __len__()."""
         yield self
 
     def __getitem__(self, index: int) -> Self:
-        """Return this request for the index 0 or -1: see __len__()."""
+        """Return this request for the index 0 or -1. See __len__()."""
         return [self][index]
 
 
 @dataclass(kw_only=True)
 class VLMInferenceRequest(DynamicInferenceRequest):
-    """A request of a vision-language model. Prefix caching is off, because block hashes do not cover the images.
+    """A request of a vision-language model. It uses no prefix caching, because block hashes do not cover the images.
 
-    num_img_embeddings_per_tile: embeddings that replace one tile in the sequence.
+    num_img_embeddings_per_tile: number of embeddings that replace one tile in the sequence.
     imgs:               pixels of all tiles, shape [tiles, channels, height, width]; None without images.
-    num_tiles:          tiles of each image, shape [images].
-    decoder_seq_length: length of the sequence with the embeddings.
+    num_tiles:          number of tiles of each image, shape [images].
+    decoder_seq_length: length of the sequence, including the embeddings.
     """
 
     num_img_embeddings_per_tile: int = 0
@@ -427,7 +433,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
     @property
     def num_img_embeddings(self) -> int:
-        """Number of embeddings of all images together."""
+        """Total number of embeddings of all images."""
         return 0 if self.num_tiles is None else int(sum(self.num_tiles)) * self.num_img_embeddings_per_tile
 
     def continued(self) -> Self:
@@ -440,12 +446,12 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 # --- records ----------------------------------------------------------------------------------------------------------
 
 _WEIGHTS = ("policy_epoch", "kv_cache_epoch", "policy_staleness", "kv_cache_staleness")
-"""Names of the fields about the weights that computed a request."""
+"""Names of the fields that describe the weights that computed a request."""
 
 
 @dataclass
 class DynamicInferenceRequestRecord:
-    """The segments of one request. A checkpoint appends a segment whose prompt includes the generated tokens."""
+    """The segments of one request. A checkpoint appends a segment, whose prompt includes the generated tokens."""
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
@@ -456,9 +462,9 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_reply(cls, reply: dict[str, Any]) -> Self:
-        """Return the record of a client's reply map. Its `error` becomes an event.
+        """Return the record for a reply map of the client. The `error` in the map becomes an event.
 
-        The staleness of a token is the number of epochs from its own epoch to the last epoch of the answer.
+        The staleness of a token is the number of epochs from the token's epoch to the last epoch of the answer.
         """
         request = DynamicInferenceRequest.deserialize(reply)
         request.generated_tokens = list(reply.get("generated_tokens") or [])
@@ -480,12 +486,16 @@ class DynamicInferenceRequestRecord:
 
     @property
     def total_tokens(self) -> int:
-        """Number of prompt and generated tokens of all segments. The last prompt includes the earlier segments."""
+        """Number of prompt and generated tokens of all segments. The last segment's prompt includes all earlier
+        segments.
+        """
         return self.requests[-1].prompt_length + len(self.requests[-1].generated_tokens)
 
     @staticmethod
     def _update_staleness_tensor(tensor: Any, total_tokens: int, increment: bool = True) -> Any:
-        """Return `tensor`, or an array, as a tensor padded with zeros to `total_tokens`, and incremented on request."""
+        """Convert a tensor or an array to a tensor that is padded with zeros to `total_tokens`. Add 1 if `increment` is
+        true.
+        """
         torch = _torch()
         current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)
@@ -494,9 +504,9 @@ class DynamicInferenceRequestRecord:
         return current + 1 if increment else current
 
     def increment_staleness(self, policy_only: bool = False) -> None:
-        """Increment the staleness of every token so far. Call it after a training step.
+        """Increment the staleness of all tokens so far. Call this after a training step.
 
-        policy_only: for evicted requests, which have no cache.
+        policy_only: for evicted requests, which have no KV cache.
         """
         request = self.requests[-1]
         request.policy_staleness = self._update_staleness_tensor(request.policy_staleness, self.total_tokens)
@@ -504,11 +514,11 @@ class DynamicInferenceRequestRecord:
             request.kv_cache_staleness = self._update_staleness_tensor(request.kv_cache_staleness, self.total_tokens)
 
     def stamp_epoch(self, epoch: int) -> None:
-        """Record `epoch` as the epoch of all tokens that are sampled and all KV that is computed from now on."""
+        """Record `epoch` for all tokens that are sampled and all KV that is computed from now on."""
         request = self.requests[-1]
         for name in ("policy_epoch", "kv_cache_epoch"):
             spans = getattr(request, name)
-            # The old weights sampled the newest token, but the new weights compute its KV.
+            # The old weights sampled the newest token, but the new weights will compute its KV.
             start = max(0, self.total_tokens - 1)
             setattr(request, name, [[0, epoch]] if not spans else [*spans, [start, epoch]])
 
@@ -517,9 +527,9 @@ class DynamicInferenceRequestRecord:
         self.requests[-1].kv_cache_epoch = [[0, epoch]]
 
     def checkpoint(self, tokenizer: Any = None) -> None:
-        """Append a segment whose prompt includes the tokens generated so far. No tokenizer is needed.
+        """Append a segment whose prompt includes the tokens generated so far. `tokenizer` is not used.
 
-        The KV of the segment is computed again, so its staleness is 0. Raises ValueError, see continued().
+        The KV of the new segment is computed again, so its staleness is 0. Raises ValueError like continued().
         """
         total = self.total_tokens
         segment = self.requests[-1].continued()
@@ -528,8 +538,9 @@ class DynamicInferenceRequestRecord:
         self.requests.append(segment)
 
     def _padded(self, staleness: Any, total_tokens: int) -> Any:
-        """Return `staleness` padded with zeros to `total_tokens`: a tensor if it or the prompt is a tensor, otherwise
-        an array.
+        """Return `staleness` padded with zeros to `total_tokens`.
+
+        The result is a tensor if `staleness` or the prompt is a tensor, otherwise an array.
         """
         if is_tensor(staleness) or is_tensor(self.requests[0].prompt_tokens):
             return self._update_staleness_tensor(staleness, total_tokens, increment=False)
@@ -537,9 +548,10 @@ class DynamicInferenceRequestRecord:
         return np.pad(values, (0, max(0, total_tokens - len(values))))
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """Return the request as if there had been no checkpoints. No tokenizer is needed.
+        """Return the request as if there had been no checkpoints. `tokenizer` is not used.
 
-        The prompt comes from the first segment, status and epochs come from the last one; generated values are joined.
+        The prompt comes from the first segment, status and epochs come from the last segment. Generated values are
+        joined.
         """
         first, last = self.requests[0], self.requests[-1]
         tokens = [token for request in self.requests for token in request.generated_tokens]
@@ -562,7 +574,10 @@ class DynamicInferenceRequestRecord:
         return merged
 
     def _joined(self, name: str) -> Any:
-        """Return the joined values of all segments, as a tensor or an array if all are; None if no segment has any."""
+        """Return the joined values of a field of all segments. None if no segment has values.
+
+        The result is a tensor or an array if all values are, otherwise a list.
+        """
         parts = [getattr(request, name) for request in self.requests if getattr(request, name) is not None]
         if not parts:
             return None
@@ -585,7 +600,7 @@ class DynamicInferenceRequestRecord:
 
 
 def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int32] | None:
-    """Return int32 [total_tokens]: the number of epochs from each token's epoch to the last epoch; None without
+    """Return int32 [total_tokens], the number of epochs from each token's epoch to the last epoch. None without
     `spans`.
     """
     if not spans:
@@ -598,9 +613,9 @@ def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRequestRecord:
-    """Statistics of a finished request, without tokens.
+    """Statistics of a finished request. They contain no tokens.
 
-    num_evictions: number of times that its KV was evicted and computed again.
+    num_evictions: number of times that the KV of the request was evicted and computed again.
     """
 
     request_id: int

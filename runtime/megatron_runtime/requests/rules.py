@@ -1,4 +1,4 @@
-"""Validation tables of InferenceConfig and SamplingParams: one rule per field, with its bounds as data."""
+"""Validation tables of InferenceConfig and SamplingParams. Each field has one rule, whose bounds are data."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MAX_INT32 = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Predicate that is true for numbers from `minimum` to `maximum`; with is_whole, for integers only.
+    """A predicate that is true for numbers from `minimum` to `maximum`. With is_whole, it is true for integers only.
 
-    Booleans are no numbers.
+    Booleans do not count as numbers.
     """
 
     minimum: float
@@ -26,7 +26,7 @@ class Bounds:
     is_whole: bool = False
 
     def __call__(self, value: Any) -> bool:
-        # NaN is within no bounds. Integers beyond the range of floats compare exactly.
+        # NaN is never within bounds. Integers beyond the range of floats compare exactly.
         is_number = is_int(value) or (not self.is_whole and isinstance(value, float))
         return is_number and self.minimum <= value <= self.maximum
 
@@ -38,9 +38,9 @@ class Bounds:
 class Rule:
     """The valid values of a field.
 
-    is_valid: whether a value is valid.
-    allowed:  describes the valid values.
-    bounds:   bounds of the field's number, or of each number in its list or map; None: no bounds.
+    is_valid: returns whether a value is valid.
+    allowed:  text that describes the valid values.
+    bounds:   bounds of the number in the field, or of each number in its list or map; None: no bounds.
     """
 
     is_valid: Predicate
@@ -52,15 +52,17 @@ FLAG = Rule(lambda value: isinstance(value, bool), "true or false")
 
 
 def bounded(bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
-    """Return the rule of a field whose value is a number within `bounds`. note: the meaning of special values."""
+    """Return the rule for a field whose value is a number within `bounds`. note: describes the meaning of special
+    values.
+    """
     allowed = f"{bounds}{f' ({note})' if note else ''}{', or None' if or_none else ''}"
     return Rule(optional(bounds) if or_none else bounds, allowed, bounds)
 
 
 def field_rules(kind: Any, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rules by field of the dataclass `kind`. Fields with a bool default take true or false.
+    """Return the rule of each field of the dataclass `kind`. A field with a bool default accepts only true and false.
 
-    rules: rule by the names, separated by spaces, of the fields that share it.
+    rules: maps the names of the fields that share a rule, separated by spaces, to the rule.
     """
     flags = {item.name: FLAG for item in fields(kind) if isinstance(item.default, bool)}
     return {name: rule for names, rule in rules.items() for name in names.split()} | flags

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how the tokens of a request are sampled and when it ends. No torch."""
+"""`SamplingParams`: how the tokens of a request are sampled, and when it ends. Does not import torch."""
 
 from __future__ import annotations
 
@@ -25,43 +25,43 @@ from megatron_runtime.requests.rules import (
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
 """Types of structured output.
 
-Their values, in this order: a JSON schema (map), no value, a regular expression, a Lark grammar, a list of texts.
+Their values are, in this order: a JSON schema (map), no value, a regular expression, a Lark grammar, a list of texts.
 """
 
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
 MAX_BAD_WORDS = 128
 MAX_BAD_WORDS_CHARACTERS = 4096
-"""Maximum number of characters of all `bad_words` of a request together."""
+"""Maximum total number of characters in the `bad_words` of a request."""
 MAX_MARKER_TOKENS = 16
 MAX_MARKERS = 256
 MAX_MARKER_CHARACTERS = 256
 RULE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify")
-"""Tasks of pooling models by vLLM's names: compute a vector, scores of labels, or a vector of each token of a text."""
+"""Tasks of pooling models, by vLLM's names: compute a vector or label scores, for the whole text or for each token."""
 
 MIN_TEMPERATURE = 1e-5
 """Minimum temperature.
 
-A lower one means greedy sampling, because differences of logits are divided by it in float32.
+A lower temperature means greedy sampling, because float32 logit differences are divided by the temperature.
 """
 TOKEN_IDS = int_in(0, MAX_INT32)
 BIASES = number_in(-100, 100)
 
 MAX_QUOTED_CHARACTERS = 200
-"""A longer value is truncated in error messages."""
+"""Maximum number of characters of a value in an error message. A longer value is truncated."""
 
 IGNORE_EOS = -1
-"""The `termination_id` that disables the model's end-of-sequence tokens."""
+"""Value of `termination_id` that disables the model's end-of-sequence tokens."""
 
 MAX_SEED = (1 << 64) - 1
 NO_SEED = -1
-"""The `seed` by which an HTTP request asks for a random seed, as in vLLM."""
+"""Value of `seed` with which an HTTP request asks for a random seed, as in vLLM."""
 
 
 class InvalidSamplingParamsError(ValueError):
-    """A sampling parameter is out of range. `field` is its name; the message has value, range and remedy."""
+    """A sampling parameter is out of range. `field` is its name. The message has value, range and remedy."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(printable(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}", lines=True))
@@ -70,7 +70,9 @@ class InvalidSamplingParamsError(ValueError):
 
 
 def _brief(value: object) -> str:
-    """Return repr(value), shortened. repr() fails for values that are nested too deeply or have too many digits."""
+    """Return a shortened repr(value). repr() itself fails for values that are nested too deeply or have too many
+    digits.
+    """
     try:
         text = repr(value)
     except (RecursionError, ValueError):
@@ -179,13 +181,13 @@ def _is_structured_output(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class HttpField:
-    """The field of the HTTP API that becomes a sampling parameter.
+    """A field of the HTTP API that sets a sampling parameter.
 
     name:    name of the field.
     text:    meaning of the field, if it differs from the meaning of the parameter.
-    minimum, maximum: bounds of the field, if they differ from the parameter's: for a value that the server translates,
-                      or OpenAI's limit.
-    value:   converts a value of the field to the parameter's value; None: both values are equal.
+    minimum, maximum: bounds of the field, if they differ from the bounds of the parameter. They differ if the server
+                      converts the value, or if OpenAI has another limit.
+    value:   converts the field's value to the parameter's value; None: the two values are equal.
     """
 
     name: str
@@ -197,7 +199,7 @@ class HttpField:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A sampling parameter: its valid values, its meaning, and its HTTP field, if there is one."""
+    """A sampling parameter: its valid values, its meaning, and its HTTP field if it has one."""
 
     rule: Rule
     text: str
@@ -205,16 +207,16 @@ class Parameter:
 
 
 def parameter(default: Any, text: str, rule: Rule = FLAG, *, http: HttpField | None = None) -> Any:
-    """Return a dataclass field that declares a parameter of SamplingParams."""
+    """Return the dataclass field that declares a parameter of SamplingParams."""
     return field(default=default, metadata={"parameter": Parameter(rule, text, http)})
 
 
 @dataclass(eq=True)
 class SamplingParams:
-    """Sampling parameters of one request (Megatron-Core `SamplingParams`, and the fields this runtime adds).
+    """Sampling parameters of one request (Megatron-Core's `SamplingParams` with additional fields).
 
-    Each field declares one parameter: its default, its meaning, its valid values, and its HTTP field. The engine relies
-    on the rules: no number overflows or underflows float32 or int32 where a step uses it.
+    Each field declares one parameter: its default, meaning, valid values and HTTP field. The engine relies
+    on the rules, so that no number overflows or underflows the float32 or int32 values of a step.
 
     Penalties and biases are applied to the logits first, then the temperature, then top-k, top-p and min-p in this
     order.
@@ -508,7 +510,7 @@ class SamplingParams:
     def of(cls, params: Any) -> Self:
         """Return `params` as SamplingParams.
 
-        An object of another class is converted by its serialize(); None means the default.
+        An object of another class is converted through its serialize(). None means the default parameters.
         """
         if isinstance(params, cls):
             return params
@@ -528,14 +530,14 @@ class SamplingParams:
 
     @property
     def wants_prompt_log_probs(self) -> bool:
-        """Whether the request needs log-probabilities of its prompt.
+        """Whether the request needs the log-probabilities of its prompt.
 
-        The prefix cache has none, so the whole prompt is computed.
+        The prefix cache does not contain them, so the whole prompt is computed.
         """
         return self.wants_log_probs and not self.skip_prompt_log_probs
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raise InvalidSamplingParamsError if a parameter names a token that the model does not have."""
+        """Raise InvalidSamplingParamsError if a parameter contains a token id outside the model's vocabulary."""
         for name in ("logit_bias", "allowed_token_ids"):
             unknown = next((token for token in getattr(self, name) or () if token >= vocab_size), None)
             if unknown is not None:
@@ -545,7 +547,7 @@ class SamplingParams:
             raise InvalidSamplingParamsError("reasoning", written, f"token ids from 0 to {vocab_size - 1}")
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Set attributes. Unknown ones are accepted and survive serialize() and deserialize()."""
+        """Set attributes. Unknown attributes are accepted, and serialize() and deserialize() preserve them."""
         known = {item.name for item in fields(self)}
         for name, value in attributes.items():
             if name not in known and hasattr(type(self), name):
@@ -554,7 +556,7 @@ class SamplingParams:
         self.validate()
 
     def serialize(self) -> dict[str, Any]:
-        """Return every attribute, as msgpack-ready values."""
+        """Return all attributes as values that msgpack can serialize."""
         return dict(self.__dict__)
 
     @classmethod
@@ -567,7 +569,7 @@ class SamplingParams:
 
 
 PARAMETERS: Mapping[str, Parameter] = {item.name: item.metadata["parameter"] for item in fields(SamplingParams)}
-"""The table of all sampling parameters, by name.
+"""All sampling parameters, by name.
 
-The HTTP schema, its conversion and the reference are derived from it.
+The HTTP schema, the conversion of requests and the reference documentation are derived from this table.
 """

@@ -1,1 +1,4 @@
-"""OpenAI-compatible HTTP front end: tokenizes, forwards to the coordinator, detokenizes, streams. No torch."""
+"""OpenAI-compatible HTTP server: tokenizes, forwards to the coordinator, detokenizes and streams.
+
+The modules do not import torch.
+"""

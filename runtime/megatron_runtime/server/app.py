@@ -1,4 +1,4 @@
-"""The HTTP application: routes, authorization, errors, probes, the chat page."""
+"""The HTTP application: routes, authorization, errors, probes, and the chat page."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ PAGE_FILES = (
 _CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9_.:/+=@-]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 MIN_STATUS_SECONDS = 1.0
-"""Minimum seconds between two status requests to the coordinator, however many clients ask for the status."""
+"""Minimum number of seconds between two status requests to the coordinator, for any number of clients."""
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -94,13 +94,15 @@ def create_app(
     chat_format: ChatFormat | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """Return the application. Probes and shutdown use its `state.service`.
+    """Return the application. Probes and shutdown use `state.service` of the application.
 
     backend: the client of the coordinator.
-    chat_format: prompts and answer parsers of the model; None: NativeChatFormat with the parsers of the settings.
-    tracer:  None: requests are not traced.
-    Raises ValueError for an unknown tool-call or reasoning parser or an invalid file of API keys, and OSError if the
-    file of API keys cannot be read.
+    chat_format: converts conversations to prompts and parses answers; None: NativeChatFormat with the parsers of the
+                 settings.
+    tracer:  exports traces of requests; None: requests are not traced.
+
+    Raises ValueError if a tool-call or reasoning parser is unknown or if the file of API keys is invalid. Raises
+    OSError if the file of API keys cannot be read.
     """
     if chat_format is None:
         chat_format = NativeChatFormat(
@@ -128,7 +130,7 @@ def create_app(
     )
     app.state.service = service
     app.add_middleware(RequestMiddleware, service=service)
-    for path, handler, body in _POST_ROUTES:  # added first, because each request is compared with the routes in order
+    for path, handler, body in _POST_ROUTES:  # added first, because a request is compared with the routes in this order
         _add_post_route(app, service, path=path, handler=handler, body=body)
     _add_get_routes(app, service)
     _add_page(app)
@@ -138,10 +140,10 @@ def create_app(
 
 
 class RequestMiddleware:
-    """Checks the headers of each request, and counts open requests, and answers by route and status.
+    """Checks the headers of each request. Counts open requests, and counts answers by route and status.
 
-    Every request has an id: from its header x-request-id, or a new one. The answer, all log lines and the trace have
-    it. While the server drains, each answer closes its connection.
+    Every request has an id. The id comes from the header x-request-id, or is random. The answer, all log lines and the
+    trace contain the id. While the server drains, each answer closes its connection.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
@@ -170,7 +172,8 @@ class RequestMiddleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # The route template, never the path: a client that tries many paths must not create many metrics.
+                # The label is the route template and never the path, because a client that tries many paths must not
+                # create many metrics.
                 route = getattr(scope.get("route"), "path", "unknown")
                 self._service.metrics.responses.labels(route, str(status)).inc()
                 if span is not None:
@@ -200,16 +203,16 @@ class RequestMiddleware:
             with self._service.serving(state):
                 await app(scope, receive, observed)
         except Exception:
-            status = status or 500  # no answer was sent: the outermost middleware answers with 500
+            status = status or 500  # no answer was sent, so the outermost middleware answers with 500
             raise
         finally:
             if span is not None:
-                # No status: the client disconnected before the answer began.
+                # The answer has no status, because the client disconnected before the answer began.
                 span.end(error=f"HTTP status {status}" if status >= 500 else "" if status else "client disconnected")
             logger.debug("%s %s: status %d", scope["method"], scope["path"], status)
 
     def _headers(self, scope: Scope, request: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers that every answer has, whatever its route."""
+        """Return the headers that all answers have, for any route."""
         state = scope["state"]
         headers = [(b"x-request-id", state["request_id"].encode()), *self._service.rate_limit_headers(scope)]
         headers += self._origins.headers(request)
@@ -227,8 +230,8 @@ class RequestMiddleware:
 def _add_page(app: FastAPI) -> None:
     """Serve the chat page at / and the status page at /status.
 
-    The pages load nothing from other servers, and their files need no API key. If the server has API keys, the pages
-    send the key that the user enters with their requests under /v1.
+    The pages load nothing from other servers, and loading them needs no API key. If the server has API keys, the user
+    enters a key, and the pages send it with their requests under /v1.
     """
     folder = resources.files(__package__).joinpath("page")
     files = {f"/page/{name}": folder.joinpath(name).read_bytes() for name in PAGE_FILES}
@@ -259,7 +262,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
-    """Add the probes, which need no API key, and the routes that describe models, server and load, which need one."""
+    """Add the probes, which need no API key, and the routes for models, server and load, which need an API key."""
     base, *aliases = service.settings.served_names
     view = ResourceView(service)
     page = MetricsPage(service.metrics.registry)
@@ -273,7 +276,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     }
 
     def card(adapter: str) -> dict[str, Any]:
-        """Return the description of the base model, or of an adapter as a model of its own."""
+        """Return the description of the base model or of `adapter`, which is described as a separate model."""
         described = {**shared, "tasks": service.client.tasks or None}
         return {"id": adapter, **described, "parent": base} if adapter else {"id": base, **described}
 
@@ -324,13 +327,13 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
         name = request.path_params["name"]
         return JsonResponse(card(service.check_model(request.state.key, name)) | {"id": name})
 
-    # Load balancers and clients of other servers, such as vLLM, send the same probes to other paths.
+    # Load balancers and clients of other servers, such as vLLM, use other paths for the same probes.
     for path, methods in (("/healthz", ["GET", "HEAD"]), ("/ping", ["GET", "HEAD", "POST"])):
         app.add_api_route(path, livez if path == "/healthz" else readyz, methods=methods, include_in_schema=False)
     app.add_api_route("/v1", version, methods=["GET", "HEAD"], include_in_schema=False)
     for path, probe in (("/livez", livez), ("/readyz", readyz), ("/health", readyz), ("/v1/health", readyz)):
         app.add_api_route(path, probe, methods=["GET", "HEAD"], include_in_schema=False)
-        # FastAPI would give both methods the same operation id, so only this second route is in the OpenAPI
+        # FastAPI would assign the same operation id to both methods, so only this second route is in the OpenAPI
         # description.
         app.add_api_route(path, probe, methods=["GET"], operation_id=path.strip("/").replace("/", "_"))
     app.add_api_route("/version", version, methods=["HEAD"], include_in_schema=False)
@@ -348,7 +351,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 def _add_post_route(
     app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[ModelRequest] | None
 ) -> None:
-    """Add the route at /v1/PATH, at /PATH and at its other paths; the OpenAPI description has the first."""
+    """Add a route at /v1/PATH, at /PATH and at its other paths. The OpenAPI description has only the first path."""
     generates = path in _GENERATES
 
     async def endpoint(request: Request) -> Response:
@@ -372,14 +375,14 @@ def _add_post_route(
 
 @cache
 def _request_body(model: type[BaseModel] | None) -> dict[str, Any]:
-    """Return the OpenAPI description of a body. Cached, because it takes as long as the rest of create_app()."""
+    """Return the OpenAPI description of a request body. Cached, because it takes half of create_app()'s time."""
     if model is None:
         return {}
     return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}}
 
 
 async def start_profile(service: Service, request: Request) -> Response:
-    """Start the range that CUDA profilers record, and answer when every rank has started it.
+    """Start the range that CUDA profilers record. Answer when every rank has started the range.
 
     Raises ApiError.
     """
@@ -387,7 +390,7 @@ async def start_profile(service: Service, request: Request) -> Response:
 
 
 async def stop_profile(service: Service, request: Request) -> Response:
-    """End the range that CUDA profilers record, and answer when every rank has ended it. Raises ApiError."""
+    """End the range that CUDA profilers record. Answer when every rank has ended the range. Raises ApiError."""
     return await _profiling(service, Header.STOP_CUDA_PROFILER, is_on=False)
 
 
@@ -421,9 +424,9 @@ _POST_ROUTES: tuple[tuple[str, Handler, type[ModelRequest] | None], ...] = (
     ("stop_profile", stop_profile, None),
 )
 _GENERATES = frozenset({"completions", "chat/completions", "responses", "messages"})
-"""POST routes that need a model which generates text; pooling models have other routes."""
+"""POST routes that need a model that generates text. Pooling models have other routes."""
 _OTHER_PATHS: Mapping[str, tuple[str, ...]] = {"rerank": ("/v2/rerank",)}
-"""Further paths of POST routes: Cohere's clients send their requests to /v2/rerank."""
+"""Additional paths of POST routes. Cohere's clients send rerank requests to /v2/rerank."""
 BODIES: Mapping[str, type[ModelRequest]] = {path: body for path, _, body in _POST_ROUTES if body is not None}
 """Class of the request body of each POST route, by the path after /v1/."""
 
@@ -464,12 +467,14 @@ class ResourceView:
         self._answer: asyncio.Future[StatusReply] | None = None
 
     async def read(self) -> dict[str, Any]:
-        """Return the status, at most MIN_STATUS_SECONDS old. Raises ApiError 503 if the coordinator does not answer."""
+        """Return the status. It is at most MIN_STATUS_SECONDS old. Raises ApiError 503 if the coordinator does not
+        answer.
+        """
         now = time.monotonic()
         if self._answer is None or (self._answer.done() and now - self._asked >= MIN_STATUS_SECONDS):
             self._asked = now
             self._answer = asyncio.ensure_future(self._service.client.status())
-            # Retrieve the exception even if all clients have disconnected when the request fails.
+            # Retrieve the exception even if all clients have disconnected before the status request fails.
             self._answer.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             # A client that disconnects must not cancel the status request for the other clients.

@@ -1,4 +1,4 @@
-"""API keys, each of which is one tenant, and the TLS certificate. Their files are read again when they change."""
+"""API keys, each of which is one tenant, and the TLS certificate. Changed files are read again."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ from starlette.datastructures import Headers
 logger = logging.getLogger(__name__)
 
 TENANT_CHARACTERS = 32
-"""Length of a tenant id: 32 hexadecimal digits, or 128 bits."""
+"""Number of characters in a tenant id: 32 hexadecimal digits, which are 128 bits."""
 MAX_PER_MINUTE = 1_000_000_000
 _UNNAMED_CHARACTERS = 8
 _CERTIFICATE_CHECK_SECONDS = 10.0
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _CHECK_SECONDS = 1.0
-"""Minimum seconds between two checks of the key file, because a mounted Secret may change while the server runs."""
+"""Minimum number of seconds between two checks of the key file. A mounted Secret can change while the server runs."""
 
 
 class ApiKeyFileError(ValueError):
-    """The key file cannot be used. The message names the entry, the field and the remedy, and holds no key."""
+    """The key file cannot be used. The message names the entry, the field and the remedy, and contains no key."""
 
 
 class NoKeysError(ApiKeyFileError):
-    """The key file holds no key, so it would open the server to every client."""
+    """The key file contains no key. Without this error, every client could use the server without a key."""
 
 
 class _Entry(BaseModel):
-    """One key of a key file in YAML."""
+    """An entry of a YAML key file."""
 
     model_config = ConfigDict(extra="forbid", strict=True, alias_generator=to_camel)
 
@@ -59,13 +59,13 @@ class _KeyFile(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """The tenant of a request, and what its key allows.
+    """The tenant of a request, and the permissions of its API key.
 
-    tenant: opaque id of the key; it does not reveal the key. Empty: the server is open to all.
-    name:   label of the key in metrics and logs; for a key without a name, the beginning of the tenant id.
-    requests_per_minute, tokens_per_minute: limits over all servers of a coordinator; None: no limit.
-    models: names of the models that the key may use; None: all.
-    metrics: whether the key may read /metrics, which cover the requests of all keys.
+    tenant: opaque id that does not reveal the key. Empty: the server has no API keys.
+    name:   label of the key in metrics and logs. For a key without a name, the beginning of the tenant id.
+    requests_per_minute, tokens_per_minute: limits for all servers of a coordinator together; None: no limit.
+    models: names of the models that the key can use; None: all models.
+    metrics: whether the key can read /metrics, which cover the requests of all keys.
     """
 
     tenant: str = ""
@@ -84,15 +84,15 @@ class ApiKey:
 
 
 OPEN = ApiKey(metrics=True)
-"""The key of every request to a server without API keys."""
+"""The key of every request if the server has no API keys."""
 
 
 def read_keys(path: Path) -> dict[bytes, ApiKey]:
-    """Return the keys of a file by the SHA-256 digest of each.
+    """Return the keys in a file, by the SHA-256 digest of the key.
 
     The file is YAML with a list `keys`, or has one key per line. Empty lines and lines that begin with # are ignored.
-    Raises OSError if the file cannot be read, ApiKeyFileError if an entry is invalid, and NoKeysError if the file has
-    no key. No error message contains a key.
+    Raises OSError if the file cannot be read, ApiKeyFileError if an entry is invalid, and NoKeysError if the file
+    contains no key. No error message contains a key.
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -102,7 +102,7 @@ def read_keys(path: Path) -> dict[bytes, ApiKey]:
     if lines and re.fullmatch(r"keys:\s*(\[.*)?|---", lines[0]):
         entries = _parse(text, path)
     else:
-        entries = [_Entry.model_construct(key=line, name="") for line in lines]  # these keys have no name and no limits
+        entries = [_Entry.model_construct(key=line, name="") for line in lines]  # such a key has no name and no limits
     if not entries:
         raise NoKeysError(f"{str(path)!r} holds no key: write one key per line, or leave the option out")
     keys: dict[bytes, ApiKey] = {}
@@ -131,14 +131,14 @@ def _parse(text: str, path: Path) -> list[_Entry]:
     try:
         return _KeyFile.model_validate(yaml.safe_load(text)).keys
     except (yaml.YAMLError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)  # the message itself may quote a key
+        mark = getattr(error, "problem_mark", None)  # the original message can contain a key
         where = "" if mark is None else f" in line {mark.line + 1}"
         message = f"{str(path)!r} is not YAML{where}: write a list 'keys' of entries with name and key"
         raise ApiKeyFileError(message) from None
     except ValidationError as error:
         errors = error.errors(include_input=False, include_url=False)
         first = errors[0]
-        # The name of an unknown field may be a key that was written in the wrong place.
+        # The name of an unknown field can be a key that was written in the wrong place.
         known = first["loc"]
         has_key = not any(each["type"] == "missing" and each["loc"][:-1] == known[:-1] for each in errors)
         if first["type"] == "extra_forbidden" and not (has_key and re.fullmatch("[A-Za-z]{1,24}", str(known[-1]))):
@@ -150,10 +150,10 @@ def _parse(text: str, path: Path) -> list[_Entry]:
 
 
 class ApiKeys:
-    """The API keys of a file; without a file the server is open to all.
+    """The API keys in a file. Without a file, requests need no key.
 
-    A changed file is read again; if it cannot be used, the previous keys stay. The digest of a key is compared with all
-    digests in constant time.
+    A changed file is read again. If the changed file cannot be used, the previous keys stay valid. The digest of a key
+    is compared with all digests in constant time.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -165,10 +165,10 @@ class ApiKeys:
         self._checked = time.monotonic()
 
     def find(self, headers: Headers) -> ApiKey | None:
-        """Return the key of a request, from its Authorization header or, as Anthropic's and Azure's clients send it,
-        x-api-key or api-key.
+        """Return the key of a request, from the header Authorization, or from x-api-key (Anthropic's clients) or
+        api-key (Azure's clients).
 
-        None if the headers contain no valid key; OPEN if the server is open to all.
+        Returns None if the headers contain no valid key, and OPEN if the server has no API keys.
         """
         if self._file is None:
             return OPEN
@@ -176,7 +176,7 @@ class ApiKeys:
         scheme, _, given = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer":
             given = headers.get("x-api-key") or headers.get("api-key", "")
-        # ASGI gives header bytes as Latin-1; the client sent the key's UTF-8.
+        # ASGI decodes header bytes as Latin-1, but the client has sent the key as UTF-8.
         digest = _digest(given.strip().encode("latin-1", errors="replace"))
         match = None
         for known, key in self._keys.items():
@@ -205,7 +205,7 @@ class ApiKeys:
 def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
     """Return the prefix cache salt of a request.
 
-    No other tenant can have the same salt, whatever `cache_salt` its requests have. Without a tenant the salt is
+    No other tenant can have the same salt, for any `cache_salt` in its requests. Without a tenant, the salt is
     `cache_salt` itself.
     """
     if not tenant:
@@ -214,21 +214,23 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
 
 
 def tenant_session(tenant: str, session: str) -> str:
-    """Return the name under which the coordinator knows a request's session; empty without a session.
+    """Return the session name of a request for the coordinator; empty without a session.
 
-    It is a digest over tenant and session, so sessions of different tenants never have the same name.
+    The name is a digest of tenant and session, so sessions of different tenants never have the same name.
     """
     return _digest(f"megatron session {tenant} {session}".encode()).hex()[:TENANT_CHARACTERS] if session else ""
 
 
 class CertificateError(ValueError):
-    """A certificate or its key cannot be read or do not belong together. Names the files and the remedy."""
+    """A certificate or its key cannot be read, or they do not belong together. The message names the files and the
+    remedy.
+    """
 
 
 class Certificate:
-    """A certificate chain and its key, in PEM, and the TLS context of new connections.
+    """A certificate chain and its private key in PEM format, and the TLS context for new connections.
 
-    Changed files are read again: a renewed certificate needs no restart.
+    Changed files are read again, so a renewed certificate needs no restart.
     """
 
     def __init__(self, certificate_file: Path, key_file: Path) -> None:
@@ -237,7 +239,7 @@ class Certificate:
         self.context = self._new_context()
 
     def check(self) -> bool:
-        """Load the files if they have changed, and return whether the new files are now in use.
+        """Read the files if they have changed. Return whether new files are now in use.
 
         If the files cannot be used, the previous certificate stays in use.
         """
@@ -246,7 +248,8 @@ class Certificate:
             return False
         self._version = version
         try:
-            # Try the files in a new context: a failure after the first file would leave a certificate without its key.
+            # Load the files into a new context, because a failure after the first file would leave a certificate
+            # without its key.
             self._new_context()
             self._load_into(self.context)
         except CertificateError as error:
@@ -256,7 +259,7 @@ class Certificate:
         return True
 
     async def watch(self) -> None:
-        """Check for changed files until cancelled."""
+        """Check for changed files until the task is cancelled."""
         while True:
             await asyncio.sleep(_CERTIFICATE_CHECK_SECONDS)
             self.check()

@@ -1,8 +1,8 @@
-"""HTTP connections with deadlines: a client cannot hold a connection open without making progress, and the number of
+"""HTTP connections with deadlines. A client cannot hold a connection open without making progress, and the number of
 connections is limited.
 
-uvicorn has only a keep-alive timeout. `HttpConnection` adds the limits that protect a server from hostile clients. A
-sweep over the connections, twice a second, checks all deadlines.
+uvicorn has only a keep-alive timeout. `HttpConnection` adds the limits that protect a server from hostile clients.
+Twice per second, a sweep checks the deadlines of all connections.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ MAX_HEADERS = 128
 
 _SLICE_BYTES = 4 * 1024
 _PARSE_SECONDS = 0.0005
-"""Maximum seconds of parsing for one connection before the next connection is served."""
+"""Maximum parsing time for one connection in seconds, before the next connection is parsed."""
 _TURN_SECONDS = 0.01
-"""Maximum seconds of parsing for all waiting connections in one iteration of the event loop."""
+"""Maximum parsing time for all waiting connections in one iteration of the event loop, in seconds."""
 _LINGER_SECONDS = 2.0
-"""Seconds for which the server reads and drops data of the client after an answer that ends the connection early.
-If it closed the connection at once, the kernel would reset it, and the client could lose the answer."""
+"""How long the server reads and drops data from the client after an answer that ends the connection early, in seconds.
+If the server closed the connection immediately, the kernel would reset it, and the client could lose the answer.
+"""
 
 
 class ParseQueue:
-    """Queue of the connections whose received bytes take long to parse.
+    """A queue of connections whose received bytes take long to parse.
 
-    They are parsed round robin. However many connections wait, the event loop runs its other tasks in between.
+    The connections are parsed round robin. For any number of waiting connections, the event loop runs other tasks in
+    between.
     """
 
     def __init__(self) -> None:
@@ -69,7 +71,8 @@ class ParseQueue:
 
 
 class HttpConnection(HttpProtocol):
-    """One HTTP connection, with deadlines for the headers and the body of a request and for reading the answer.
+    """One HTTP connection, with deadlines for receiving the headers and the body of a request, and for sending the
+    answer.
 
     parse_queue: shared by all connections of a server.
     """
@@ -100,14 +103,14 @@ class HttpConnection(HttpProtocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Whether no request is in progress; a part of the next headers may have arrived."""
+        """Whether no request is in progress. A part of the next request's headers may have arrived."""
         return self.conn.their_state is h11.IDLE and self._rejected_at is None and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         self._last_received = self.loop.time()
         self._backlog += data
         if self._is_parsing_later:
-            self.transport.pause_reading()  # uvicorn may have resumed it
+            self.transport.pause_reading()  # uvicorn may have resumed reading
         elif self._parse_queue.is_busy and self.conn.their_state is h11.SEND_BODY:
             self._parse_later()
         else:
@@ -121,13 +124,13 @@ class HttpConnection(HttpProtocol):
     def _parse(self) -> None:
         """Parse the received bytes. Other connections run in between, because a body in small chunks takes long.
 
-        h11 gets slices, because it checks the size of headers only while they are incomplete.
+        h11 gets slices of the bytes, because it checks the size of headers only while they are incomplete.
         """
         self._is_parsing_later = False
         began = time.perf_counter()
         while self._backlog and self._rejected_at is None and not self.transport.is_closing():
             if self.conn.their_state in (h11.MUST_CLOSE, h11.CLOSED):
-                break  # what follows a request with Connection: close is ignored
+                break  # data after a request with Connection: close is ignored
             part = bytes(self._backlog[:_SLICE_BYTES])
             del self._backlog[:_SLICE_BYTES]
             super().data_received(part)
@@ -146,7 +149,7 @@ class HttpConnection(HttpProtocol):
             self._reject(ApiError(error.status, str(error), code="malformed_http"))
 
     def sweep(self, now: float) -> None:
-        """Close the connection if a deadline has passed. now: time of the event loop."""
+        """Close the connection if a deadline has passed. now: time of the event loop, in seconds."""
         unsent = self.transport.get_write_buffer_size() > 0
         answered = self.cycle is None or self.cycle.response_complete or self.transport.is_closing()
         if not self.flow.write_paused and not (unsent and answered):
@@ -174,7 +177,7 @@ class HttpConnection(HttpProtocol):
             self._time_out("next part of the body", self._limits.body_idle_seconds)
 
     def _awaited(self) -> str:
-        """Return what the client must send next; "" while it waits for an answer or between two requests."""
+        """Return what the client must send next. "" while the client waits for an answer, or between two requests."""
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
         is_idle = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -182,12 +185,12 @@ class HttpConnection(HttpProtocol):
 
     def _time_out(self, what: str, seconds: float) -> None:
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
-            self.transport.close()  # no request has begun
+            self.transport.close()  # no request has started
             return
         self._reject(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
 
     def _reject(self, error: ApiError) -> None:
-        """Send the error, unless the application's answer has begun, and close the connection."""
+        """Send the error unless an answer has already begun. Then close the connection."""
         body = json.dumps(error.body()).encode()
         self.answer(error.status, body, {"content-type": "application/json", **error.headers})
         if self.cycle is not None and not self.cycle.response_complete:

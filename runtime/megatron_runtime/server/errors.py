@@ -1,4 +1,4 @@
-"""`ApiError`, the exception for error answers, and its JSON in the format of the OpenAI API."""
+"""`ApiError`, the exception for error answers, and its conversion to the JSON format of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -26,16 +26,19 @@ _PLACE_CHARACTERS = 200
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _SHOWN_CHARACTERS
 CONTEXT_LENGTH_PHRASE = "This model's maximum context length"
-"""Clients recognise an overlong conversation by this phrase, and shorten it."""
+"""Clients detect an overlong conversation by this phrase, and then shorten the conversation."""
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
     """An error answer.
 
-    status: HTTP status.  param: the invalid request field.  code: a word that programs may test for.
-    retry_after_seconds: seconds after which the client should try again.
-    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx answer unless this is set.
+    status: HTTP status.
+    param:  the invalid request field.
+    code:   a short identifier that programs can test.
+    retry_after_seconds: number of seconds after which the client should try again.
+    is_final: the same request will fail again. Unless this is set, OpenAI's clients repeat a request after a 5xx
+              answer.
     """
 
     status: int
@@ -70,20 +73,20 @@ class ApiError(Exception):
 
 @dataclass(eq=False)
 class ContextLengthError(ApiError):
-    """400 for a prompt that leaves no tokens for an answer. The prompt has at least `prompt_length` tokens."""
+    """A 400 error for a prompt that leaves no tokens for an answer. The prompt has at least `prompt_length` tokens."""
 
     prompt_length: int = field(kw_only=True)
     limit: int = field(kw_only=True)
 
 
 _STRUCTURE = re.compile(r"^sampling parameter structured_output=.{0,40}? is invalid: ")
-"""Matches the beginning of an engine's error about structured output. The name of the request field replaces it."""
+"""Matches the start of an engine's error about structured output. The name of the request field replaces it."""
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return the error with the route's name for its field.
+    """Return the error with the route's name for the invalid field.
 
-    names: name of the field in the route, by its name in the error.
+    names: maps the field name in the error to the field name in the route.
     """
     base = re.match(r"[^.\[]*", error.param or "")
     if base is None or base[0] not in names:
@@ -94,12 +97,12 @@ def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
 
 
 def invalid_value(param: str, problem: str) -> ApiError:
-    """Return 400 for a field with a wrong value. problem: what is wrong and what is allowed, without a full stop."""
+    """Return a 400 error for an invalid field value. problem: what is wrong and what is allowed, without a period."""
     return ApiError(400, f"Invalid value for {param}: {problem}.", param=param, code="invalid_value")
 
 
 def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> ApiError:
-    """Return 429 or 503 for a request that can succeed later.
+    """Return a 429 or 503 error for a request that can succeed later.
 
     seconds: how long the client should wait before it tries again.
     """
@@ -107,7 +110,7 @@ def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> Ap
 
 
 def context_length_error(*, prompt_length: int, limit: int, param: str | None, is_bound: bool = False) -> ApiError:
-    """Return 400 for a prompt that leaves no tokens for an answer.
+    """Return a 400 error for a prompt that leaves no tokens for an answer.
 
     is_bound: `prompt_length` is a lower bound, because the prompt was not tokenized.
     """
@@ -122,7 +125,7 @@ def context_length_error(*, prompt_length: int, limit: int, param: str | None, i
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return 400 for a body that pydantic rejected: the first problem, with the name of its field."""
+    """Return a 400 error for a body that pydantic rejected. It describes the first problem and names the field."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
@@ -136,9 +139,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[str, str]) -> ApiError:
-    """Return the error of a FAILED reply, by its HTTP-like code; 500 if it has none.
+    """Return the error for a FAILED reply. Its status is the HTTP-like code in the reply, or 500.
 
-    field_names: request fields by sampling parameter.
+    field_names: names of request fields, by sampling parameter.
     """
     error = error or {}
     code, kind = error.get("code"), str(error.get("type") or "")
@@ -159,7 +162,7 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
         message = _STRUCTURE.sub(f"Invalid value for {param}: ", message)
     if kind == "NotFiniteError":
         kind = "not_finite"
-    if status == 404:  # the adapter was removed after the server's check
+    if status == 404:  # the adapter was removed after the server checked the request
         param, kind = "model", "model_not_found"
     is_final = status >= 500 and error.get("is_transient") is False
     return ApiError(status, message, param=param, code=kind or None, retry_after_seconds=retry, is_final=is_final)
@@ -177,6 +180,6 @@ def _field_name(place: Sequence[str | int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value for a message, escaped. The cost does not depend on the size of the value."""
+    """Return the beginning of a value, escaped for a message. The cost is independent of the size of the value."""
     text = _BRIEF.repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

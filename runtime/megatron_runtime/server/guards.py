@@ -1,11 +1,12 @@
-"""Checks of a request before its body is parsed: Host, Origin, Content-Type, and the structure of its JSON.
+"""Checks a request before its body is parsed: Host, Origin, Content-Type, and the structure of the JSON.
 
 A web page of any site can post plain text to a server on loopback, and a host name of the site can resolve to 127.0.0.1
-(DNS rebinding). The server accepts only JSON, for which browsers send a CORS preflight, and answers the preflight for
-allowed origins only. Host and Origin reveal the site.
+(DNS rebinding). The server therefore accepts only JSON, for which browsers send a CORS preflight request. It answers
+the preflight for allowed origins only. The headers Host and Origin identify the site.
 
-A parser turns each byte pair `[]` into an object of 56 bytes, and validation reports each wrong element. So a body
-within the size limit can still take seconds and gigabytes. `JsonScan` counts the parts of a body before it is parsed.
+A parser converts each byte pair `[]` to an object of 56 bytes, and validation reports each invalid element. A body
+within the size limit can therefore take seconds and gigabytes. `JsonScan` counts the parts of a body before it is
+parsed.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from megatron_runtime.server.json_text import from_json
 
 MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
-"""Maximum number of objects and arrays together in a body, and maximum number of members of objects."""
+"""Maximum number of objects and arrays in a body, and maximum number of members of all objects in a body."""
 MAX_ELEMENTS = 1 << 20
-"""Maximum number of values followed by a comma. Only a prompt of token ids has a good reason to come near it."""
+"""Maximum number of values that are followed by a comma. Only a prompt of token ids legitimately comes close."""
 
 _OTHER = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_BRACKET = bytes.maketrans(b"]{}", b"[[[")
 _CONTAINER_BYTES, _MEMBER_BYTES, _ELEMENT_BYTES = 512, 100, 40
-"""Bytes of memory of a validated object or array, of a member of an object, and of a number in a list."""
+"""Bytes of memory for a validated object or array, for a member of an object, and for a number in a list."""
 _STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
 _PIECE_BYTES = 64 * 1024
 _EXPOSED = "Retry-After, x-ignored-fields, x-ignored-keywords, x-request-id, x-should-retry"
@@ -42,8 +43,9 @@ _CHARSET = re.compile(r"""charset\s*=\s*"?([^";\s]+)"?""", re.IGNORECASE)
 
 
 def check_content_type(headers: Headers) -> bool:
-    """Return whether the body is compressed with gzip. Raises ApiError 415 for a body that is not declared as JSON in
-    UTF-8, and for another compression.
+    """Return whether the body is compressed with gzip.
+
+    Raises ApiError 415 if the body is not declared as JSON in UTF-8, or is compressed in another way.
     """
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
@@ -68,9 +70,9 @@ class Gunzip:
         self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the decompressed pieces that `data` completes, each of at most 64 KiB.
+        """Yield the decompressed chunks that `data` completes, each of at most 64 KiB.
 
-        Raises ApiError 400 for invalid gzip.
+        Raises ApiError 400 for invalid gzip data.
         """
         try:
             while data:
@@ -88,7 +90,7 @@ class Gunzip:
 
 
 def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> None:
-    """Raise ApiError 403 if the Host, or a browser's Origin that differs from the Host, is not allowed.
+    """Raise ApiError 403 if the Host is not allowed, or if a browser's Origin differs from the Host and is not allowed.
 
     allowed: names and addresses in lower case, without ports and brackets.
     """
@@ -110,7 +112,7 @@ def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> 
 
 
 class Origins:
-    """The origins of web pages that may use the server (CORS), from --allowed-origin; "*" allows all origins."""
+    """The origins of web pages that can use the server (CORS), from --allowed-origin. "*" allows all origins."""
 
     def __init__(self, allowed: Collection[str]) -> None:
         self._allowed = frozenset(origin.lower() for origin in allowed)
@@ -119,7 +121,9 @@ class Origins:
         return origin.lower() in self._allowed or "*" in self._allowed
 
     def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the CORS headers of an answer to a page of an allowed origin; an empty list for other requests."""
+        """Return the CORS headers of the answer to a page from an allowed origin, or an empty list for any other
+        request.
+        """
         origin = request.get("origin")
         if origin is None or not self.allow(origin):
             return []
@@ -130,7 +134,7 @@ class Origins:
         ]
 
     def preflight(self, request: Headers) -> dict[str, str] | None:
-        """Return further headers for the answer to a CORS preflight request; None for any other request."""
+        """Return additional headers for the answer to a CORS preflight request, or None for any other request."""
         origin, method = request.get("origin"), request.get("access-control-request-method")
         if origin is None or method is None or not self.allow(origin):
             return None
@@ -146,7 +150,7 @@ class Origins:
 
 
 def origin_of(text: str) -> str:
-    """Return an origin as browsers send it. Raises ValueError for a text that is not an origin."""
+    """Return an origin in the format that browsers send. Raises ValueError if the text is not an origin."""
     parts = urlsplit(text)
     if text == "*" or (
         parts.scheme and parts.netloc and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
@@ -163,32 +167,34 @@ def _authority_of(origin: str) -> str | None:
 
 
 class JsonLimitError(ValueError):
-    """JSON with more structure than the server accepts. The message names the limit and the remedy."""
+    """The JSON has more structure than the server accepts. The message names the limit and the remedy."""
 
 
 class NotJsonError(ValueError):
-    """A text that contains NaN or Infinity: it is not JSON, but pydantic's parser might read it."""
+    """The text contains NaN or Infinity, so it is not JSON. pydantic's parser could accept it."""
 
 
 class JsonScan:
     """Counts the structure of one request body. JSON text in strings of the body counts towards the same limits.
 
-    long_list: only lists longer than this are counted in `longest_list`, which is cheaper.
+    long_list: only longer lists count in `longest_list`, because this is cheaper.
     """
 
     def __init__(self, *, long_list: int = MAX_ELEMENTS) -> None:
         self.longest_list = 0
-        """Elements of the longest list of numbers or texts so far, if they are more than `long_list`; else 0."""
+        """Number of elements in the longest list of numbers or texts so far, if it is greater than `long_list`.
+        Otherwise 0.
+        """
         self.long_list = long_list
         self._run = 0
-        """Commas since the last bracket, except those between members of an object."""
+        """Number of commas since the last bracket, without the commas between members of an object."""
         self._bytes = 0
         self._is_ascii = True
         self._containers = self._members = self._elements = self._depth = 0
         self._in_string = self._after_backslash = False
 
     def feed(self, chunk: bytes) -> None:
-        """Count the next bytes. Raises JsonLimitError, NotJsonError. Other malformed JSON is left to the parser."""
+        """Count the next bytes. Raises JsonLimitError, NotJsonError. The parser detects other malformed JSON."""
         self._bytes += len(chunk)
         self._is_ascii = self._is_ascii and chunk.isascii() and b"\\u" not in chunk
         if self._after_backslash and chunk:
@@ -203,18 +209,20 @@ class JsonScan:
             self._count(outside)
 
     def text(self, text: str, *, depth: int = 0) -> None:
-        """Count the JSON text in a string of the body, as if it were nested. Raises JsonLimitError, NotJsonError."""
+        """Count the JSON text in a string of the body as if it were nested in the body. Raises JsonLimitError,
+        NotJsonError.
+        """
         self._depth, self._run, self._in_string, self._after_backslash = depth, 0, False, False
         self.feed(text.encode(errors="surrogatepass"))
 
     def _count(self, outside: bytes) -> None:
-        if b"N" in outside or b"I" in outside:  # outside of strings, JSON has no other capital letter than E
+        if b"N" in outside or b"I" in outside:  # outside of strings, E is the only capital letter in JSON
             raise NotJsonError(
                 "it has NaN, Infinity or another word with a capital letter outside of strings: give finite numbers, "
                 "true, false or null"
             )
         brackets = outside.translate(_STEPS, _OTHER)
-        self._containers += len(brackets)  # two brackets are one container
+        self._containers += len(brackets)  # two brackets form one container
         self._members += outside.count(b":")
         commas = outside.count(b",")
         self._elements += commas
@@ -231,7 +239,7 @@ class JsonScan:
             raise JsonLimitError(f"it is nested deeper than {MAX_DEPTH} levels: flatten it")
 
     def _count_runs(self, outside: bytes, commas: int, *, has_brackets: bool) -> None:
-        """Count the commas between two brackets, if they can belong to a long list."""
+        """Count the commas between two brackets if they can belong to a long list."""
         if not has_brackets:
             self._run += _separators(outside)
         elif self._run + commas < self.long_list:
@@ -248,9 +256,9 @@ class JsonScan:
 
     @property
     def parsed_bytes(self) -> int:
-        """Upper bound of the bytes of memory that the parsed values take.
+        """Upper bound for the bytes of memory that the parsed values need.
 
-        Non-ASCII text takes four bytes per character.
+        Non-ASCII text needs four bytes per character.
         """
         characters = self._bytes if self._is_ascii else 4 * self._bytes
         structure = _CONTAINER_BYTES * self._containers // 2 + _MEMBER_BYTES * self._members
@@ -262,10 +270,10 @@ def _separators(outside: bytes) -> int:
 
 
 def load_json(text: str, *, scan: JsonScan | None = None, depth: int = 0) -> Any:
-    """Return the value of a JSON text. Raises ValueError, and JsonLimitError for a text with too much structure.
+    """Return the value of a JSON text. Raises ValueError for invalid JSON, and JsonLimitError for too much structure.
 
-    scan:  counts of the enclosing body; None counts only this text.
-    depth: nesting depth of the text within the body.
+    scan:  counts of the enclosing body; None: count only this text.
+    depth: nesting depth of the text in the body.
     """
     (scan or JsonScan()).text(text, depth=depth)
     return from_json(text)

@@ -1,6 +1,6 @@
-"""Forwards a JSON object while a model writes it.
+"""Forwards a JSON object while a model is writing it.
 
-The forwarded text is a complete JSON object in the end.
+The forwarded text is in the end a complete JSON object.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ MAX_SCALAR_CHARACTERS = 400
 class JsonPrefix:
     """Reads the text of a JSON object in parts of any size.
 
-    As soon as the text can no longer become an object, nothing more is forwarded. In this case finish() completes the
-    object, and adds the whole text as a last member `arguments`.
+    When the text can no longer become an object, forwarding stops. finish() then completes the object, and adds the
+    whole text as a last member `arguments`.
     """
 
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._held = ""
-        """Text that was read and is forwarded once its end has come: an escape, a number or literal, the text after the
-        last member."""
+        """Text that was read but not forwarded, because its end has not arrived: an escape sequence, a number, a
+        literal, or the text after the last member.
+        """
         self._expects = "object"
         self._is_key = False
         self._closers: list[str] = []
         self._is_broken = False
 
     def feed(self, text: str) -> str:
-        """Read the next part of the text, and return the text of the object that can now be forwarded."""
+        """Read the next part of the text, and return the part of the object that can now be forwarded."""
         self._texts.append(text)
         if self._is_broken:
             return ""
@@ -46,14 +47,16 @@ class JsonPrefix:
             text = text.lstrip(_SPACE)
         while at < len(text) and not self._is_broken:
             end = self._read(text, at)
-            if end == at:  # more must come
+            if end == at:  # more text must follow
                 break
             at = end
         self._held = "" if self._is_broken else text[at:]
         return text[:at]
 
     def finish(self) -> str:
-        """Return the rest of the object after the last part of the text. A truncated object stays truncated."""
+        """Return the rest of the object after the last part of the text. If the model's object is truncated, it stays
+        truncated.
+        """
         if not self._is_broken:
             return self._held
         expects, inner = self._expects, self._closers[1:]
@@ -67,7 +70,7 @@ class JsonPrefix:
         return f"{end}{''.join(reversed(inner))},{member}"
 
     def _read(self, text: str, at: int) -> int:
-        """Read the next expected token. Return the index of its end; `at` if it is incomplete or invalid."""
+        """Read the next expected token. Return the index of its end, or `at` if the token is incomplete or invalid."""
         char, expects = text[at], self._expects
         if expects == "string":
             return self._read_string(text, at)
@@ -89,7 +92,7 @@ class JsonPrefix:
         elif expects == "separator" and char == ",":
             self._expects = "key" if self._closers[-1] == "}" else "item"
         elif expects in ("separator", "first key", "first item") and char == self._closers[-1]:
-            if len(self._closers) == 1:  # hold the last bracket: invalid text may follow it
+            if len(self._closers) == 1:  # hold the last bracket, because invalid text may follow it
                 self._is_broken = bool(text[at + 1 :].strip(_SPACE))
                 return at
             self._closers.pop()

@@ -1,6 +1,7 @@
-"""JSON of the server's bodies and events, without NaN and infinities.
+"""JSON for bodies and events of the server, without NaN and infinities.
 
-The rules are the same as in `protocol.strict_json`. These functions call pydantic, which takes a quarter of the time.
+The rules are the same as in `protocol.strict_json`. The functions here call pydantic, which needs a quarter of the
+time.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from starlette.responses import Response
 
 
 def to_json(value: Any) -> bytes:
-    """Return `value` as JSON; numbers that are not finite become null."""
+    """Return `value` as JSON. Non-finite numbers become null."""
     return pydantic_core.to_json(value, inf_nan_mode="null")
 
 
 def from_json(text: str) -> Any:
-    """Return the value of a JSON text. Raises ValueError, also for NaN and Infinity."""
+    """Return the value of a JSON text. Raises ValueError for invalid JSON, including NaN and Infinity."""
     return pydantic_core.from_json(text, allow_inf_nan=False)
 
 

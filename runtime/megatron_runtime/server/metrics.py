@@ -1,4 +1,4 @@
-"""Metrics of the server, under this project's names and, if the meaning is the same, under vLLM's names."""
+"""Metrics of the server. Each has a name of this project, and vLLM's name too if vLLM has an equal metric."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ _TIMES_OF_REPLY = {
     "prefill_seconds": ("request_prefill_time_seconds", "From leaving the queue to the first token."),
     "decode_seconds": ("request_decode_time_seconds", "From the first token to the last."),
 }
-"""Histogram of each duration in an engine's final reply, by the key in the reply: name and help text.
-"""
+"""Name and help text of the histogram for each duration in an engine's final reply, by the key in the reply."""
 
 _Kind = TypeVar("_Kind", Gauge, Counter, Histogram)
 
 
 class _VllmNames(Collector):
-    """Copies the metrics of a registry under vLLM's names at each scrape."""
+    """At each scrape, copies the metrics of a registry to vLLM's names."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
@@ -43,7 +42,9 @@ def _vllm_name(name: str) -> str:
 
 
 class ServerMetrics:
-    """Metrics of one server process, in their own registry. open_requests: unanswered choices by tenant."""
+    """Metrics of one server process, in a registry of their own. open_requests: number of unanswered choices, by
+    tenant.
+    """
 
     def __init__(self, *, model: str, vllm: bool) -> None:
         self.registry = CollectorRegistry()
@@ -55,7 +56,7 @@ class ServerMetrics:
             self.registry.register(_VllmNames(shared))
 
         def family(kind: type[_Kind], name: str, text: str, **options: Any) -> _Kind:
-            """Return the metric `megatron_NAME`, labelled with the model."""
+            """Return the metric `megatron_NAME` with the label of the model."""
             metric = kind(f"megatron_{name}", text, ["model_name"], registry=shared, **options)
             return metric.labels(model)
 
@@ -97,11 +98,11 @@ class ServerMetrics:
 
 
 class RequestObserver:
-    """A context manager that observes one choice, from submission to its end.
+    """A context manager that observes one choice from its submission to its end.
 
-    A choice that ends without a call of finished() counts as aborted.
+    A choice counts as aborted if the block ends before a call of finished().
 
-    prompt_tokens: number of tokens of the prompt; set it again before finished() if only the engine knows it.
+    prompt_tokens: number of prompt tokens. If only the engine knows the number, set it again before finished().
     on_generated: called with the number of new tokens.
     """
 
@@ -115,7 +116,7 @@ class RequestObserver:
         on_generated: Callable[[int], object] | None = None,
     ) -> None:
         self.generated = 0
-        """Number of generated tokens known so far."""
+        """Number of tokens generated so far, as last reported by the engine."""
         self.first_token_seconds: float | None = None
         """For a stream, the seconds from its submission to its first token."""
         self.prompt_tokens = prompt_tokens
@@ -142,7 +143,7 @@ class RequestObserver:
             self._metrics.aborted.inc()
 
     def count(self, tokens: int) -> None:
-        """Count tokens that were generated, whether the client reads them or not."""
+        """Count generated tokens, even if the client does not read them."""
         self.generated += tokens
         if self._on_generated is not None:
             self._on_generated(tokens)
@@ -150,7 +151,7 @@ class RequestObserver:
     def tokens(self, count: int, *, at: float) -> None:
         """Record `count` tokens of a stream that arrived together.
 
-        at: time of arrival on the clock of perf_counter().
+        at: arrival time on the clock of perf_counter().
         """
         if self._last is None:
             self._gauge.dec()
@@ -164,7 +165,7 @@ class RequestObserver:
         self._last = at
 
     def finished(self, reason: str, reply: Mapping[str, Any]) -> None:
-        """Record the end of the choice. reason: finish reason. reply: the engine's final reply."""
+        """Record the end of the choice. reason: the finish reason. reply: the engine's final reply."""
         self._is_finished = True
         metrics, tokens = self._metrics, len(reply["generated_tokens"])
         self.count(tokens - self.generated)

@@ -1,4 +1,4 @@
-"""`megatron server`: one HTTP process, from the listening socket to the end of the drain."""
+"""`megatron server`: one HTTP process, from opening the listening socket to the end of the drain."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ from megatron_runtime.transport.security import PeerKeys
 logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2
-"""Seconds in which connections may send their last bytes after the drain."""
+"""Seconds in which connections can send their last bytes after the drain."""
 _OTHER_FILES = 512
-"""Number of open files in addition to the connections, for libraries, the coordinator and probes."""
+"""Number of open files in addition to the connections, for libraries, the coordinator's connection and probes."""
 _TICKS_OF_SWEEP = 5
-"""Iterations of uvicorn's main loop between two sweeps of the connections. One iteration takes 0.1 s."""
+"""Number of iterations of uvicorn's main loop between two sweeps of the connections. An iteration takes 0.1 s."""
 
 
 def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the drain.
 
-    listener: a bound socket; None binds host and port.
-    Raises OSError if the address is in use and TokenizerLoadError if the model has no readable tokenizer.
+    listener: a bound socket; None: bind host and port.
+
+    Raises OSError if the address is in use, and TokenizerLoadError if the model has no readable tokenizer.
     """
     _raise_file_limit(settings.connections.max_connections)
     listener = listener or listen(host=settings.host, port=settings.port)
     with listener:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text per call needs no thread pool
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a call with one text needs no thread pool
         tokenizer = load_tokenizer(settings.model)
-        tokenizer.bound.min_tokens("")  # compute the bound now, because the first call takes long
-        gc.freeze()  # keep modules and vocabulary out of collections, which stall streams
+        tokenizer.bound.min_tokens("")  # compute the limit now, because the first computation is slow
+        gc.freeze()  # exclude modules and vocabulary from garbage collection, which stalls streams
         loop_factory = uvicorn.Config(app="", loop="auto", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Raise the limit of open files: each connection is an open file, and the usual soft limit is 1024."""
+    """Raise the limit of open files. Each connection is an open file, and the usual soft limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -72,9 +73,9 @@ def _raise_file_limit(connections: int) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn with limits on its connections, and without signal handlers: the caller drains the server, then stops it.
+    """A uvicorn server with connection limits and without signal handlers. The caller drains the server, then stops it.
 
-    certificate: None serves plain HTTP.
+    certificate: TLS certificate; None: serve plain HTTP.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class HttpServer(uvicorn.Server):
         self._limits = limits or ConnectionLimits()
         config = uvicorn.Config(
             app,
-            log_config=None,  # its records go to the root logger, in the same format as all others
+            log_config=None,  # its records go to the root logger, in the same format as all other records
             log_level="info" if access_log else "warning",
             access_log=access_log,
             lifespan="off",
@@ -131,11 +132,11 @@ class HttpServer(uvicorn.Server):
 
 
 async def drain(service: Service, http: HttpServer) -> None:
-    """Report not ready, serve until no requests arrive and none is open, and close.
+    """Report not ready, serve until no requests arrive and no request is open, then close.
 
-    Load balancers notice late that the server is not ready, on a loaded node many seconds later. Each request that they
-    still send extends the drain by `linger_seconds`. At the end of the drain time, the remaining requests are answered
-    with an error.
+    Load balancers notice with a delay that the server is not ready. On a loaded node, the delay can be many seconds.
+    Each request that they still send extends the drain by `linger_seconds`. At the end of the drain time, the remaining
+    requests get an error.
     """
     service.draining = True
     settings = service.settings
@@ -153,7 +154,7 @@ async def drain(service: Service, http: HttpServer) -> None:
 
 
 async def _quiet(service: Service) -> None:
-    """Wait until no request has begun for `linger_seconds` and none is open."""
+    """Wait until no request has begun for `linger_seconds` and no request is open."""
     began = time.monotonic()
     while True:
         await service.wait_idle()
@@ -201,7 +202,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
             health = HealthServer(missing=service.missing, registry=registry, host=settings.host, port=port)
             await health.start()
             stack.push_async_callback(health.stop)
-        await client.start(connect_timeout_seconds=0)  # do not wait: the server is not ready until then
+        await client.start(connect_timeout_seconds=0)  # do not wait, because the server is not ready until then
         if certificate is not None:
             stack.callback(asyncio.create_task(certificate.watch()).cancel)
         stopping = asyncio.create_task(stop.wait())

@@ -1,8 +1,8 @@
-"""Limits of requests and tokens per minute for each API key, counted by the coordinator for all servers.
+"""Limits of requests and tokens per minute for each API key. The coordinator counts the usage on all servers.
 
-A request reserves the tokens of its prompts, and some generated tokens for each choice, before it is submitted. Tokens
-beyond that are charged while they are generated. Reserved tokens that it did not generate are returned when it ends,
-for whatever reason.
+Before a request is submitted, it reserves the tokens of its prompts and some generated tokens for each choice. Further
+generated tokens are charged while they are generated. When the request ends for any reason, unused reserved tokens are
+returned.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from megatron_runtime.server.auth import ApiKey
 from megatron_runtime.server.errors import ApiError, try_again
 
 COUNTED_TOKENS = 16
-"""Tokens beyond a reservation are charged in portions of this size, and the remainder when the request ends.
+"""Tokens beyond a reservation are charged in portions of this number. The remainder is charged when the request ends.
 
-A stream of a key with a token limit reports its tokens at least this often.
+If the API key has a token limit, a stream reports its tokens at least this often.
 """
 _REFRESH_SECONDS = 1.0
-"""Maximum seconds that an answer waits for the counts in its headers, if it does not need the coordinator otherwise."""
+"""Maximum seconds that an answer waits for the counts in its headers if it does not otherwise need the coordinator."""
 
 
 @dataclass(eq=False)
 class LimitReachedError(ApiError):
-    """The request exceeds a limit of its API key. reason: the limit, "requests" or "tokens"."""
+    """The request exceeds a limit of its API key. reason: the exceeded limit, "requests" or "tokens"."""
 
     reason: Kind = "tokens"
 
@@ -50,9 +50,9 @@ class Counter(Protocol):
 
 @dataclass(slots=True)
 class _Left:
-    """The remaining amount of a limit, as this server knows it.
+    """The remaining amount of a limit, as last reported to this server.
 
-    full_at: when the limit is fully available again, on the monotonic clock.
+    full_at: time on the monotonic clock at which the full limit is available again.
     """
 
     amount: int
@@ -62,10 +62,10 @@ class _Left:
 class RateLimits:
     """Counts requests and tokens for the API keys of this server.
 
-    A key without limits causes no calls to the coordinator.
+    An API key without limits causes no calls to the coordinator.
 
     reserved_tokens: maximum number of generated tokens that a request reserves for each choice.
-    wait_seconds:    how long a request waits for an unreachable coordinator.
+    wait_seconds:    how long a request waits for an unreachable coordinator, in seconds.
     """
 
     def __init__(self, counter: Counter, *, reserved_tokens: int, wait_seconds: float) -> None:
@@ -75,18 +75,20 @@ class RateLimits:
         self._left: dict[tuple[str, Kind], _Left] = {}
 
     async def take_request(self, key: ApiKey) -> None:
-        """Count one request. Raises LimitReachedError if the minute has no more requests or tokens, and ApiError 503
-        without a coordinator.
+        """Count one request.
+
+        Raises LimitReachedError if no request or no token is left in this minute, and ApiError 503 without a
+        coordinator.
         """
         await self._reserve(key, requests=1)
 
     async def reserve(self, key: ApiKey, *, prompt: int, choices: list[int | None]) -> Reservation:
         """Reserve the tokens of one request.
 
-        prompt:  tokens of its prompts.
-        choices: maximum number of tokens of each choice; None: no limit.
+        prompt:  number of tokens in all prompts.
+        choices: maximum number of tokens of each choice; None: no maximum.
 
-        Raises LimitReachedError if fewer tokens are left in this minute, and ApiError 503 without a coordinator.
+        Raises LimitReachedError if too few tokens are left in this minute, and ApiError 503 without a coordinator.
         """
         limit = key.tokens_per_minute
         assert limit is not None
@@ -99,7 +101,7 @@ class RateLimits:
         return Reservation(self, key, reserved - prompt, window=quota.window)
 
     def check_prompt(self, key: ApiKey, tokens: int) -> None:
-        """Raise LimitReachedError if prompts with this many tokens can never fit the limit."""
+        """Raise LimitReachedError if prompts with this number of tokens exceed the limit of a whole minute."""
         if key.tokens_per_minute is not None and tokens > key.tokens_per_minute:
             message = (
                 f"The prompts have {tokens} tokens, and the API key {key.name} may use {key.tokens_per_minute} per "
@@ -108,7 +110,7 @@ class RateLimits:
             raise LimitReachedError(429, message, code="rate_limit_exceeded", is_final=True)
 
     def charge(self, key: ApiKey, tokens: int, *, window: int | None = None) -> None:
-        """Count tokens, even beyond the limit. A negative number returns tokens to the minute `window`."""
+        """Count tokens even beyond the limit. A negative number returns tokens to the minute `window`."""
         limit = key.tokens_per_minute
         if limit is None or not tokens:
             return
@@ -119,7 +121,7 @@ class RateLimits:
             left.amount = min(max(0, left.amount - tokens), limit)
             now = time.monotonic()
             if left.amount < limit and left.full_at <= now:
-                left.full_at = now + 60  # these tokens begin a new minute
+                left.full_at = now + 60  # these tokens start a new minute
 
     async def refresh(self, key: ApiKey) -> None:
         """Fetch the remaining amounts from the coordinator, for the headers of an answer that counts no tokens."""
@@ -128,10 +130,10 @@ class RateLimits:
                 async with asyncio.timeout(_REFRESH_SECONDS):
                     await self._ask(key)
             except TimeoutError:
-                pass  # the headers show the last known amounts
+                pass  # the headers then contain the last reported amounts
 
     def headers(self, key: ApiKey) -> list[tuple[bytes, bytes]]:
-        """Return the x-ratelimit headers of an answer for the limits of its key."""
+        """Return the x-ratelimit headers of an answer, for the limits of its API key."""
         headers = []
         limits: tuple[tuple[Kind, int | None], ...] = (
             ("requests", key.requests_per_minute),
@@ -145,7 +147,7 @@ class RateLimits:
         return headers
 
     def _known(self, key: ApiKey, kind: Kind, limit: int) -> tuple[int, float]:
-        """Return the remaining amount of a limit, and the seconds until the limit is fully available again."""
+        """Return the remaining amount of a limit, and the seconds until the full limit is available again."""
         left = self._left.get((key.tenant, kind))
         seconds = 0.0 if left is None else left.full_at - time.monotonic()
         return (limit, 0.0) if left is None or seconds <= 0 else (min(left.amount, limit), seconds)
@@ -195,7 +197,7 @@ class RateLimits:
 class Reservation:
     """The tokens that one request has reserved.
 
-    generated: reserved tokens of all its choices.
+    generated: number of reserved generated tokens of all choices.
     """
 
     def __init__(self, counts: RateLimits, key: ApiKey, generated: int, *, window: int) -> None:
@@ -203,18 +205,18 @@ class Reservation:
         self._key = key
         self._window = window
         self._unused = generated
-        """Negative: tokens that are still to be charged."""
+        """Number of reserved tokens left. If it is negative, this number of tokens must still be charged."""
 
     def add(self, tokens: int) -> None:
-        """Count tokens that were generated. Tokens beyond the reservation are charged."""
+        """Count generated tokens. Tokens beyond the reservation are charged."""
         self._unused -= tokens
         if self._unused <= -COUNTED_TOKENS:
             self.settle()
 
     def settle(self) -> None:
-        """Charge the remaining generated tokens, or return unused reserved tokens.
+        """Charge the generated tokens that are not charged yet, or return unused reserved tokens.
 
-        Call it when the request ends.
+        Call this method when the request ends.
         """
         unused, self._unused = self._unused, 0
         self._counts.charge(self._key, -unused, window=self._window)

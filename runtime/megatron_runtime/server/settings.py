@@ -19,14 +19,14 @@ BACKLOG = 2048
 class ConnectionLimits:
     """Deadlines in seconds, and the maximum number of connections.
 
-    header_seconds:     from the connection, or the first byte of a request, to the end of its headers.
+    header_seconds:     from the connection, or from the first byte of a request, to the end of the request's headers.
     body_seconds:       from the end of the headers to the end of the body.
-    body_idle_seconds:  longest pause between two parts of a body.
+    body_idle_seconds:  maximum pause between two parts of a body.
     stall_seconds:      time in which a client must read a full write buffer of at most 48 KiB.
-    keep_alive_seconds: time between two requests.
-    handshake_seconds:  duration of the TLS handshake.
-    max_connections:    maximum number of connections. A further connection closes the one that has been idle longest;
-                        if none is idle, it is answered with 503.
+    keep_alive_seconds: maximum time between two requests.
+    handshake_seconds:  maximum duration of the TLS handshake.
+    max_connections:    maximum number of connections. A further connection closes the connection that has been idle
+                        longest. If no connection is idle, the further connection gets a 503 answer.
     """
 
     header_seconds: float = 20.0
@@ -43,49 +43,50 @@ class ServerSettings:
     """Settings of `megatron server`.
 
     coordinator:        address of the coordinator's client port, "tcp://host:port".
-    model:              model reference; the tokenizer is read from it.
-    model_name:         name under which /v1/models offers it; None means the last part of the reference.
-    model_aliases:      further names of the model in requests and in /v1/models.
+    model:              model reference, from which the tokenizer is read.
+    model_name:         name of the model in /v1/models; None: the last part of the reference.
+    model_aliases:      additional names of the model in requests and in /v1/models.
     model_hash:         model hash that engines must have to serve the requests, up to 128 characters; empty: any.
-    host, port:         where HTTP listens; port 0 picks a free one.
-    health_port:        where probes and metrics are, without a key; None: metrics are on `port`, behind the API key.
-    keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
-    tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
-    api_keys_file:      API keys that open /v1: one per line, or YAML. Read again when it changes; None leaves the
-                        server open.
-    share_prefix_cache: API keys share cached prefixes, so that `cached_tokens` and response times reveal to the holder
-                        of one key which prompts others sent. Without API keys it has no effect.
-    any_model_name:     requests with an unknown model name are answered by the served model, as in Megatron-Core's
-                        server; otherwise with 404.
-    allow_priority:     requests may have a `priority` other than 0.
-    reserve_tokens:     maximum number of generated tokens that a request of a key with a token limit reserves for each
-                        choice.
-    backend:            backend of the engines. "vllm": conversations are rendered and answers are parsed by vLLM, if it
-                        is installed and reads the model; "native": by this server.
-    tool_call_parser:   format of the model's tool calls: a name of `table.PARSERS`, with the backend vllm one of its
-                        parsers, "auto" for the one that its chat template describes, "none" to offer no tools.
+    host, port:         address of the HTTP server; port 0 picks a free port.
+    health_port:        port of probes and metrics, which need no API key there; None: metrics are on `port` and need an
+                        API key.
+    keys_dir:           directory of client.key, client.pub and server.pub; None: no encryption.
+    tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None: plain HTTP.
+    api_keys_file:      API keys for the routes under /v1: one key per line, or YAML. Read again when it changes; None:
+                        requests need no key.
+    share_prefix_cache: API keys share cached prefixes. The holder of a key can then detect from `cached_tokens` and
+                        response times which prompts others have sent. Without API keys, the setting has no effect.
+    any_model_name:     the served model answers requests with an unknown model name, as in Megatron-Core's server.
+                        Otherwise such a request gets 404.
+    allow_priority:     requests can have a `priority` other than 0.
+    reserve_tokens:     maximum number of generated tokens that a request reserves for each choice if its API key has a
+                        token limit.
+    backend:            backend of the engines. "vllm": vLLM renders conversations and parses answers, if it is
+                        installed and supports the model. "native": this server does so.
+    tool_call_parser:   format of the model's tool calls: a name in `table.PARSERS`, with the backend vllm also a vLLM
+                        parser, "auto" for the format that the chat template describes, "none" to offer no tools.
     generation_config:  "auto": default sampling parameters come from the model's generation_config.json; "none": the
                         defaults are neutral.
-    reasoning_parser:   how the model marks its reasoning: a name of `reasoning.FORMATS`, with the backend vllm one of
-                        its parsers, "auto" for the markers in its chat template, "none" to leave it in the text.
-    max_sequence_length: prompt + answer of one request, in tokens; None means the limit of the model.
-    max_body_bytes:     longest request body.
-    max_bodies_bytes:   memory that requests hold until they are answered (bodies, prompts, whole answers); beyond that
-                        429.
-    max_open_requests:  maximum number of choices that run or wait at the same time; beyond that 429.
-    keep_alive_seconds: a stream without an event for this long gets a comment.
-    coordinator_wait_seconds: how long a new request waits for an unreachable coordinator, then 503.
+    reasoning_parser:   how the model marks its reasoning: a name in `reasoning.FORMATS`, with the backend vllm also a
+                        vLLM parser, "auto" for the markers in the chat template, "none" to return reasoning as text.
+    max_sequence_length: maximum number of tokens of prompt plus answer of a request; None: the limit of the model.
+    max_body_bytes:     maximum size of a request body.
+    max_bodies_bytes:   maximum memory that requests hold until they are answered (bodies, prompts, answers without
+                        streaming). Further requests get 429.
+    max_open_requests:  maximum number of choices that run or wait at the same time. Further requests get 429.
+    keep_alive_seconds: a stream that has no event for this time gets a comment.
+    coordinator_wait_seconds: how long a new request waits for an unreachable coordinator before it gets 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
-    linger_seconds:     after SIGTERM, the server closes when no request has begun for this long: load balancers notice
-                        late that it is not ready.
+    linger_seconds:     after SIGTERM, the server closes when no request has begun for this time. Load balancers notice
+                        with a delay that the server is not ready.
     access_log:         log each HTTP request.
-    allowed_hosts:      values of the Host header, without port, that are served; a browser's Origin must equal the Host
-                        header; empty: any.
-    allowed_origins:    origins of web pages that may use the server, such as "http://localhost:3000"; "*": all.
+    allowed_hosts:      accepted values of the Host header, without port. The Origin that a browser sends must equal the
+                        Host header. Empty: any.
+    allowed_origins:    origins of web pages that can use the server, such as "http://localhost:3000"; "*": all.
     allowed_media_hosts: hosts from which images, audio and video of requests are fetched: names, or addresses, which
-                        may be private; empty: requests have data URLs only.
+                         can be private. Empty: only data URLs are accepted.
     connections:        deadlines and limits of HTTP connections.
-    vllm_metrics:       also expose metrics under their vllm: names.
+    vllm_metrics:       also export metrics under their vllm: names.
     """
 
     coordinator: str = ""
@@ -129,7 +130,7 @@ class ServerSettings:
 
     @property
     def served_names(self) -> tuple[str, ...]:
-        """Return all names of the model, without repetitions."""
+        """Return all names of the model without duplicates."""
         return tuple(dict.fromkeys((self.served_name, *self.model_aliases)))
 
 
@@ -140,7 +141,7 @@ def default_model_name(model: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name to bind is reachable from this host only."""
+    """Return whether an address or name to bind to is reachable only from this host."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -157,9 +158,9 @@ def url_of(listener: socket.socket) -> str:
 def listen(*, host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
-    It is opened before the slow part of the start, so that early connections wait instead of failing.
+    The socket is opened before the slow part of the start, so that early connections wait and do not fail.
 
-    Raises OSError that names the address and the options to change.
+    Raises OSError whose message names the address and the options to change.
     """
     try:
         listener = listening_socket(host, port, backlog=BACKLOG)
@@ -168,6 +169,6 @@ def listen(*, host: str, port: int) -> socket.socket:
         message = f"cannot listen on {host}:{port} ({reason}): choose another --host or --port"
         raise OSError(error.errno, message) from error
     # Accepted connections inherit TCP_NODELAY. asyncio sets it only on sockets with an explicit protocol number.
-    # Without it the second event of a stream waits 40 ms for the client's delayed acknowledgement.
+    # Without TCP_NODELAY, the second event of a stream waits 40 ms for the client's delayed acknowledgement.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener

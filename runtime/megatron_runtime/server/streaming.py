@@ -1,4 +1,4 @@
-"""Server-sent events, and work that is cancelled when the client disconnects or the drain time ends."""
+"""Server-sent events, and cancellation of work when the client disconnects or the drain time ends."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ class ClientDisconnectedError(Exception):
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: asyncio.Event) -> _T:
-    """Await `work`; cancel it when the client disconnects or the drain time ends.
+    """Await `work`. Cancel it when the client disconnects or the drain time ends.
 
-    receive: ASGI `receive` of the request. Raises ClientDisconnectedError if the client disconnected, ApiError 503 if
-    `expired` was set.
+    receive: ASGI `receive` of the request.
+
+    Raises ClientDisconnectedError if the client has disconnected, and ApiError 503 if `expired` was set.
     """
     task = asyncio.ensure_future(work)
     left = asyncio.create_task(_disconnected(receive))
@@ -50,8 +51,8 @@ async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: as
 class WholeAnswer(Response):
     """A response that sends a whole answer in parts.
 
-    Each part waits until the client has read most of the earlier parts. So the request stays open, and its memory
-    counts as held, until the client has read the answer.
+    Each part waits until the client has read most of the earlier parts. Therefore the request stays open, and its
+    memory counts as held, until the client has read the answer.
     """
 
     PART_BYTES = 64 * 1024
@@ -67,13 +68,13 @@ class WholeAnswer(Response):
 class EventStream(Response):
     """A stream of server-sent events.
 
-    Nothing is sent before the first event, so a rejected request gets a proper status. A stream that is silent for
-    `keep_alive_seconds` gets a comment. An ApiError after the first byte becomes an error event, and no DONE follows:
-    the answer is not complete. When the client disconnects, `events` is closed at once; when `expired` is set, the
-    stream ends with an error.
+    Nothing is sent before the first event, so that a rejected request gets its own status. A stream without an event
+    for `keep_alive_seconds` gets a comment. After the first byte, an ApiError becomes an error event. No DONE follows,
+    because the answer is not complete. When the client disconnects, `events` is closed immediately. When `expired` is
+    set, the stream ends with an error.
 
-    error_body: returns the body of an error in the format of Anthropic's API, whose events are named by their `type`
-                and which knows no DONE. None means OpenAI's format.
+    error_body: returns the body of an error in the format of Anthropic's API. Events of this API have the name of their
+                `type`, and the stream has no DONE. None: OpenAI's format.
     """
 
     media_type = "text/event-stream"
@@ -141,7 +142,7 @@ class EventStream(Response):
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended."""
+    """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""The public names for publishing weights from a training script, and for using them in a program with engines."""
+"""Public names for publishing weights from a training script, and for loading them in a program with engines."""
 
 from megatron_runtime.checkpoints.source import Trainer
 from megatron_runtime.trainer.published import PublishError

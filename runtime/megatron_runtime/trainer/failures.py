@@ -1,7 +1,7 @@
-"""The effects of losing a process during an update: which weights engines serve, and what publish() does.
+"""The effects of losing a process during a weight update: which weights the engines serve, and what publish() does.
 
-tests/unit/coordinator/test_update_model.py checks the table against the coordinator's core, with the events of an
-update in any order, and docs/concepts/verbs.md against the table.
+tests/unit/coordinator/test_update_model.py checks this table against the coordinator's core, with the events of an
+update in any order. It also checks docs/concepts/verbs.md against this table.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ class Lost(StrEnum):
 
 
 class PublishPhase(StrEnum):
-    """Progress of the update at the lost engine; if another process is lost, at the engine with the least progress."""
+    """Progress of the update on the lost engine. If another process is lost, progress of the engine with the least
+    progress.
+    """
 
     CONNECTING = "connecting"
     RECEIVING = "receiving"
@@ -33,7 +35,7 @@ class PublishPhase(StrEnum):
 class UpdateOutcome:
     """The outcome of an update during which a process was lost.
 
-    epoch:   whether all engines then serve the old or the new weights, including engines that restart.
+    epoch:   whether all engines, including engines that restart, then serve the old or the new weights.
     publish: effect on the publish() call in progress.
     retry:   the process that retries the update, or a part of it.
     """

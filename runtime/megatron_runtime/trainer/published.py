@@ -16,11 +16,11 @@ from megatron_runtime.protocol.published_weights import VALUE_BYTES, digest_of
 
 
 class PublishError(RuntimeError):
-    """The update failed. The message names the engine, or the rank of the trainer, and the cause.
+    """The update failed. The message names the cause, and the engine or the rank of the trainer that failed.
 
-    is_committed: False: every engine keeps the weights that it has. None: unknown, because the coordinator, or the
-                  first rank of the trainer, did not answer. Publish again: the same weights under the same epoch change
-                  nothing that was committed.
+    is_committed: False: every engine keeps its weights. None: unknown, because the coordinator or the first rank of the
+                  trainer did not answer. If so, publish again. Publishing the same weights with the same epoch changes
+                  nothing if they were committed.
     """
 
     def __init__(self, message: str, *, is_committed: bool | None) -> None:
@@ -29,12 +29,12 @@ class PublishError(RuntimeError):
 
 
 class PublishedWeights(OfferedTensors):
-    """The weights of one epoch. The constructor copies them, so the program may continue training.
+    """The weights of one epoch. The constructor copies the weights, so the program can continue training.
 
     model: a causal language model of transformers in eval mode, a GPTModel of Megatron-Core on one rank, a checkpoint,
-           or a mapping of transformers names to whole tensors of float32, bfloat16 or float16, on any device.
+           or a mapping from transformers names to complete float32, bfloat16 or float16 tensors on any device.
 
-    Raises ValueError naming the tensor that cannot be published, and UnsupportedModelError for another model.
+    Raises ValueError with the name of a tensor that cannot be published, and UnsupportedModelError for any other model.
     """
 
     def __init__(self, model: Any, *, epoch: int) -> None:

@@ -1,8 +1,8 @@
-"""The ranks of a trainer that hold parts of one model of Megatron-Core. The first rank publishes the whole model.
+"""The ranks of a trainer that hold parts of one Megatron-Core model. The first rank publishes the whole model.
 
-It reads the parts of the other ranks like a checkpoint that several ranks have saved. Each rank describes the boxes of
-Megatron's tensors that it holds, and sends the bytes of a box when the first rank requests them. The last message of
-each call is its result.
+The first rank reads the parts of the other ranks like a checkpoint that several ranks have saved. Each rank describes
+its boxes of Megatron's tensors, and sends the bytes of a box when the first rank requests them. The last message of
+each call is the result of the call.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from megatron_runtime.trainer.published import PublishError
 logger = logging.getLogger(__name__)
 
 _BUCKET_BYTES = 64 << 20
-"""Size limit of one message with values."""
+"""Maximum number of bytes in one message with values."""
 _KEPT_MATRICES = 2
-"""Stored tensors that are kept, because several tensors are parts of them: weight and bias of query, key and value."""
+"""Number of stored tensors that are kept. Several tensors can be parts of one: weight and bias of query, key and value.
+"""
 _HEADER_NUMBERS = 4
-"""Of a request: the number of a chunk, the number of leading axes, and the index on up to two axes.
-Of a text: _TEXT, and its number of bytes.
+"""Number of integers in a header.
+
+In a request: the number of a chunk, the number of leading axes, and the index on up to two axes.
+Before a text: _TEXT, and the number of bytes.
 """
 _TEXT = -1
 
 
 @dataclass(frozen=True, slots=True)
 class RankChunk:
-    """A box of the stored tensor `key`: chunk number `number` of a rank."""
+    """A box of the stored tensor `key`, which is chunk `number` of a rank."""
 
     key: str
     box: tuple[range, ...]
@@ -48,15 +51,16 @@ class RankChunk:
 
 
 Receive = Callable[[RankChunk, tuple[int, ...], torch.Tensor], None]
-"""Fills a tensor of bytes with the values of a chunk at one index of its leading axes."""
+"""Fills a uint8 tensor with the values of a chunk at one index of its leading axes."""
 
 
 class TrainerRanks:
-    """The ranks of a group. Every rank makes the same calls in the same order, and nothing else uses the group then.
+    """The ranks of a group. Every rank makes the same calls in the same order. During a call, nothing else may use the
+    group.
 
-    group: of torch.distributed, with a backend for tensors on the CPU; None: this process is the only rank.
+    group: a group of torch.distributed with a backend for CPU tensors; None: this process is the only rank.
 
-    Raises ValueError for a group without this rank or without such a backend.
+    Raises ValueError if the group does not contain this rank or has no such backend.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -74,15 +78,17 @@ class TrainerRanks:
         self._ranks = dist.get_process_group_ranks(group)
 
     def run(self, act: Callable[[], str]) -> str:
-        """Return act() of the first rank on all ranks. If it raises an error, the other ranks raise PublishError."""
+        """Call act() on the first rank, and return its result on all ranks. If act() fails, the other ranks raise
+        PublishError.
+        """
         return self._run(act, [])
 
     def publish(self, model: Any, act: Callable[[Any], str]) -> str:
-        """Return the result of `act` of the first rank on all ranks. `act` gets a checkpoint of the whole model.
+        """Call `act` on the first rank with a checkpoint of the whole model. Return the result on all ranks.
 
-        model: this rank's part, a GPTModel. If this process is the only rank, `act` gets the model as it is.
+        model: this rank's part, a GPTModel. If this process is the only rank, `act` gets `model` itself.
 
-        Raises PublishError if a rank is lost, and on other ranks than the first if `act` raises an error.
+        Raises PublishError if a rank is lost. If `act` raises an error, the other ranks raise PublishError.
         """
         if self._group is None:
             return act(model)
@@ -121,7 +127,7 @@ class TrainerRanks:
         return result
 
     def _end(self, result: dict[str, Any]) -> None:
-        """Send the result to the other ranks. A lost rank does not change the result."""
+        """Send the result to the other ranks. Losing a rank does not change the result."""
         for rank in range(1, len(self._ranks)) if self._group is not None else ():
             try:
                 self._send_text(rank, result)
@@ -129,7 +135,7 @@ class TrainerRanks:
                 logger.warning("%s", error)
 
     def _follow(self, held: Sequence[LiveChunk]) -> str:
-        """Send the values that the first rank requests, and return the result that it sends."""
+        """Send the values that the first rank requests, until it sends its result. Return the result."""
         while (header := self._receive_header(0))[0] != _TEXT:
             number, axes, *place = header
             for bucket in held[number].bytes_at(tuple(place[:axes])).reshape(-1).split(_BUCKET_BYTES):
@@ -180,19 +186,19 @@ class TrainerRanks:
             raise self._lost(rank, error) from error
 
     def _lost(self, rank: int, error: RuntimeError) -> PublishError:
-        # Without the first rank, the result is unknown. Other ranks are needed only before the update.
+        # Without the first rank, the result is unknown. The other ranks are needed only before the update.
         cause = f"rank {rank} of the trainer's group is lost: {error}; restart the ranks of the trainer"
         return PublishError(cause, is_committed=False if self.is_first else None)
 
 
 class GatheredModel(ChunkedCheckpoint[RankChunk]):
-    """A model of which several ranks hold parts. read() receives the values.
+    """A model whose parts are on several ranks. read() receives the values from the ranks.
 
-    index:     the parts of all ranks.
-    receive:   called with a chunk and its index for each part that a read() needs.
-    num_ranks: for errors.
+    index:     the parts on all ranks.
+    receive:   called with a chunk and its index for each part that read() needs.
+    num_ranks: number of ranks, for errors.
 
-    Raises UnsupportedModelError if the ranks lack a part.
+    Raises UnsupportedModelError if a part of the model is missing on all ranks.
     """
 
     def __init__(
@@ -222,7 +228,7 @@ class GatheredModel(ChunkedCheckpoint[RankChunk]):
 
 
 def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
-    """Return the shapes, types and boxes of this rank's parts, and append the parts to `held` in the same order."""
+    """Return the shapes, types and boxes of this rank's parts. Append the parts to `held` in the same order."""
     if not is_megatron_model(model):
         raise UnsupportedModelError(f"model is {type(model).__name__}: with a group, want a GPTModel of Megatron-Core")
     tensors = []
@@ -234,9 +240,10 @@ def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
 
 
 def _union(descriptions: Iterable[dict[str, Any]]) -> dict[str, TensorIndex[RankChunk]]:
-    """Return the parts of all ranks. Of ranks with the same box, such as data parallel replicas, the first one counts.
+    """Return the parts of all ranks. If several ranks have the same box, such as data-parallel replicas, use the first
+    rank.
 
-    Raises UnsupportedModelError for a rank without a part of the same model.
+    Raises UnsupportedModelError if a rank has no part of the same model.
     """
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     chunks: dict[str, dict[tuple[range, ...], RankChunk]] = {}

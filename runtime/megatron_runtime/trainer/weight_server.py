@@ -30,31 +30,31 @@ from megatron_runtime.transport.security import TRAINER, PeerKeys
 
 CONNECT_SECONDS = 30.0
 RETRY_SECONDS = 0.5
-"""Time between two tries while another operation is under way, or the coordinator is recovering."""
+"""Seconds between two attempts while another operation is in progress, or while the coordinator is recovering."""
 
 
 class WeightServer:
-    """Sends weights to engines, and keeps a copy of them in host memory for engines that start later.
+    """Sends weights to engines, and keeps a copy of the weights in host memory for engines that start later.
 
-    The program may use torch.distributed: this class uses none of its process groups except `group`. Host memory holds
-    one copy of the weights between two calls of publish(), and two copies during a call.
+    The program can use torch.distributed. This class uses none of its process groups except `group`. Host memory
+    contains one copy of the weights between two calls of publish(), and two copies during a call.
 
-    With a group, each of its ranks creates a WeightServer with its part of the model and the same other arguments, and
-    calls publish() and close(). Rank 0 alone listens, connects, and has the copy of the whole model.
+    With a group, every rank creates a WeightServer with its part of the model and otherwise equal arguments, and calls
+    publish() and close(). Only rank 0 listens, connects, and has the copy of the whole model.
 
-    model:       see PublishedWeights. publish() reads its values at the time of the call.
-    coordinator: "HOST:PORT" of its admin port. None: publish() updates no engine. A program with MegatronLLM gets the
-                 weights with update_weights(source=Trainer(...)).
+    model:       see PublishedWeights. publish() reads the values at the time of the call.
+    coordinator: "HOST:PORT" of the coordinator's admin port. None: publish() updates no engine. In a program with
+                 MegatronLLM, update_weights(source=Trainer(...)) loads the weights.
     keys:        directory of trainer.key, trainer.pub, server.pub and engine.pub; None: no encryption.
-    host:        address of this machine that the engines connect to; None: the one that reaches the coordinator, or
-                 without a coordinator 127.0.0.1.
-    port:        port for the engines' connections, the only one that listens; 0: a free port.
-    group:       the ranks of torch.distributed that hold parts of one GPTModel, with any tensor, pipeline, expert and
-                 data parallel sizes. It needs a backend for the CPU, such as new_group(backend="gloo"), and a timeout
-                 longer than publish(). None: the model is whole on this rank.
+    host:        address of this machine to which engines connect; None: the address of the interface that reaches the
+                 coordinator, or 127.0.0.1 without a coordinator.
+    port:        port for the engines' connections, the only listening port; 0: a free port.
+    group:       the torch.distributed ranks that hold parts of one GPTModel, with any tensor, pipeline, expert and data
+                 parallel sizes. The group needs a CPU backend, such as new_group(backend="gloo"), and a timeout longer
+                 than publish(). None: this rank has the whole model.
 
-    The constructor raises KeyFileError, OSError if it cannot listen, CoordinatorUnreachableError, and ValueError
-    for a group without a backend for the CPU. Other ranks than rank 0 raise PublishError instead.
+    The constructor raises KeyFileError, OSError if it cannot listen, CoordinatorUnreachableError, and ValueError for a
+    group without a CPU backend. On ranks other than rank 0, it raises PublishError instead.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class WeightServer:
         self._ranks = TrainerRanks(group)
         self._closed = not self._ranks.is_first
         self._held: dict[str, Offer] = {}
-        """By session."""
+        """The offers of weights, by session."""
         self._link: PeerLink | None = None
         self._calls: ControlCalls | None = None
         self.address = self._ranks.run(lambda: self._listen(coordinator, host, port))
-        """ "HOST:PORT" that engines connect to."""
+        """Address "HOST:PORT" to which engines connect."""
 
     def _listen(self, coordinator: str | None, host: str | None, port: int) -> str:
         address = coordinator_address(coordinator) if coordinator is not None else None
@@ -101,9 +101,10 @@ class WeightServer:
         self.close()
 
     def close(self) -> None:
-        """Disconnect once all receiving engines have the weights. Wait for a silent engine no longer than
-        EXCHANGE_SECONDS. Engines keep the weights that they have, and pass them to engines that start later.
-        Idempotent.
+        """Disconnect when all receiving engines have the weights. Idempotent.
+
+        If an engine makes no progress, wait at most EXCHANGE_SECONDS. Engines keep their weights, and send them to
+        engines that start later.
         """
         if self._closed:
             return
@@ -120,14 +121,14 @@ class WeightServer:
         self._held.clear()
 
     def publish(self, epoch: int, *, timeout_seconds: float = 600.0) -> str:
-        """Replace the weights of all engines by the current weights of the model, or raise and replace none.
+        """Replace the weights of all engines, or of no engine, by the current weights of the model.
 
-        Returns the reference of the new weights when each engine has received and verified them and the coordinator
-        has committed. An engine that is lost during the update gets them when it restarts, before it serves.
+        Return the reference of the new weights when every engine has received and verified them and the coordinator has
+        committed. An engine that is lost during the update receives the new weights when it restarts, before it serves.
 
-        epoch: must be above the engines' epoch.
+        epoch: must be greater than the engines' epoch.
 
-        Raises ValueError if the model cannot be published, and PublishError. With a group, an error of rank 0 is a
+        Raises ValueError if the model cannot be published, and PublishError. With a group, an error on rank 0 raises
         PublishError on the other ranks.
         """
         return self._ranks.publish(self._model, lambda model: self._publish(model, epoch, timeout_seconds))
@@ -154,16 +155,17 @@ class WeightServer:
         self._port.offer(*held.values())
 
     def set_generation_epoch(self, epoch: int) -> None:
-        """Label the following tokens with `epoch`. With a group, only rank 0 may call this.
+        """Label all later tokens with `epoch`. With a group, only rank 0 can call this method.
 
         Raises ControlRejectedError and CoordinatorUnreachableError.
         """
         self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0))
 
     def status(self) -> StatusReply:
-        """Return the coordinator's STATUS: its epoch, and the epoch, source and digest of each engine's weights.
+        """Return the coordinator's STATUS: the current epoch, and the epoch, source and digest of each engine's
+        weights.
 
-        With a group, only rank 0 may call this.
+        With a group, only rank 0 can call this method.
         """
         calls = self._connected()
 
@@ -204,7 +206,9 @@ class WeightServer:
         return self._loop.run_sync(send())
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
-        """Send UPDATE_WEIGHTS again until the coordinator accepts it. It rejects it during another operation."""
+        """Send UPDATE_WEIGHTS repeatedly until the coordinator accepts it. The coordinator rejects it during other
+        operations.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:

@@ -1,4 +1,4 @@
-"""`megatron bench`."""
+"""The subcommands of `megatron bench`."""
 
 from megatron_runtime.cli.options import LazyGroup
 

@@ -31,13 +31,15 @@ from megatron_runtime.transport.peer_link import OpenSocket, PeerLink, open_deal
 
 SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 512
 WINDOW = 16
-"""Open requests per client of the closed loop."""
+"""Number of open requests per client in the closed loop."""
 SEQUENTIAL_REQUESTS = 2000
 STREAMS = 64
 STEPS_AHEAD = 16
-"""Maximum number of unanswered messages with partials."""
+"""Maximum number of messages with partial answers that have been sent and that the client has not received yet."""
 _RATES: dict[str, Any] = {"prefill_rate": 60_000.0, "decode_rate": 25e6}
-"""Rates of an engine for LeastCost: Llama 3.1 8B on one H100, as in `megatron bench routing`."""
+"""Prefill and decode rates that the engines report for the LeastCost policy: Llama 3.1 8B on one H100, as in
+`megatron bench routing`.
+"""
 _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 _TOKEN = messages.tokens_to_bytes([1])
 _PARAMS = messages.pack({"num_tokens_to_generate": 1})
@@ -46,19 +48,20 @@ OnMessage: TypeAlias = Callable[[PeerLink, messages.Message], object]
 
 
 def answer(engine: PeerLink, message: messages.Message) -> None:
-    """Answer a request at once with one token."""
+    """Answer a request immediately with one token."""
     if isinstance(message, messages.Dispatch):
         engine.send(messages.Final(message.dispatch_id, message.uid, _TOKEN, _REPLY).to_frames())
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """A coordinator, and the load.
+    """A coordinator, and the parameters of the load.
 
     clients, engines: number of clients and of engines.
     requests:         number of requests in each part of the measurement.
-    start_seconds:    seconds from the start of the coordinator to the report of its address.
-    prompts:          token ids as int32, shape [DISTINCT_PROMPTS, tokens]. Half of each is one of SHARED_PREFIXES.
+    start_seconds:    seconds from the start of the coordinator process until it reports its address.
+    prompts:          token ids as int32, shape [DISTINCT_PROMPTS, tokens]. The first half of each prompt is one of
+                      SHARED_PREFIXES different prefixes.
     streams:          number of streams that an engine accepts in addition to the closed loop.
     open_socket:      opens the socket of a client or an engine.
     """
@@ -142,9 +145,10 @@ class Bench:
     async def closed_loop(
         self, send: Callable[[int], object], window: asyncio.Semaphore, *, count: int, size: int
     ) -> tuple[float, float]:
-        """Send `count` messages. Return the seconds, and the CPU seconds of all threads of the coordinator.
+        """Send `count` messages. Return the elapsed seconds, and the CPU seconds of all coordinator threads.
 
-        window: semaphore of `size` unanswered messages; released for each answer.
+        send:   sends the message with the given number.
+        window: semaphore that limits unanswered messages to `size`. The receiver of an answer releases it.
         """
         process = psutil.Process(self.coordinator.pid)
         before, begun = process.cpu_times(), time.perf_counter()
@@ -158,7 +162,7 @@ class Bench:
 
 
 async def run(**load: Any) -> list[Figure]:
-    """Measure all parts in order, on one coordinator. load: see Bench.start()."""
+    """Run all measurements in order on one coordinator. load: see Bench.start()."""
     bench = Bench.start(**load)
     try:
         await asyncio.sleep(1)  # wait until the new process is idle
@@ -175,7 +179,7 @@ async def run(**load: Any) -> list[Figure]:
 
 
 async def sequential(bench: Bench) -> list[Figure]:
-    """Measure one client that sends one request at a time."""
+    """Measure one client that sends its requests one after another."""
     params = SamplingParams(num_tokens_to_generate=1)
     latencies: list[float] = []
     async with bench.peers(0, 1, answer):
@@ -193,7 +197,7 @@ async def sequential(bench: Bench) -> list[Figure]:
 
 
 async def throughput(bench: Bench) -> list[Figure]:
-    """Measure a closed loop of WINDOW requests per client."""
+    """Measure a closed loop with WINDOW open requests per client."""
     count, size = bench.requests, WINDOW * bench.clients
     window = asyncio.Semaphore(size)
 
@@ -215,7 +219,7 @@ async def throughput(bench: Bench) -> list[Figure]:
 
 
 async def partials(bench: Bench) -> list[Figure]:
-    """Measure one engine that generates for STREAMS streams of one client, with one message per step."""
+    """Measure one engine that generates tokens for STREAMS streams of one client and sends one message per step."""
     steps = max(1, bench.requests // STREAMS * 4)
     window = asyncio.Semaphore(STEPS_AHEAD)
     dispatched: asyncio.Queue[tuple[PeerLink, messages.Dispatch]] = asyncio.Queue()
@@ -257,10 +261,10 @@ async def partials(bench: Bench) -> list[Figure]:
 def coordinator(*, json_file: Path | None, **values: Any) -> None:
     """Measure the CPU time per request in the coordinator.
 
-    The coordinator runs in its own process; minimal clients and engines run in this one. The figure includes all
-    threads of the coordinator.
+    The coordinator runs in its own process. Minimal clients and engines run in the process of this command. The CPU
+    time includes all threads of the coordinator.
     """
-    # The load generator runs on the same machine, and must not be slower than the coordinator.
+    # The load generator runs on the same machine, and must be faster than the coordinator.
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

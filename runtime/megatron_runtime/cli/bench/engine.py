@@ -1,4 +1,4 @@
-"""`megatron bench engine`: one engine in this process, without sockets."""
+"""`megatron bench engine`: measures one engine in this process, without sockets."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 PROBE_BYTES = 1 << 28
-"""Number of bytes that the measurement of the memory bandwidth reads: far more than any cache holds."""
+"""Number of bytes that the memory bandwidth measurement reads. This is much more than any cache holds."""
 PRODUCT_ROWS = 192
 
 
 def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine_settings: Any) -> Iterator[Figure]:
-    """Yield the figures of a run for each size in `batch`. Requests are greedy and do not end early."""
+    """Measure a run for each batch size in `batch` and yield its figures.
+
+    Sampling is greedy, and requests ignore end-of-sequence tokens.
+    """
     core = build_native(
         EngineSettings(
-            coordinator="tcp://127.0.0.1:0",  # never connected to
+            coordinator="tcp://127.0.0.1:0",  # no client connects
             name="bench",
             max_requests=max(batch),
             max_tokens=max(2048, *batch),
@@ -59,13 +62,13 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
         prefill, decode, steps = _generate(core, size, prompt_tokens, new_tokens)
         rate = size * prompt_tokens / prefill
         yield Figure(f"b{size}_prefill_tokens_per_s", f"batch {size}: prefill", rate, "tokens/s")
-        # A prompt needs the logits of its last token only.
+        # Only the last token of a prompt needs logits.
         achieved = 100 * size * (prompt_tokens * (of_token - of_head) + of_head) / prefill / products
         yield Figure(f"b{size}_percent_of_compute", f"batch {size}: prefill, of the compute bound", achieved, "%")
         yield Figure(f"b{size}_first_token_ms", f"batch {size}: first token of every request", prefill * 1000, "ms")
         if steps:
             rate = size * (new_tokens - 1) / decode
-            # A step reads the weights once. At these lengths the KV cache is small in comparison.
+            # A step reads the weights once. At these lengths the KV cache is small compared with the weights.
             achieved = executor.weight_bytes * steps / decode
             yield Figure(f"b{size}_decode_tokens_per_s", f"batch {size}: decode", rate, "tokens/s")
             yield Figure(f"b{size}_weights_gb_per_s", f"batch {size}: weights read", achieved / 1e9, "GB/s")
@@ -77,15 +80,15 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
 
 
 def memory_bandwidth() -> float:
-    """Return the bytes per second that torch's threads read, the best of five measurements."""
+    """Return the memory bandwidth of torch's threads in bytes per second: the best of five measurements."""
     data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
     return PROBE_BYTES / min(timeit.repeat(data.sum, repeat=5, number=1))
 
 
 def product_rate(weights: DecoderWeights) -> float:
-    """Return the multiplications per second for a matrix of the model and a batch that stay in the CPU cache.
+    """Return the compute bound in multiplications per second, with operands that stay in the CPU cache.
 
-    The best of five measurements.
+    The function multiplies a weight matrix of the model by a batch, and returns the best of five measurements.
     """
     linear = weights.layers[0].output_DH
     x_TK = torch.randn(PRODUCT_ROWS, linear.in_features)
@@ -94,8 +97,8 @@ def product_rate(weights: DecoderWeights) -> float:
 
 
 def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float, int]:
-    """Return the seconds until every request has its first token, the seconds from there to the last token, and the
-    number of decode steps.
+    """Run a batch. Return the seconds until every request has its first token, the seconds from then to the last token,
+    and the number of decode steps.
     """
     rng = np.random.default_rng(batch)
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)

@@ -1,4 +1,4 @@
-"""The figures of a benchmark, as a table on the terminal and as JSON in a file."""
+"""Prints the figures of a benchmark as a table, and writes them to a JSON file."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from megatron_runtime.cli.options import NEW_FILE
 from megatron_runtime.protocol import strict_json as json
 
 MAX_WIDTH = 1000
-"""Maximum number of characters in a line of a table that is printed to a file or a pipe."""
+"""Maximum number of characters per line in a table that is written to a file or a pipe."""
 json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the results to this JSON file.")
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. key: name in the JSON. what: name in the table. goal: target value, shown in the table."""
+    """One measured number. key: name in the JSON file. what: name in the table. goal: target shown in the table."""
 
     key: str
     what: str
@@ -36,7 +36,7 @@ class Figure:
 
 
 def percentiles(key: str, what: str, seconds: Sequence[float], *, goals: Sequence[str] = ("", "")) -> list[Figure]:
-    """Return the median and the 99th percentile of `seconds` in milliseconds. Both are measured values."""
+    """Return the median and the 99th percentile of `seconds`, in milliseconds. Percentiles are not interpolated."""
     values = 1000 * np.percentile(seconds, (50, 99), method="higher")
     return [
         Figure(f"{key}_p{percent}_ms", f"{what}, p{percent}", float(value), "ms", goal)
@@ -45,7 +45,7 @@ def percentiles(key: str, what: str, seconds: Sequence[float], *, goals: Sequenc
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the software of the measurement."""
+    """Return a description of the machine and of the software versions."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -62,7 +62,7 @@ def machine() -> dict[str, Any]:
 
 
 def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> None:
-    """Print the figures as a table. If `path` is given, write them as with write_figures()."""
+    """Print the figures as a table. If `path` is set, also write them with write_figures()."""
     table = Table("measured", Column(justify="right"), "unit", "goal", title=title, title_justify="left")
     for figure in figures:
         table.add_row(figure.what, f"{figure.value:,.4g}", figure.unit, figure.goal)
@@ -72,7 +72,7 @@ def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequenc
 
 
 def print_table(table: Table) -> None:
-    """Print a table. In a file or a pipe it is as wide as its content."""
+    """Print a table. If the output is a file or a pipe, the table is as wide as its content."""
     console = Console()
     if not console.is_terminal:
         console.width = MAX_WIDTH
@@ -80,6 +80,6 @@ def print_table(table: Table) -> None:
 
 
 def write_figures(benchmark: str, options: dict[str, Any], figures: dict[str, Any], path: Path) -> None:
-    """Write figures as JSON, with machine and options."""
+    """Write the figures, the machine and the options as JSON to `path`."""
     document = {"benchmark": benchmark, "machine": machine(), "options": options, "figures": figures}
     path.write_text(json.dumps(document, indent=2) + "\n")

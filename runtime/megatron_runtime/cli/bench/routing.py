@@ -1,8 +1,8 @@
-"""`megatron bench routing`: routing policies on a trace of requests, with simulated engines.
+"""`megatron bench routing`: compares routing policies on a trace of requests, with simulated engines.
 
-The shapes azure-* are drawn from published statistics of the Azure LLM inference traces
-(https://github.com/Azure/AzurePublicDataset): the traces of 2023 are described in Splitwise (ISCA 2024), of 2024 in
-DynamoLLM (HPCA 2025). They have no texts, so no prompt shares a prefix with another one.
+The lengths of the traces named azure-* are drawn from published statistics of the Azure LLM inference traces
+(https://github.com/Azure/AzurePublicDataset). Splitwise (ISCA 2024) describes the traces of 2023, and DynamoLLM (HPCA
+2025) the traces of 2024. The traces contain no texts, so no two prompts share a prefix.
 """
 
 from __future__ import annotations
@@ -30,22 +30,20 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.requests.config import RoutingPolicy
 
 SHORT_TOKENS = 2000
-"""Prompts with fewer tokens are reported separately."""
+"""Prompts with fewer tokens than this are reported separately."""
 TRACE_BLOCK_TOKENS = 512
-"""Number of tokens in a block of `hash_ids` in the traces of Mooncake."""
+"""Number of tokens per block of `hash_ids` in Mooncake traces."""
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 32_768, 4096
 FULL_ROWS = 48
-"""Number of rows that generate in each step of an engine at full load."""
+"""Number of requests that generate a token in each step of a fully loaded engine."""
 CHUNKS = (512, 2048, 8192)
 WARM_UP = 10
-"""Divisor of the number of requests: this share at the beginning is not measured, because engines report rates only
-later.
-"""
+"""The first 1/WARM_UP of the requests is not measured, because engines report their rates only after some steps."""
 POLICIES: Mapping[str, tuple[RoutingPolicy, type[Scheduler]]] = {
     **{policy.value: (policy, Scheduler) for policy in RoutingPolicy},
     "FirstCome": (RoutingPolicy.LOAD_BALANCED, FirstComeScheduler),
 }
-"""Routing policy, and scheduler of the engines, by the name that the command uses."""
+"""Routing policies and engine schedulers, by the names that the command accepts."""
 _VOCABULARY = 1 << 16
 
 ENGINES: Mapping[str, StepModel] = {
@@ -68,18 +66,25 @@ ENGINES: Mapping[str, StepModel] = {
         link_bytes=1.25e9,
     ),
 }
-"""h100-8b: Llama 3.1 8B in bfloat16 on one H100 with vLLM 0.8.4, from the coefficients that BLIS fitted
-(github.com/inference-sim/inference-sim, defaults.yaml); `held` is 128 KiB per token at 3.35 TB/s.
-cpu-135m: SmolLM2-135M in int4 on 2 CPUs with the native engine, fitted to its decode steps of 28 batches and contexts
-(docs/measurements/2026-11-25-decode-step-zen4.json); `prompt` is 1,912 tokens per second (2026-11-26-peers-zen4.md).
-The links are assumed: 400 and 10 Gbit/s."""
+"""Measured step costs of engines, by name.
+
+h100-8b: Llama 3.1 8B in bfloat16 on one H100 with vLLM 0.8.4. The coefficients come from BLIS
+    (github.com/inference-sim/inference-sim, defaults.yaml). `held` is 128 KiB per token at 3.35 TB/s.
+cpu-135m: SmolLM2-135M in int4 on 2 CPUs with the native engine. The coefficients are fitted to decode steps with 28
+    combinations of batch size and context length (docs/measurements/2026-11-25-decode-step-zen4.json). `prompt` is
+    1,912 tokens per second (2026-11-26-peers-zen4.md).
+The link speeds are assumptions: 400 and 10 Gbit/s.
+"""
 
 Sample = Callable[[np.random.Generator], tuple[int, int]]
-"""Draws the number of tokens of a prompt and of its answer."""
+"""A function that draws the number of tokens of a prompt and of its answer."""
 
 
 def _quantiles(*points: tuple[float, float]) -> Callable[[np.random.Generator], int]:
-    """Return a function that draws numbers of tokens with these quantiles. Between them, the logarithm is linear."""
+    """Return a function that draws token counts from a distribution with these quantiles.
+
+    Between two quantiles, the logarithm of the count is interpolated linearly.
+    """
     places, tokens = zip(*points, strict=True)
     logs = np.log(tokens)
     return lambda rng: round(math.exp(np.interp(rng.random(), places, logs)))
@@ -114,11 +119,11 @@ SHAPES: Mapping[str, Sample] = {
     "uniform": lambda rng: (1000, 200),
     "mixed": _mixed,
 }
-"""Lengths of prompts and answers by the name of a trace. Arrivals are a Poisson process."""
+"""Distributions of prompt and answer lengths, by the name of a trace. Arrivals are a Poisson process."""
 
 
 def synthesised(name: str, *, requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Return a trace of this shape. rate: requests per second."""
+    """Return a random trace with the lengths of the named trace. rate: requests per second."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, requests))
     trace = []
@@ -130,10 +135,10 @@ def synthesised(name: str, *, requests: int, rate: float, seed: int) -> list[Tra
 
 
 def read_trace(path: Path, *, requests: int) -> list[TraceRequest]:
-    """Return the first requests of a file: Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), or Mooncake's JSON
-    lines (timestamp in ms, input_length, output_length, hash_ids).
+    """Return the first `requests` requests of a trace file.
 
-    Raises ValueError with the line that cannot be read.
+    The file is Azure's CSV (TIMESTAMP, ContextTokens, GeneratedTokens), or Mooncake's JSON lines (timestamp in ms,
+    input_length, output_length, hash_ids). Raises ValueError with the number of a line that cannot be parsed.
     """
     read = _mooncake if path.suffix == ".jsonl" else _azure
     trace: list[TraceRequest] = []
@@ -181,7 +186,9 @@ def _bounded(tokens: int, maximum: int) -> int:
 
 
 def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) -> float:
-    """Return the requests per second that occupy `utilisation` of the engines' time, with FULL_ROWS in a step."""
+    """Return the request rate, in requests per second, at which the engines are busy for the share `utilisation` of the
+    time, with FULL_ROWS requests in each step.
+    """
     rng = np.random.default_rng(0)
     draws = [SHAPES[name](rng) for _ in range(2000)]
     seconds = [
@@ -194,8 +201,10 @@ def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) ->
 def measure(
     trace: Sequence[TraceRequest], model: StepModel, name: str, *, engines: int, prefill_engines: int, chunk: int
 ) -> dict[str, float]:
-    """Run a trace and return percentiles in milliseconds, the hit rate of the prefix caches, and the share of requests
-    whose prompt another engine computed. name: of POLICIES.
+    """Run a trace with the policy `name` of POLICIES.
+
+    Return percentiles in milliseconds, the hit rate of the prefix caches, and the share of requests for which one
+    engine computed the prompt and another engine generated the answer.
     """
     run = [replace(request, gaps=[]) for request in trace]
     policy, scheduler = POLICIES[name]
@@ -230,8 +239,9 @@ _COLUMNS = {
     " p99": "gap_p99_ms",
     "queue p99": "queue_p99_ms",
 }
-"""Columns of the table, in milliseconds: time to first token, of all prompts and of short ones, gap between tokens, and
-wait for a slot of an engine."""
+"""Columns of the table, in milliseconds: time to first token of all prompts and of short prompts, time between tokens,
+and wait for an engine slot.
+"""
 
 
 def _source(context: click.Context, parameter: click.Parameter, value: str) -> str | Path:
@@ -297,9 +307,9 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
 def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:
     """Compare routing policies on one trace, in simulated time.
 
-    The command runs the real coordinator core, schedulers and prefix caches, and computes the duration of each step
-    with a formula. All policies get the same requests, with each number of prompt tokens per step, and with each number
-    of prefill engines. The table has medians over the traces, the JSON the figures of each trace.
+    The command runs the real coordinator core, schedulers and prefix caches. It computes the duration of each step with
+    a formula. Every policy serves the same requests, with every combination of prompt tokens per step and number of
+    prefill engines. The table shows medians over the traces. The JSON file has the figures of each trace.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if (most := max(options["prefill_engines"])) >= engines:

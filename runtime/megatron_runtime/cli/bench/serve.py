@@ -1,4 +1,4 @@
-"""`megatron bench serve`: clients of a running server that each send the next request after the answer."""
+"""`megatron bench serve`: measures a running server in a closed loop."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copp
 
 @dataclass(slots=True)
 class Answers:
-    """The measurements of the clients of a server.
+    """The measurements of all clients.
 
     first:    seconds to the first token of each answer.
-    between:  seconds between later chunks.
-    tokens:   generated tokens, as counted by the server.
-    retries:  requests that were sent again because the server closed the connection before it answered.
+    between:  seconds between the later chunks.
+    tokens:   number of generated tokens, as counted by the server.
+    retries:  number of requests that were sent again because the server closed the connection before the answer began.
     duration: seconds from the first request to the last answer.
     """
 
@@ -55,8 +55,9 @@ class Answers:
 
 
 def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
-    """Measure a run for each number of clients in `concurrency`. options: options of `megatron bench serve`, and the
-    API key.
+    """Measure a run for each number of clients in `concurrency`.
+
+    options: options of `megatron bench serve`, and the API key.
 
     Raises the errors of measure().
     """
@@ -64,14 +65,15 @@ def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
 
 
 def measure(clients: int, **options: Any) -> Answers:
-    """Measure `clients` clients at once.
+    """Measure a closed loop of `clients` concurrent clients.
 
-    options: options of `megatron bench serve`, and the API key. For other routes also `path`, and `prompt`, which
-             returns the members of the body that hold a prompt.
+    options: options of `megatron bench serve`, and the API key. For other routes also `path`, the route, and `prompt`,
+             a function that returns the fields of the request body that contain a prompt.
 
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """
-    # The load shares the machine with the server. uvloop reduces the load's CPU time per token by a quarter.
+    # The load generator shares the machine with the server. uvloop reduces the generator's CPU time per token by a
+    # quarter.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_measure(clients, **options))
 
@@ -89,7 +91,7 @@ async def _measure(
     path: str = "/v1/completions",
     prompt: Callable[[str], dict[str, Any]] = lambda text: {"prompt": text},
 ) -> Answers:
-    # Each request has its own connection, because servers differ in how long they keep an idle one.
+    # Each request opens its own connection, because servers differ in how long they keep an idle connection.
     headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     rng = random.Random(f"{seed} {clients}")
@@ -134,7 +136,7 @@ def _figures(clients: int, answers: Answers) -> list[Figure]:
 
 
 async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> None:
-    """Measure one streamed answer. url: URL of the route."""
+    """Send a streaming request to `url` and add its measurements to `answers`."""
     last, waiting = time.perf_counter(), True
     async with contextlib.aclosing(await _send(http, url, body, answers)) as reply:
         if reply.status_code != 200:
@@ -155,7 +157,10 @@ async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answ
 
 
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> httpx.Response:
-    """Return the reply when its headers have arrived. If the connection closes before that, send the request again."""
+    """Send a request and return the reply when its headers have arrived.
+
+    If the connection closes before that, send the request again.
+    """
     for _ in range(_RETRIES):
         with contextlib.suppress(*_DROPPED):
             return await http.send(http.build_request("POST", url, json=body), stream=True)
@@ -177,7 +182,7 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 @click.option("--seed", type=int, default=0, help="Random seed for the prompts.")
 @json_file
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
-    """Measure a running server with clients that wait for each answer before they send the next request."""
+    """Measure a running server with clients that each wait for an answer before they send the next request."""
     model = model or ApiClient(url, api_key=api_key).first_model()
     options = {"url": url.rstrip("/").removesuffix("/v1"), "model": model, **values}
     with readable_failures(url):

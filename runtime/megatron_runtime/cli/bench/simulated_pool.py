@@ -1,7 +1,7 @@
-"""Runs a coordinator's core and cores of native engines in simulated time. Only the model is simulated.
+"""Runs the core of a coordinator and the cores of native engines in simulated time. Only the model is simulated.
 
-Engines run the real scheduler, slots and prefix cache. A step takes as long as StepModel says. Blocks travel between
-engines while steps run, one transfer at a time on the link of each engine.
+Engines run the real scheduler, slots and prefix cache. StepModel gives the duration of a step. KV blocks are
+transferred between engines while steps run. The link of an engine carries one transfer at a time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE_TOKENS = 16
 BLOCK_TOKENS = 256
 HEARTBEAT_SECONDS = 0.5
 TRANSFER_SECONDS = 0.002
-"""Time of a transfer without its bytes: connection, ticket and messages."""
+"""Fixed time of a transfer for the connection, the ticket and the messages, in seconds."""
 _CLIENT = (SHARED_PORT, b"client")
 _REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length"})
 _PARAMS = messages.pack({})
@@ -43,12 +43,15 @@ _PARAMS = messages.pack({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """The seconds of a step, and the memory of an engine.
+    """The duration of a step in seconds, and the memory of an engine.
 
-    step:   fixed cost of a step. prompt: per prompt token. decode: per row that generates. held: per token in the KV
-            cache.
-    kv_tokens: tokens that the KV cache holds. kv_bytes: bytes of one of them.
-    link_bytes: bytes per second that the engine sends or receives.
+    step:       fixed seconds per step.
+    prompt:     seconds per prompt token.
+    decode:     seconds per request that generates a token.
+    held:       seconds per token of context in the KV cache.
+    kv_tokens:  number of tokens that the KV cache holds.
+    kv_bytes:   bytes per token in the KV cache.
+    link_bytes: bytes per second that the engine can send or receive.
     """
 
     step: float
@@ -72,11 +75,11 @@ class StepModel:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TraceRequest:
-    """A request of a trace, and after a run its times in seconds.
+    """A request of a trace. A run adds the times of the request in seconds.
 
-    prompt:  int32 [n].
-    tokens:  tokens of the answer.
-    session: id for affinity; empty: none.
+    prompt:  token ids, int32 [n].
+    tokens:  number of tokens in the answer.
+    session: id for session affinity; empty: none.
     """
 
     arrival: float
@@ -90,10 +93,10 @@ class TraceRequest:
 
 
 class _Model:
-    """An Executor that computes no model.
+    """An Executor that only advances the simulated time.
 
-    now:           simulated time at the end of the last step.
-    prompt_tokens: number of prompt tokens of the last step.
+    now:           simulated time at the end of the last step, in seconds.
+    prompt_tokens: number of prompt tokens in the last step.
     """
 
     vocab_size = 1 << 16
@@ -121,7 +124,7 @@ class _Model:
 
 
 class FirstComeScheduler(Scheduler):
-    """A scheduler for comparison: computes prompts in the order of their rank, each as fast as possible."""
+    """A scheduler for comparison. It computes prompts in the order of their rank, each as fast as possible."""
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
         return sum(super()._budgets(num_decodes)), 0
@@ -131,8 +134,8 @@ class _Engine:
     """One engine of the pool.
 
     role:      "prefill" or "decode"; None: both.
-    received:  dispatches and prefills that arrive before its next step.
-    link_free: time at which its link has sent or received all transfers so far.
+    received:  dispatches and prefills that the engine reads before its next step.
+    link_free: time at which all transfers of its link so far have ended.
     """
 
     def __init__(
@@ -157,17 +160,18 @@ class _Engine:
             scheduler=scheduler,
         )
         self.dispatches: dict[int, tuple[messages.Dispatch, float]] = {}
-        """Open dispatches by id, with the time of the last token; 0: no token yet."""
+        """Open dispatches by id, each with the time of its last token; 0 before the first token."""
         self.received: list[messages.Dispatch | messages.Prefill] = []
         self.is_stepping = False
         self.outputs: list[Any] = []
 
 
 class SimulatedPool:
-    """Runs traces on `engines` engines of one speed.
+    """Runs traces on `engines` engines of equal speed.
 
-    prefill_engines: number of them with the role prefill. The others have the role decode; with 0, no engine has one.
-    chunk:     prompt tokens of a step. An engine with the role decode computes at most 256.
+    prefill_engines: number of engines with the role prefill. The others have the role decode. With 0, all engines do
+                     both.
+    chunk:     maximum prompt tokens per step. An engine with the role decode computes at most 256.
     scheduler: class of the engines' scheduler.
     options:   fields of CoordinatorSettings.
     """
@@ -233,17 +237,17 @@ class SimulatedPool:
 
     @property
     def hit_rate(self) -> float:
-        """The share of all prompt tokens that were in an engine's prefix cache."""
+        """The share of all prompt tokens that an engine read from its prefix cache."""
         stats = [engine.core.stats() for engine in self._engines.values()]
         return sum(one.prefix_cache_hits for one in stats) / max(1, sum(one.prefix_cache_queries for one in stats))
 
     @property
     def num_split(self) -> int:
-        """Number of prompts that prefill engines began to compute for others."""
+        """Number of prompts that a prefill engine began to compute for another engine."""
         return self._core.counters.split_requests
 
     def run(self, trace: Sequence[TraceRequest]) -> None:
-        """Serve all requests of a trace, and store their times."""
+        """Serve all requests of a trace, and store the times in the requests."""
         for index, request in enumerate(trace):
             self._at(request.arrival, lambda index=index, request=request: self._submit(index, request))  # type: ignore[misc]
         for place, engine in enumerate(self._engines.values()):
@@ -309,7 +313,7 @@ class SimulatedPool:
         self._at(self.now + HEARTBEAT_SECONDS, lambda: self._beat(engine))
 
     def _step(self, engine: _Engine) -> None:
-        """Run one step of an engine, whose outputs are sent when it ends."""
+        """Run one step of an engine, and schedule the delivery of its outputs for the end of the step."""
         engine.model.now = self.now
         for message in engine.received:
             is_prefill = isinstance(message, messages.Prefill)
@@ -348,7 +352,7 @@ class SimulatedPool:
                 continue
             engine.dispatches[output.request_id] = dispatch, self.now
             if not last_token:
-                # The policies need no later tokens.
+                # Routing policies do not depend on later tokens.
                 entry = messages.PartialEntry(dispatch.uid, dispatch.dispatch_id, 0, 1)
                 self._say(engine.peer, messages.Partial(dispatch.route, [entry], b"\1\0\0\0"))
         if evicted := engine.core.take_block_events().evicted:
@@ -360,7 +364,7 @@ class SimulatedPool:
             engine.is_stepping = False
 
     def _transfer(self, engine: _Engine, message: messages.Transfer) -> None:
-        """Begin to import blocks into an engine."""
+        """Start the import of KV blocks into an engine."""
         size = messages.DIGEST_BYTES
         digests = [message.digests[at : at + size] for at in range(0, len(message.digests), size)]
         cached = engine.core.context.transfers.reserve(message.dispatch_id, digests)

@@ -1,6 +1,6 @@
-"""Shared code of MegatronLLM and MegatronAsyncLLM: the engine, its background runtime, and every call as a coroutine.
+"""Shared code of MegatronLLM and MegatronAsyncLLM: the engine, its background event loop, and each call as a coroutine.
 
-The two classes differ only in how a caller waits. Only `GenerationChunk` is public.
+The two classes differ only in how a caller waits for results. Only `GenerationChunk` is public.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ T = TypeVar("T")
 Prompts: TypeAlias = Prompt | list[str] | list[list[int]]
 
 RELEASE_SECONDS = 15.0
-"""Maximum seconds that `del`, or the exit of the interpreter, waits for the shutdown of an object."""
+"""Maximum number of seconds that `del` or the exit of the interpreter waits for the shutdown of an object."""
 
 PLACES_PER_SLOT = 2
-"""Number of prompts of lists that are submitted at the same time, per request slot of the engines."""
+"""Maximum number of prompts of a batch that are submitted at the same time, per request slot of the engines."""
 
 
 class _CoordinatorRuntime:
     """Owns the coordinator and the client of one MegatronLLM. setup() and teardown() run on the background loop.
 
-    The primary rank starts a coordinator and a client. Worker ranks connect to the coordinator at host and port, or
-    receive its address through torch.distributed.
+    The primary rank starts a coordinator and a client. A worker rank connects to the coordinator at host and port, or
+    receives the address through torch.distributed.
 
-    engine_ranks: number of consecutive ranks of the program that are one engine.
+    engine_ranks: number of consecutive ranks of the program that form one engine.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class _CoordinatorRuntime:
         engine_ranks: int = 1,
     ) -> None:
         self.client: InferenceClient | None = None
-        """The client on the primary rank; None on workers."""
+        """The client on the primary rank; None on worker ranks."""
         self.coord_addr: str | None = None
-        """"tcp://host:port" of the coordinator, once set up."""
+        """Address of the coordinator as "tcp://host:port"; None before setup()."""
         self.ranks = ProgramRanks(None)
         self.lifecycle: ProgramLifecycle | None = None
-        """The lifecycle of this rank, once set up."""
+        """The lifecycle of this rank; None before setup()."""
         self._engine = engine
         self._engine_ranks = engine_ranks
         self._is_primary = is_primary
@@ -82,7 +82,7 @@ class _CoordinatorRuntime:
         self._port = coordinator_port
 
     async def setup(self, *, loop: asyncio.AbstractEventLoop) -> None:
-        """Start coordinator and client. After a failure neither is left running."""
+        """Start the coordinator and the client. If this fails, neither is left running."""
         try:
             if self._is_primary:
                 self.coord_addr = await self._listen(loop, launch=True)
@@ -105,7 +105,7 @@ class _CoordinatorRuntime:
             raise
 
     async def _listen(self, loop: asyncio.AbstractEventLoop, *, launch: bool) -> str:
-        """Connect the engine. Without a host and a port it binds a free port."""
+        """Connect the engine to a coordinator. If no host and port are configured, bind a free port."""
         where: dict[str, str] = {} if self._host is None else {"hostname": self._host}
         name = f"engine-{global_rank() // self._engine_ranks}"
         return await self._engine.start_listening_to_data_parallel_coordinator(
@@ -113,7 +113,7 @@ class _CoordinatorRuntime:
         )
 
     async def _share(self) -> None:
-        """Send the coordinator's address from the primary to every rank, if no port is set."""
+        """Send the coordinator's address from the primary rank to every other rank, unless a port is configured."""
         self.ranks = await ProgramRanks.join()
         if self._port is None and self.ranks.group is not None:
             address = await self.ranks.text_of_first(self.coord_addr or "")
@@ -122,7 +122,7 @@ class _CoordinatorRuntime:
                 self._host, self._port = host, int(port)
 
     async def teardown(self) -> None:
-        """Stop the client, the engine's connection and the coordinator, if they have started. Idempotent."""
+        """Stop the client, the connection of the engine, and the coordinator, if they have been started. Idempotent."""
         client, self.client = self.client, None
         try:
             if self.lifecycle is not None:
@@ -134,29 +134,30 @@ class _CoordinatorRuntime:
 
 
 class _MegatronLLMBase:
-    """One engine of this process, used directly or through a coordinator.
+    """One engine in this process, used directly or through a coordinator.
 
-    In direct mode every rank is primary, and one thread runs the engine for all callers. The ranks of an engine then
-    make the same calls, and each returns the answers. Lifecycle methods need coordinator mode, where a background event
-    loop runs the engine's connection and, on global rank 0, the client.
+    In direct mode every rank is primary, and one thread runs the engine for all callers. All ranks of an engine must
+    make the same calls, and every rank returns the answers. Lifecycle methods require coordinator mode. In this mode a
+    background event loop runs the connection of the engine and, on global rank 0, the client.
 
-    The garbage collector, or the exit of the interpreter, shuts down an object that is no longer used.
+    An object that is no longer used is shut down by the garbage collector or at the exit of the interpreter.
 
-    model:     a GPTModel of Megatron-Core, or a causal language model of transformers in eval mode. Its weights are
-               copied.
+    model:     a GPTModel of Megatron-Core, or a causal language model of transformers in eval mode. The engine copies
+               the weights.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, a tokenizer of Megatron-Core (or another object with
-               `tokenize` and `detokenize`), or a model reference that has one. None: the tokenizer of the model
-               reference.
-    inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this host.
-    coordinator_host, coordinator_port: address of the coordinator; by default a free port on the loopback interface.
-    inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
-    dtype:     "auto", "float32" or "bfloat16". "auto" is `params_dtype` of a GPTModel; for other models, bfloat16 if
-               the device supports it.
-    threads:   torch threads; None: torch's default.
-    tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: ranks of one engine by
-               dimension; None: the sizes of a Megatron-Core model or of its parallel state, else 1. Start as many ranks
-               as their product, or a multiple of it, with torchrun. Consecutive ranks form an engine. Every rank
-               constructs the object.
+               `tokenize` and `detokenize`), or a reference of a model that has a tokenizer. None: the tokenizer of the
+               model reference.
+    inference_config: limits and options. None: Megatron-Core's defaults, with a KV cache that fits into the host's
+        memory.
+    coordinator_host, coordinator_port: address of the coordinator. Default: a free port on the loopback interface.
+    inference_wrapper_cls: the class that runs the model, a subclass of GPTInferenceWrapper.
+    dtype:     "auto", "float32" or "bfloat16". "auto" is `params_dtype` of a GPTModel. For other models, "auto" is
+               bfloat16 if the device supports it.
+    threads:   number of torch threads; None: torch's default.
+    tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: number of ranks of one engine
+        in each dimension. None: the size from a Megatron-Core model or its parallel state, otherwise 1. Start as many
+        ranks as the product of the sizes, or a multiple, with torchrun. Consecutive ranks form an engine. Every rank
+        constructs the object.
     """
 
     def __init__(
@@ -215,7 +216,7 @@ class _MegatronLLMBase:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """Load a model and its tokenizer by reference: "builtin:NAME", a GGUF file or a directory of transformers."""
+        """Load a model and its tokenizer by reference: "builtin:NAME", a GGUF file or a transformers directory."""
         return cls(model=str(model), tokenizer=None, **options)
 
     def _start_runtime(self, host: str | None, port: int | None) -> None:
@@ -235,13 +236,13 @@ class _MegatronLLMBase:
             raise
         self._loop_manager, self._coord_runtime = manager, runtime
         self._finalizer = weakref.finalize(self, _release, manager, runtime, self._pid)
-        manager.run_sync(runtime.ranks.wait())  # wait before the start, so that no rank misses a signal
+        manager.run_sync(runtime.ranks.wait())  # register before the start, so that no rank misses a signal
 
     # --- state ------------------------------------------------------------------------------------------------
 
     @property
     def is_primary_rank(self) -> bool:
-        """Whether generate() may be called on this rank: in direct mode on every rank, otherwise only on rank 0."""
+        """Whether generate() can be called on this rank: in direct mode on every rank, otherwise only on rank 0."""
         return not self._use_coordinator or global_rank() == 0
 
     @property
@@ -254,7 +255,7 @@ class _MegatronLLMBase:
 
     @property
     def controller(self) -> TextGenerationController:
-        """The model and its tokenizer. `inference_wrapped_model` is None while the weights are released."""
+        """The model with its tokenizer. `inference_wrapped_model` is None while the weights are released."""
         return self._engine.controller
 
     def _assert_primary(self) -> None:
@@ -267,9 +268,9 @@ class _MegatronLLMBase:
 
     @staticmethod
     def _normalize_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-        """Return (prompts as a list, whether it is a batch). Only the first element is checked here.
+        """Return (prompts as a list, whether the argument is a batch). The function checks only the first element.
 
-        Raises TypeError unless it is a str, list[int], list[str] or list[list[int]].
+        Raises TypeError unless the argument is a str, list[int], list[str] or list[list[int]].
         """
         if isinstance(prompts, str):
             return [prompts], False
@@ -292,7 +293,7 @@ class _MegatronLLMBase:
         return self._loop_manager
 
     def _lifecycle(self) -> ProgramLifecycle:
-        """Return the object that runs on the background loop."""
+        """Return the lifecycle, whose methods run on the background loop."""
         runtime = self._coord_runtime
         assert runtime is not None
         assert runtime.lifecycle is not None
@@ -301,7 +302,7 @@ class _MegatronLLMBase:
     # --- generate -----------------------------------------------------------------------------------------------
 
     def _prepare(self, prompts: Any, multi_modal_data: Any = None) -> tuple[list[Prompt], bool]:
-        """Return (prompts as a list, whether it is a batch). Raises if this object cannot answer them."""
+        """Return (prompts as a list, whether the argument is a batch). Raises if this object cannot answer them."""
         self._assert_primary()
         require_process(self._pid)
         if multi_modal_data is not None:
@@ -315,11 +316,11 @@ class _MegatronLLMBase:
         return listed[0]
 
     async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams | None) -> list[DynamicInferenceRequest]:
-        """Return the answers in the order of `prompts`.
+        """Generate the answers to `prompts`, and return them in the same order.
 
         sp: sampling parameters of this project or of Megatron-Core.
 
-        Runs on the background loop in coordinator mode. In direct mode it runs on the caller's loop.
+        In coordinator mode the coroutine runs on the background loop, in direct mode on the caller's loop.
         """
         if not self._use_coordinator:
             return await self._engine.generate_async(prompts, sp)
@@ -327,24 +328,24 @@ class _MegatronLLMBase:
         return await self._lifecycle().calls.answer(call)
 
     def _open_stream(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream]) -> tuple[AnyStream, ReadChunk]:
-        """Submit the request of a stream. Return the stream, and a function that converts its items to chunks."""
+        """Submit a streaming request. Return the stream, and a function that converts its items to chunks."""
         if not prompts.sent:
             stream = make_stream(lambda: None)
             stream.put({"final": prompts.replies[0]})
             stream.finish()
         elif self._use_coordinator:
-            self._manager()  # raises an error if it was shut down
+            self._manager()  # raises an error if the engine was shut down
             stream = self._lifecycle().calls.open(prompts, make_stream)
         else:
             stream = self._engine.open(prompts, make_stream, streaming=True)
         return stream, prompts.chunk_reader()
 
     def _settle(self) -> None:
-        """Wait until the engine has dropped the requests aborted so far."""
+        """Wait until the engine has dropped all requests that were aborted so far."""
         if not self._use_coordinator:
             self._engine.calls.settle()
         elif self._loop_manager is not None:
-            with contextlib.suppress(RuntimeError):  # the object was shut down, or this is the engine's own thread
+            with contextlib.suppress(RuntimeError):  # the object has been shut down, or this is the engine's own thread
                 self._loop_manager.run_sync(asyncio.sleep(0))
 
     # --- lifecycle ----------------------------------------------------------------------------------------------
@@ -362,17 +363,19 @@ class _MegatronLLMBase:
         await self._lifecycle().verb(Header.RESUME)
 
     async def _shutdown_impl(self) -> None:
-        """Stop every engine, then the coordinator. A worker rank waits until its engine has stopped."""
+        """Stop every engine, and then the coordinator. A worker rank waits until its engine has stopped."""
         assert self._coord_runtime is not None
         await self._lifecycle().stop()
         await self._coord_runtime.teardown()
 
     async def _wait_for_shutdown_impl(self) -> None:
-        """Wait until the engine has stopped. Raises EngineFailedError, CoordinatorFailedError if one has failed."""
+        """Wait until the engine has stopped. Raises EngineFailedError or CoordinatorFailedError after a failure."""
         await self._lifecycle().wait_for_end()
 
     def _shut_down(self) -> None:
-        """Shut down once; a second caller waits for the first. Must not run on the background loop, which it stops."""
+        """Shut down once. A second caller waits for the first. Must not run on the background loop, because it stops
+        this loop.
+        """
         with self._lock:
             manager, runtime = self._loop_manager, self._coord_runtime
             if manager is None or runtime is None:
@@ -381,7 +384,7 @@ class _MegatronLLMBase:
             manager.require_other_thread("shutdown()")
             try:
                 manager.run_sync(self._shutdown_impl())
-            finally:  # even if the caller was interrupted
+            finally:  # even if the caller is interrupted
                 self._loop_manager = None
                 self._finalizer.detach()
                 manager.end(runtime.teardown())
@@ -409,7 +412,7 @@ class _MegatronLLMBase:
             )
 
     async def _stop_frontend_if_started(self) -> None:
-        """Stop the HTTP front end of this rank, if there is one."""
+        """Stop the HTTP front end of this rank, if it has been started."""
         if self._coord_runtime is not None:
             await self._lifecycle().stop_serving()
 
@@ -423,18 +426,18 @@ class _MegatronLLMBase:
 
     @property
     def url(self) -> str | None:
-        """URL of the HTTP server, "http://host:port"; None if none runs."""
+        """URL of the HTTP server as "http://host:port"; None if no server runs."""
         return self._front_end.url if self._front_end is not None else None
 
     # --- bridges ------------------------------------------------------------------------------------------------
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the background loop and return its future."""
+        """Start a coroutine on the background loop, and return its future."""
         return self._bridge(coro).submit(coro)
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the background loop and block until its result is there. This also blocks the caller's own
-        loop.
+        """Run a coroutine on the background loop, and block until it has a result. Also blocks an event loop of the
+        caller.
         """
         return self._bridge(coro).run_sync(coro)
 
@@ -447,8 +450,8 @@ class _MegatronLLMBase:
 
 
 def _release(manager: _EventLoopManager, runtime: _CoordinatorRuntime, pid: int) -> None:
-    """Close the resources of an object that was not shut down. The garbage collector may call this in any thread."""
+    """Close the resources of an object that has not been shut down. The garbage collector calls this in any thread."""
     if os.getpid() == pid:
         manager.end(runtime.teardown())
-        if threading.current_thread() is threading.main_thread():  # in other threads, waiting could be a deadlock
+        if threading.current_thread() is threading.main_thread():  # in other threads, waiting could cause a deadlock
             manager.join(RELEASE_SECONDS)

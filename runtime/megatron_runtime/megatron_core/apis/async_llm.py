@@ -1,4 +1,4 @@
-"""`MegatronAsyncLLM`: inference for asynchronous programs, and HTTP serving."""
+"""`MegatronAsyncLLM`: inference for asynchronous programs, with an HTTP server."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Answer one prompt, or a list of prompts in their order. A request that fails has status FAILED.
+        """Answer one prompt, or a list of prompts in their order. A failed request has the status FAILED.
 
-        prompts: str, list[int], list[str] or list[list[int]]; the first two are one prompt.
+        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts.
 
-        Raises RuntimeError on a worker rank, TypeError for another type of prompts, RequestRejectedError.
+        Raises RuntimeError on a worker rank, TypeError for prompts of another type, and RequestRejectedError.
         """
         listed, is_batch = self._prepare(prompts, multi_modal_data)
         if not listed:
@@ -51,9 +51,9 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     def generate_stream(
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> AsyncChunkIterator:
-        """Return an asynchronous iterator over the answer to one prompt. The first chunk submits the request.
+        """Return an asynchronous iterator over the chunks of an answer. Reading the first chunk submits the request.
 
-        aclose() aborts the request. So does leaving a loop over the iterator, or cancelling its task.
+        The request is aborted by aclose(), by leaving a loop over the iterator, or by cancelling the task of the loop.
         """
         single = self._prepare_stream(prompt)
 
@@ -73,47 +73,47 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         await self._manager().run_async(self._unpause_impl())
 
     async def suspend(self) -> None:
-        """Release weights and KV cache. Allowed when paused."""
+        """Release the memory of weights and KV cache. Allowed if paused."""
         await self._manager().run_async(self._suspend_impl())
 
     async def resume(self) -> None:
-        """Reallocate memory. Afterwards the engines are paused: call unpause() next."""
+        """Reallocate the memory. The engines are then paused. Call unpause() to continue."""
         await self._manager().run_async(self._resume_impl())
 
     async def update_weights(self, source: Any, epoch: int | None = None) -> None:
-        """Switch to the weights of `source`, labelled `epoch`. Allowed when running or paused.
+        """Load the weights of `source` into the engines, and label them with `epoch`. Allowed if running or paused.
 
-        source: a model reference, a model in memory as in `model=`, or a Trainer: the weights that it has published
-                last. The engines copy the current weights of a model in memory. Every rank makes the call, and may
+        source: a model reference, a model in memory as for `model=`, or a Trainer, whose last published weights are
+                loaded. The engines copy the current weights of a model in memory. Every rank makes the call, and can
                 continue training when it returns.
         epoch:  None means the current epoch plus one, or the epoch of the trainer.
         """
         await self._manager().run_async(self._lifecycle().update_weights(source, epoch))
 
     async def set_generation_epoch(self, epoch: int) -> None:
-        """Label all tokens sampled from now on with `epoch`."""
+        """Label all tokens that are sampled from now on with `epoch`."""
         await self._manager().run_async(self._lifecycle().verb(Header.SET_GENERATION_EPOCH, epoch=epoch))
 
     async def shutdown(self) -> None:
         """Stop the engines and the coordinator. Idempotent.
 
-        In direct mode, cancel open calls and stop their threads and processes; later calls are allowed.
+        In direct mode, cancel open calls and stop their threads and processes. Later calls are allowed.
         """
         await asyncio.to_thread(self._shut_down if self._use_coordinator else self._engine.calls.close)
 
     async def wait_for_shutdown(self) -> None:
-        """Wait until this rank's engine has stopped. Does nothing in direct mode."""
+        """Wait until the engine of this rank has stopped. Returns immediately in direct mode."""
         if self._loop_manager is not None:
             await self._loop_manager.run_async(self._wait_for_shutdown_impl())
 
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     async def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
-        """Serve the OpenAI API over HTTP on the primary rank. Worker ranks only use `blocking`.
+        """Serve the OpenAI API over HTTP on the primary rank. Worker ranks use only the argument `blocking`.
 
-        blocking: return when the engines have stopped; otherwise return at once, with `url` set.
+        blocking: if true, return when the engines have stopped. Otherwise return immediately, with `url` set.
 
-        Raises ValueError in direct mode, OSError if the address is in use.
+        Raises ValueError in direct mode, and OSError if the address is in use.
         """
         self._check_can_serve()
         await self._manager().run_async(self._serve_impl(serve_config or ServeConfig()))

@@ -1,4 +1,4 @@
-"""Megatron-Core name: `DynamicInferenceContext`, with the overflow errors of requests."""
+"""Megatron-Core names: `DynamicInferenceContext`, and the overflow errors of requests."""
 
 from __future__ import annotations
 
@@ -33,17 +33,16 @@ __all__ = [
 class DynamicInferenceContext:
     """The limits of an engine.
 
-    After an engine has been constructed with this object, it also shows the state of the engine.
+    When an engine is constructed with this object, the object also shows the state of the engine. All other attributes
+    are read from the engine's own context.
 
-    Any other attribute is read from the engine's own context.
-
-    model_config:     TransformerConfig of the model. The engine reads the model's own configuration instead.
+    model_config:     TransformerConfig of the model. The engine ignores it and reads the model's own configuration.
     inference_config: InferenceConfig of this project or of Megatron-Core.
     """
 
     async_sched_step_count = async_sched_compaction_step_count = 0
-    """Number of steps planned while another step ran: always 0, because the engine plans a step after the previous one
-    has ended."""
+    """Number of steps that were planned while another step ran. Always 0, because the engine plans a step after the
+    previous step has ended."""
 
     def __init__(self, model_config: Any, inference_config: Any) -> None:
         self.model_config = model_config
@@ -56,7 +55,7 @@ class DynamicInferenceContext:
         self._core, self.config = core, core.config
 
     def restart_counters(self) -> None:
-        """Count steps and prompt tokens from now on, as after a reset of the engine."""
+        """Count steps and prompt tokens from 0, as after a reset of the engine."""
         stats = self._bound("a reset").stats()
         self._steps_before, self._prefill_before = stats.steps, stats.prompt_tokens
 
@@ -77,12 +76,12 @@ class DynamicInferenceContext:
 
     @property
     def max_tokens(self) -> int:
-        """Maximum number of tokens per step, of prompts and answers together."""
+        """Maximum number of tokens per step, prompt tokens and generated tokens together."""
         return self.config.step_tokens
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Maximum number of tokens of prompt plus answer. Before there is an engine, None stands for the model's
+        """Maximum number of prompt plus generated tokens per request. Before the engine exists, None means the model's
         limit.
         """
         return self.config.max_sequence_length if self._core is None else self._core.context.max_sequence_length
@@ -94,12 +93,12 @@ class DynamicInferenceContext:
 
     @property
     def step_count(self) -> int:
-        """Number of steps since the construction of the engine or its last reset."""
+        """Number of steps since the engine was constructed or last reset."""
         return 0 if self._core is None else self._core.stats().steps - self._steps_before
 
     @property
     def lifetime_prefill_token_count(self) -> int:
-        """Number of prompt tokens that were computed since the construction of the engine or its last reset."""
+        """Number of prompt tokens that were computed since the engine was constructed or last reset."""
         return 0 if self._core is None else self._core.stats().prompt_tokens - self._prefill_before
 
     @property
@@ -107,14 +106,14 @@ class DynamicInferenceContext:
         return KVBlockAllocator(self._bound("kv_block_allocator").context.prefix_cache)
 
     def get_active_request_count(self) -> int:
-        """Return the number of requests that run."""
+        """Return the number of running requests."""
         return 0 if self._core is None else self._core.stats().num_running
 
 
 class KVBlockAllocator:
-    """The KV pages of an engine under the names of Megatron-Core's allocator, which calls a page a block.
+    """The KV pages of an engine, under the names of Megatron-Core's allocator. This allocator calls a page a block.
 
-    A request that loses its pages is computed again, so paused requests hold no pages.
+    A paused request holds no pages. Its KV is computed again when it continues.
     """
 
     paused_count = 0
@@ -124,7 +123,7 @@ class KVBlockAllocator:
 
     @property
     def total_count(self) -> int:
-        """Number of all pages, including the dummy page."""
+        """Total number of pages, including the dummy page."""
         return self._cache.num_usable + 1
 
     @property
@@ -133,7 +132,7 @@ class KVBlockAllocator:
 
     @property
     def active_count(self) -> int:
-        """Number of pages that requests may hold."""
+        """Number of pages that requests can use."""
         return self._cache.num_usable
 
     @property
@@ -142,15 +141,15 @@ class KVBlockAllocator:
         return self._cache.num_free
 
     def get_total_used(self) -> int:
-        """Return the number of pages with content, including cached prefixes that no request holds."""
+        """Return the number of pages with content, including cached prefixes that no request uses."""
         return self.active_count - self.total_avail
 
     def get_active_used(self) -> int:
-        """Return the number of pages that requests hold."""
+        """Return the number of pages that requests use."""
         return self._cache.num_held
 
     def get_active_avail(self) -> int:
-        """Return the number of pages that no request holds."""
+        """Return the number of pages that no request uses."""
         return self.active_count - self.get_active_used()
 
     def get_paused_used(self) -> int:
@@ -161,7 +160,7 @@ class KVBlockAllocator:
 
 
 def config_of(source: Any) -> InferenceConfig:
-    """Convert an InferenceConfig of Megatron-Core. Return a configuration of this project unchanged."""
+    """Convert an InferenceConfig of Megatron-Core. Return an InferenceConfig of this project unchanged."""
     if isinstance(source, InferenceConfig):
         return source
     names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)

@@ -1,4 +1,4 @@
-"""Megatron-Core's `DynamicInferenceEngine`: an engine of this process, used directly or through a coordinator."""
+"""Megatron-Core's `DynamicInferenceEngine`: an engine in this process, used directly or through a coordinator."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ __all__ = ["SUSPEND_TAGS", "CallsClosedError", "DynamicInferenceEngine", "Engine
 
 
 class DynamicInferenceEngine:
-    """Megatron-Core's engine, with the core of the native backend.
+    """An engine with Megatron-Core's interface and the core of the native backend.
 
-    It runs the prompts of this process (generate()), or serves a coordinator on an event loop
-    (start_listening_to_data_parallel_coordinator()). Calls of generate() may be open at the same time, in any number of
-    threads and event loops.
+    The engine runs the prompts of this process (generate()), or serves a coordinator on an event loop
+    (start_listening_to_data_parallel_coordinator()). Any number of threads and event loops can call generate() at the
+    same time.
+
+    Without a coordinator, all ranks of an engine must make the same calls of generate(), and every rank returns the
+    answers. The first rank runs the requests.
 
     controller: an Executor, or a TextGenerationController of this project or of Megatron-Core, which has a model in
-                `inference_wrapped_model.model` and a `tokenizer`. A wrapper class derived from this project's runs the
-                model.
-    context:    the InferenceConfig, or a DynamicInferenceContext, from which the limits are taken.
-    follower: set on ranks other than the first, which runs the requests. `controller` is then this rank's part.
-
-    Without a coordinator, all ranks of an engine make the same calls of generate(), and each returns the answers. The
-    first rank runs the requests.
+                `inference_wrapped_model.model` and a `tokenizer`. If the wrapper is a subclass of this project's
+                wrapper class, it runs the model.
+    context:    an InferenceConfig, or a DynamicInferenceContext from which the limits are read.
+    follower:   set on all ranks but the first. `controller` is then the part of the model on this rank.
     """
 
     def __init__(self, controller: Any, context: Any, *, follower: Follower | None = None) -> None:
@@ -78,17 +78,17 @@ class DynamicInferenceEngine:
         self.capture_stats: dict[str, Any] | None = None
         """Time and memory of capturing CUDA graphs. None, because this engine does not measure them."""
         self.text: ModelText | None = getattr(executor, "controller", None)
-        """Converts between text and the engine's tokens; None if its tokens have no text."""
+        """Converts between text and the engine's tokens; None if the tokens of this executor have no text."""
         self._following = FollowedService(follower) if follower is not None else None
         self.calls = self._following.calls if self._following is not None else DirectCalls(self.core, self.text)
-        """Calls without a coordinator."""
+        """Runs calls without a coordinator."""
         self._service: EngineService | FollowedService | None = None
 
     @property
     def controller(self) -> TextGenerationController:
-        """The model and its tokenizer. `inference_wrapped_model` is None while the weights are released.
+        """The model with its tokenizer. `inference_wrapped_model` is None while the weights are released.
 
-        Raises RuntimeError for an executor whose tokens have no text.
+        Raises RuntimeError if the tokens of the executor have no text.
         """
         executor = self.core.executor
         if self.text is None:
@@ -104,7 +104,7 @@ class DynamicInferenceEngine:
 
     @property
     def state(self) -> EngineState:
-        """The state: RUNNING without a coordinator, otherwise the state to which the coordinator's signals have led."""
+        """The state: RUNNING without a coordinator, otherwise the state that results from the coordinator's signals."""
         return EngineState.RUNNING if self._service is None else EngineState(self._service.events.state)
 
     # --- without a coordinator ----------------------------------------------------------------------------------
@@ -114,12 +114,13 @@ class DynamicInferenceEngine:
         prompts: Sequence[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Answer all prompts, concurrently with calls of other threads. A prompt that cannot be answered has status
-        FAILED.
+        """Answer all prompts, concurrently with calls of other threads.
 
-        sampling_params: one for all prompts, or one for each; may be Megatron-Core's.
+        A prompt that cannot be answered gets an answer with the status FAILED.
 
-        Raises RuntimeError while the engine serves a coordinator, InvalidSamplingParamsError.
+        sampling_params: one object for all prompts, or one object per prompt, of this project or of Megatron-Core.
+
+        Raises RuntimeError while the engine serves a coordinator, and InvalidSamplingParamsError.
         """
         call = PromptBatch(prompts, sampling_params, self.text)
         if call.sent:
@@ -148,28 +149,35 @@ class DynamicInferenceEngine:
         return call.answers()
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
-        """Start a call and return its stream: see DirectCalls. Raises RuntimeError while it serves a coordinator."""
+        """Start a call and return its stream. See DirectCalls. Raises RuntimeError while the engine serves a
+        coordinator.
+        """
         self._require_no_coordinator()
         return self.calls.open(prompts, make_stream, streaming=streaming)
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Abort all open requests without answering them. Also drop the prefix cache, unless `preserve_prefix_cache`.
+        """Abort all open requests without an answer. Also drop the prefix cache unless `preserve_prefix_cache` is true.
 
-        The counters of the context restart at 0.
+        The counters of the context start again at 0.
 
-        Raises RuntimeError while the engine serves a coordinator, which would wait for the answers.
+        Raises RuntimeError while the engine serves a coordinator, because the coordinator would wait for the answers.
         """
         self._require_no_coordinator()
         self.calls.reset(preserve_prefix_cache=preserve_prefix_cache)
         self.context.restart_counters()
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
-        """Release memory: see EngineCore. Raises RuntimeError while direct calls are open: they need the memory."""
+        """Release memory, as EngineCore does. Raises RuntimeError while direct calls are open, because they need the
+        memory.
+        """
         self.calls.require_none_open("suspend()")
         self.calls.between_steps(partial(self.core.suspend, tags))
 
     def resume(self) -> None:
-        """Reallocate what suspend() released. Raises if memory is short or the weights are not usable."""
+        """Reallocate the memory that suspend() released.
+
+        Raises an exception if there is not enough memory or if the weights are not usable.
+        """
         self.calls.between_steps(self.core.resume)
 
     def _require_no_coordinator(self) -> None:
@@ -188,16 +196,17 @@ class DynamicInferenceEngine:
         loop: asyncio.AbstractEventLoop | None = None,
         name: str = "engine-0",
     ) -> str:
-        """Serve a coordinator. Return its "tcp://host:port" when the engine is registered, with its weights loaded.
+        """Serve a coordinator. Return its address "tcp://host:port" when the engine has loaded the weights and
+        registered.
 
-        launch_inference_coordinator: start the coordinator as a child process, which exits with this process. Only the
-            first rank of an engine does so.
-        inference_coordinator_port, hostname: address of the coordinator; by default a free port on the loopback
-              interface.
+        launch_inference_coordinator: whether to start the coordinator as a child process, which exits with this
+                                      process. Only the first rank of an engine starts a coordinator.
+        inference_coordinator_port, hostname: address of the coordinator. Default: a free port on the loopback
+                                              interface.
         loop: event loop of the engine's connection; None: the caller's loop.
         name: name of this engine, unique at its coordinator.
 
-        Raises EngineFailedError or CoordinatorStartError, after everything that was started has been stopped, and
+        Raises EngineFailedError or CoordinatorStartError after it has stopped everything that it started. Raises
         RuntimeError while direct calls are open.
         """
         if self._service is not None:
@@ -223,7 +232,9 @@ class DynamicInferenceEngine:
 
     @property
     def service(self) -> EngineService | FollowedService:
-        """The service that connects to the coordinator. Raises RuntimeError if the engine serves none."""
+        """The service that connects the engine to its coordinator. Raises RuntimeError if the engine serves no
+        coordinator.
+        """
         if self._service is None:
             raise RuntimeError(
                 "the engine serves no coordinator: call start_listening_to_data_parallel_coordinator() first"
@@ -232,29 +243,29 @@ class DynamicInferenceEngine:
 
     @property
     def engine_loop_task(self) -> asyncio.Task[Any]:
-        """Task that finishes when the engine has stopped; it raises EngineFailedError if the engine failed."""
+        """The task that finishes when the engine has stopped. It raises EngineFailedError after a failure."""
         task = self.service.task
         assert task is not None
         return task
 
     @property
     def coordinator(self) -> CoordinatorProcess | None:
-        """The coordinator process that this engine launched."""
+        """The coordinator process that this engine has launched, or None."""
         return self._service.coordinator if self._service is not None else None
 
     async def wait_until(self, state: EngineState) -> None:
         """Wait until the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED.
 
-        state: may also be a member of Megatron-Core's own enumeration, which has the same names.
+        state: a member of EngineState, or the member of Megatron-Core's enumeration with the same name.
 
-        Call it on the event loop of the engine's connection. Raises EngineFailedError if the engine stops first.
+        Must be called on the event loop of the engine's connection. Raises EngineFailedError if the engine stops first.
         """
         await self.service.wait_until(EngineState[state.name])
 
     async def stop_listening(self) -> None:
-        """Leave the coordinator, and stop it if this engine launched it. Idempotent.
+        """Disconnect from the coordinator. Stop the coordinator if this engine launched it. Idempotent.
 
-        Call it on the event loop of the engine's connection.
+        Must be called on the event loop of the engine's connection.
         """
         if self._service is not None:
             await self._service.stop()

@@ -12,11 +12,11 @@ from megatron_runtime.tokenization.of_program import MegatronTokenizer
 
 
 class TextGenerationController:
-    """A model and its tokenizer. An engine is constructed with it.
+    """A model and its tokenizer, from which an engine is constructed.
 
-    inference_wrapped_model: None while the weights are released.
-    tokenizer: the program's tokenizer, with tokenize() and detokenize(); or another one, or a model reference: see
-               tokenizer_of().
+    inference_wrapped_model: the wrapped model; None while the weights are released.
+    tokenizer: an object of the program with tokenize() and detokenize(), or another tokenizer or a model reference that
+               tokenizer_of() accepts.
     """
 
     def __init__(self, inference_wrapped_model: GPTInferenceWrapper | None, tokenizer: Any) -> None:
@@ -25,14 +25,14 @@ class TextGenerationController:
 
     @property
     def tokenizer(self) -> Any:
-        """The program's tokenizer if it has Megatron-Core's interface, otherwise a Tokenizer, which has this interface
-        too.
+        """The program's tokenizer if it has Megatron-Core's interface. Otherwise a Tokenizer, which also has this
+        interface.
         """
         made = self._text.tokenizer
         return made.of_program if isinstance(made, MegatronTokenizer) else made
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the token ids of `prompt`. add_BOS: begin with the BOS token even if the tokenizer does not add it."""
+        """Return the token ids of `prompt`. add_BOS: prepend the BOS token if the tokenizer does not add it."""
         return self._text.tokenize_prompt(prompt, add_BOS)
 
     def detokenize(self, tokens: Iterable[int]) -> str:

@@ -1,1 +1,1 @@
-"""Megatron-Core's package of HTTP servers."""
+"""HTTP servers, under the names of Megatron-Core."""

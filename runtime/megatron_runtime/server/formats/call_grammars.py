@@ -1,8 +1,12 @@
-"""Grammars of tool calls, in Lark's notation: the formats without a table entry, and building blocks for the others.
+"""Grammars of tool calls in Lark's notation: grammars of the formats without a table entry, and building blocks for the
+others.
 
-A grammar is built from three inputs: the JSON schemas of the arguments by tool name, a function that converts a literal
-text to Lark's notation, and whether the answer may have only one call. The result maps the beginning of an answer to a
-rule for the rest of the answer.
+A grammar is built from three inputs:
+- the JSON schemas of the arguments, by tool name
+- a function that converts a literal text to Lark's notation
+- whether the answer can have only one call
+
+The result maps the beginning of an answer to a rule for the rest of the answer.
 """
 
 from __future__ import annotations
@@ -22,14 +26,14 @@ CallGrammar: TypeAlias = tuple[dict[str, str], str]
 
 Role: TypeAlias = Literal["name", "arguments", "id"]
 Keys: TypeAlias = tuple[tuple[str, Role], ...]
-"""The keys of a JSON call in order, each with its meaning. Only an id may be missing."""
+"""The keys of a JSON call in order, each with its role. Only the key of the id is optional."""
 KEYS: Keys = (("name", "name"), ("arguments", "arguments"))
 _KEYS_OF_LLAMA: Keys = (("name", "name"), ("parameters", "arguments"))
 _ID = {"type": "string", "pattern": "^[0-9A-Za-z_-]{1,64}$"}
 
 SPACE = r"SPACE: /[ \t\r\n]{1,20}/"
 _OF_JSON = ("integer", "number", "boolean", "array", "object")
-"""Types of parameters that are written as JSON even if other values are text."""
+"""JSON types whose values are written as JSON even in formats that write other values as plain text."""
 
 _PYTHON_STRING = r"""'([^'\\\n]|\\[\\'"nrt])*'"""
 _ANNOTATIONS = ("$comment", "description", "title")
@@ -41,7 +45,7 @@ def all_calls(
 ) -> CallGrammar:
     """Return the grammar of an answer with one or more groups of calls.
 
-    openings: texts, one of which begins each group.
+    openings: each group begins with one of these texts.
     group:    Lark expression of the rest of a group.
     rules:    the rules that `group` refers to.
     """
@@ -76,7 +80,7 @@ def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGr
 
 
 def pythonic(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of `[name(argument="value"), …]`, with the arguments in the order of their declaration."""
+    """Return the grammar of `[name(argument="value"), …]`, with arguments in the order of their declaration."""
     starts = {f"[{name}(": f"calls_{place}" for place, name in enumerate(tools)}
     further, rules = _python_calls(tools, is_single=is_single)
     first = [f'calls_{place}: arguments_{place} ")"{further} "]"' for place in range(len(tools))]
@@ -91,7 +95,7 @@ def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
-    """Return the expression for the rest of a list after a call, and the rules for `call` and each tool's arguments."""
+    """Return the expression for the rest of a call list, and the rules for `call` and for each tool's arguments."""
     calls = " | ".join(f'{quoted(f"{name}(")} arguments_{place} ")"' for place, name in enumerate(tools))
     rules = [f"call: {calls}"]
     for place, schema in enumerate(tools.values()):
@@ -106,7 +110,7 @@ def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
 def gemma4(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
     """Return the grammar of `<|tool_call>call:name{key:<|"|>text<|"|>,…}<tool_call|>`.
 
-    Keys and texts have no escapes.
+    The notation has no escape sequences in keys and texts.
     """
     rules = _Gemma4Rules(written)
     calls = [
@@ -118,7 +122,9 @@ def gemma4(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def minimax_m3(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of `<invoke name="…"><key>value</key>…</invoke>`, nested, with a marker before each tag."""
+    """Return the grammar of `<invoke name="…"><key>value</key>…</invoke>`. Tags can be nested, with a marker before
+    each tag.
+    """
     tag = "]<]minimax[>["
     rules = _MiniMaxM3Rules(tag, written)
     calls = [
@@ -155,7 +161,7 @@ def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 class _Gemma4Rules:
     """Generates grammar rules for values in Gemma 4's notation.
 
-    Members of objects are sorted, as in its template.
+    Members of objects are sorted, as in Gemma 4's chat template.
     """
 
     QUOTE = '<|"|>'
@@ -174,7 +180,7 @@ class _Gemma4Rules:
         ]
 
     def value(self, rule: str, schema: Mapping[str, Any]) -> str:
-        """Return the Lark expression of a value. rule: prefix for the names of the rules that the expression needs."""
+        """Return the Lark expression of a value. rule: prefix for the names of rules that the expression refers to."""
         entry = ToolParameter("", schema, is_required=True)
         match entry.kind:
             case "string" if entry.choices:
@@ -212,7 +218,7 @@ class _MiniMaxM3Rules:
     def value(self, rule: str, schema: Mapping[str, Any], end: str) -> str:
         """Return the Lark expression of a value and its closing tag `end`.
 
-        rule: prefix for the names of the rules it needs.
+        rule: prefix for the names of rules that the expression refers to.
         """
         entry, ending = ToolParameter("", schema, is_required=True), self._written(end)
         items = schema.get("items")
@@ -240,7 +246,7 @@ class _MiniMaxM3Rules:
 
 
 def _separated(rule: str, entries: Sequence[tuple[str, bool]], separator: str) -> list[str]:
-    """Return grammar rules for a list whose entries are separated by `separator` and have a fixed order.
+    """Return grammar rules for a list of entries in a fixed order, separated by `separator`.
 
     rule:    name of the rule for the list.
     entries: the expression of each entry, and whether the entry is required.
@@ -271,7 +277,7 @@ def _python_value(entry: ToolParameter) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ToolParameter:
-    """A parameter of a tool. schema: JSON schema of its value, complete with the definitions that it refers to."""
+    """A parameter of a tool. schema: JSON schema of the value, including all definitions that it refers to."""
 
     name: str
     schema: Mapping[str, Any]
@@ -284,7 +290,7 @@ class ToolParameter:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The values of the schema's `enum`, if all are strings; empty if other values are allowed."""
+        """The values of the schema's `enum` if all are strings. Empty if the schema allows other values."""
         choices = self.schema.get("enum")
         is_of_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
         return choices if isinstance(choices, list) and is_of_texts else ()
@@ -295,7 +301,7 @@ class ToolParameter:
 
     @property
     def is_json(self) -> bool:
-        """Whether the value is written as JSON in formats that write other values as plain text."""
+        """Whether the value is written as JSON even in formats that write other values as plain text."""
         return self.kind in _OF_JSON
 
 
@@ -308,7 +314,7 @@ def parameters_of(schema: Mapping[str, Any]) -> Iterator[ToolParameter]:
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return a copy of a schema without titles and descriptions, which could take up most of a grammar's size limit."""
+    """Return a copy of a schema without titles and descriptions, which could fill most of a grammar's size limit."""
     if isinstance(schema, list):
         return [without_annotations(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -316,14 +322,14 @@ def without_annotations(schema: Any) -> Any:
     return {
         key: value if key in ("const", "enum") else without_annotations(value)
         for key, value in schema.items()
-        if key not in _ANNOTATIONS or not isinstance(value, str)  # a schema here belongs to a property called "title"
+        if key not in _ANNOTATIONS or not isinstance(value, str)  # this schema belongs to a property named "title"
     }
 
 
 def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[str, Any]:
     """Return the schema of one call of any of the tools.
 
-    at: JSON pointer of the list of alternatives in the whole schema.
+    at: JSON pointer in the complete schema to the list of alternatives.
     """
     calls = []
     for place, (name, schema) in enumerate(tools.items()):
@@ -338,7 +344,7 @@ def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[
 
 
 def keyed_calls(tools: Schemas, *, is_single: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls, each an object `{name of the tool: arguments}`."""
+    """Return the schema of a list of calls. Each call is an object `{name of the tool: arguments}`."""
     entries = [
         {
             "type": "object",
@@ -366,7 +372,7 @@ def _at_most_one(is_single: bool) -> dict[str, int]:
 
 
 def _referring(schema: Any, *, to: str) -> Any:
-    """Return a copy of a schema to be placed at `to` in another schema, with its internal references adapted."""
+    """Return a copy of a schema whose internal references are valid at the place `to` in another schema."""
     if isinstance(schema, list):
         return [_referring(item, to=to) for item in schema]
     if not isinstance(schema, Mapping):
@@ -379,12 +385,12 @@ def _referring(schema: Any, *, to: str) -> Any:
 
 
 def _with_definitions(value: Mapping[str, Any], *, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a property as a schema of its own, with the definitions of the enclosing schema `root`."""
+    """Return the schema of a property as an independent schema, with the definitions of the enclosing schema `root`."""
     return {**{key: root[key] for key in _DEFINITIONS if key in root}, **value}
 
 
 def quoted(text: str) -> str:
-    """Return a text as a Lark string."""
+    """Return a text as a Lark string literal."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -392,13 +398,13 @@ def until(end: str, written: Written) -> tuple[str, str]:
     """Return the attributes and the expression of a rule that matches any text up to and including `end`."""
     if written(end) == quoted(end):
         return f"[suffix={quoted(end)}]", "/(?s:.*)/"
-    return "", f"/(?s:.*)/ {written(end)}"  # `end` is a special token, which no regular expression matches
+    return "", f"/(?s:.*)/ {written(end)}"  # no regular expression matches `end`, because it is a special token
 
 
 def written_with(special_tokens: Mapping[int, str]) -> Written:
-    """Return a function that converts a literal text to Lark.
+    """Return a function that converts a literal text to Lark's notation.
 
-    special_tokens: text by id of the format's special tokens.
+    special_tokens: texts of the format's special tokens, by token id.
     """
     by_text = {text: id_ for id_, text in special_tokens.items()}
     longest_first = sorted(by_text, key=len, reverse=True)
@@ -412,13 +418,13 @@ def written_with(special_tokens: Mapping[int, str]) -> Written:
 
 
 def written_head(head: Head, written: Written, **holes: str) -> str:
-    """Return the Lark expression of a head. holes: the expression for each hole, by its name."""
+    """Return the Lark expression of a head. holes: maps the name of each hole to the expression for it."""
     expressions = {"text": written, "space": lambda _: "SPACE?", "hole": lambda name: holes[name]}
     return " ".join(expressions[kind](text) for kind, text in head.parts)
 
 
 def dumped(schema: Mapping[str, Any]) -> str:
-    """Return a schema in the form that %json expects."""
+    """Return a schema as the text that Lark's %json expects."""
     return json.dumps({**schema, "x-guidance": JSON_OPTIONS}, ensure_ascii=False, separators=(",", ":"))
 
 

@@ -1,8 +1,8 @@
 """`ChatFormat`, the interface between the HTTP API and model-specific code: prompts, and the structure of answers.
 
-The API speaks of conversations, text, reasoning and calls; engines speak of tokens. A server has one ChatFormat, which
-converts conversations to tokens and generated text to reasoning, text and calls. Every route is converted to a chat
-before it comes here.
+The API handles conversations, text, reasoning and calls. Engines handle tokens. A server has one ChatFormat, which
+converts conversations to tokens, and generated text to reasoning, text and calls. Every route converts its requests to
+a chat before it uses the ChatFormat.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_runtime.tokenization import Detokenizer, Tokenizer
 class RenderedChat:
     """A conversation as a prompt.
 
-    text:   prompt text to encode, without the tokens that the model expects around a text.
-    tokens: prompt tokens, instead of the text, if the format renders to tokens.
+    text:   prompt text to encode, without the special tokens that the model expects around a text.
+    tokens: prompt tokens instead of a text, if the format renders conversations to tokens.
     media:  images, audio and video of the conversation, with the positions of their tokens.
     """
 
@@ -44,9 +44,10 @@ class RenderedChat:
 class AnswerRequest:
     """The properties of a request that affect the parsing of its answers.
 
-    prompt:     tokens of its prompt.
-    tools:      JSON schema of the arguments of each tool that may be called, by its name.
-    forced:     a grammar restricts the answer to calls: to a list of them ("*"), or to the arguments of this tool.
+    prompt:     tokens of the prompt.
+    tools:      JSON schema of the arguments of each tool that may be called, by tool name.
+    forced:     set if a grammar restricts the answer to calls. "*": a list of calls; otherwise the arguments of the
+                tool with this name.
     continues:  the answer continues the last message of the prompt.
     is_thought: the continued message ends within its reasoning.
     earlier_calls: number of calls in the conversation.
@@ -63,34 +64,34 @@ class AnswerRequest:
 
 
 ANY_CALLS = "*"
-"""Value of `AnswerRequest.forced` for an answer that must be a list of calls of any tools."""
+"""Value of `AnswerRequest.forced` for an answer that must be a list of calls, of any tools."""
 
 
 class AsyncAnswerParser(Protocol):
-    """Parses the answer of one choice in another process."""
+    """A parser for the answer of one choice. The parser runs in another process."""
 
     async def feed(self, text: str, tokens: Sequence[int], *, is_last: bool) -> list[Event]:
-        """Return the events that the next part of the answer completes. Raises AnswerParserError.
+        """Parse the next part of the answer, and return the events that it completes. Raises AnswerParserError.
 
         text:    next part of the answer.
-        tokens:  tokens of this part; with the last part, also the tokens that ended the answer.
-        is_last: this is the last part.
+        tokens:  tokens of this part. For the last part, also the tokens that ended the answer.
+        is_last: whether this is the last part.
         """
         ...
 
     def close(self) -> None:
-        """Drop the parser. Idempotent."""
+        """Discard the parser. Idempotent."""
         ...
 
 
 class AnswerParserError(RuntimeError):
-    """The answer of this choice cannot be parsed. The message gives the reason."""
+    """The answer of a choice cannot be parsed. The message gives the reason."""
 
 
 class AnswerFormat(Protocol):
     """The structure of the answers to one request.
 
-    markers:   special tokens of the vocabulary that its parsers need as text.
+    markers:   special tokens of the vocabulary that the parsers need as text.
     reasoning: the tokens that mark the reasoning; None: the model does not mark its reasoning.
     """
 
@@ -101,22 +102,24 @@ class AnswerFormat(Protocol):
     def reasoning(self) -> ReasoningUse | None: ...
 
     def parser(self) -> AnswerParser | None:
-        """Return a new parser for one choice; None if the whole answer is text.
+        """Return a new parser for one choice, or None if the whole answer is text.
 
-        The state of a parser depends only on the text that it has read, however the text was divided. So a lost parser
-        is rebuilt by a new parser that reads the text so far; its events are dropped, because the client has them.
+        The state of a parser depends only on the text that it has read, and not on how the text was split. If a parser
+        is lost, a new parser therefore reads the text so far to restore the state. Its events are dropped, because the
+        client has already received them.
         """
         ...
 
     def async_parser(self) -> AsyncAnswerParser | None:
-        """Return a new parser for one choice that runs in another process; None if the format has no such parser.
+        """Return a new parser for one choice that runs in another process. Return None if the format has no such
+        parser.
 
-        With this parser, parser() parses only the events of type Text that this parser returns.
+        If there is such a parser, its events of type Text are the only input of parser().
         """
         ...
 
     def call_id(self, name: str, number: int) -> str | None:
-        """Return the id for a call to which the parser gave no id; None if any id is valid.
+        """Return the id for a call that has no id from the parser. Return None if any id is valid.
 
         name:   name of the function.
         number: index of the call in its answer, from 0.
@@ -125,12 +128,13 @@ class AnswerFormat(Protocol):
 
 
 class ChatFormat(Protocol):
-    """Turns conversations into tokens and describes the answers. Thread-safe; render() and encode() may block.
+    """Converts conversations to tokens, and describes the answers. Thread-safe. render() and encode() can block.
 
-    tool_format: name of the tool-call format, for /v1/models and the log; None: unknown, so calls are returned as text.
+    tool_format:      name of the tool-call format for /v1/models and the log; None: unknown, so calls are returned as
+                      text.
     reasoning_format: name of the reasoning format; None: reasoning is part of the text.
-    offers_tools:     whether requests may have tools.
-    takes:            which of "image", "audio" and "video" conversations may contain.
+    offers_tools:     whether requests can have tools.
+    takes:            the kinds of media that conversations can contain, out of "image", "audio" and "video".
     """
 
     @property
@@ -146,17 +150,17 @@ class ChatFormat(Protocol):
     def takes(self) -> Collection[str]: ...
 
     def render(self, conversation: ChatTemplateInput) -> RenderedChat:
-        """Return the prompt of a conversation. Raises ChatTemplateError."""
+        """Return the prompt for a conversation. Raises ChatTemplateError."""
         ...
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Return the tokens of a text. Raises ValueError for a text that cannot be encoded."""
+        """Return the tokens of a text. Raises ValueError if the text cannot be encoded."""
         ...
 
     def decoder(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return an incremental decoder of one sequence of tokens.
+        """Return an incremental decoder for one sequence of tokens.
 
-        skip_special: leave out the text of special tokens.
+        skip_special: whether to omit the text of special tokens.
         """
         ...
 
@@ -165,23 +169,23 @@ class ChatFormat(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the processes that the format uses. Idempotent."""
+        """Stop the processes that this format uses. Idempotent."""
         ...
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `call_structure` for an answer that may call one of the tools.
+        """Return the sampling parameter `call_structure` for an answer that can call one of the tools.
 
-        None if the format has no grammar of calls, or if the grammar exceeds the limits.
+        Return None if the format has no grammar of calls, or if the grammar exceeds the limits.
 
-        tools:     JSON schema of the arguments of each tool, by its name.
-        is_single: the answer may have one call only.
+        tools:     JSON schema of the arguments of each tool, by tool name.
+        is_single: the answer can have only one call.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NativeAnswerFormat:
-    """The structure of the answers of a model whose format is in our tables."""
+    """The structure of answers of a model whose format is in this package's tables."""
 
     request: AnswerRequest
     calls: ToolFormat | None
@@ -198,14 +202,16 @@ class NativeAnswerFormat:
         return bool(self.request.tools) and self.request.forced is None
 
     def parser(self) -> AnswerParser | None:
-        """Return a new parser for one choice; None: the answer is text."""
+        """Return a new parser for one choice, or None if the whole answer is text."""
         calls = self.forced_parser()
         if self.calls is not None and self._may_call:
             calls = self.calls(self.request.tools)
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
-        """Return a new parser for the part after the reasoning if a grammar forces it to be a call; None otherwise."""
+        """Return a new parser for the part after the reasoning if a grammar forces this part to be calls, otherwise
+        None.
+        """
         if self.request.forced is None:
             return None
         if self.request.forced == ANY_CALLS:
@@ -213,22 +219,23 @@ class NativeAnswerFormat:
         return NamedParser(self.request.forced)
 
     def async_parser(self) -> None:
-        """Return None: parser() parses the whole answer."""
+        """Return None, because parser() parses the whole answer."""
         return
 
     def call_id(self, name: str, number: int) -> None:
-        """Return None: the templates that we render accept any id."""
+        """Return None, because the chat templates of this runtime accept any id."""
         return
 
 
 _KEPT_STRUCTURES = 64
-"""Maximum number of tool lists whose grammars are cached, at most 64 KiB each."""
+"""Maximum number of tool lists whose grammars are cached. Each grammar has at most 64 KiB."""
 
 
 class NativeChatFormat:
-    """ChatFormat with the model's chat template, our tokenizer, and a format from our tables (table.py, reasoning.py).
+    """A ChatFormat with the model's chat template, this runtime's tokenizer, and a format from table.py and
+    reasoning.py.
 
-    tool_call_parser, reasoning_parser: as for recognised(), whose errors this raises.
+    tool_call_parser, reasoning_parser: as for recognised(). The constructor raises the errors of recognised().
     """
 
     def __init__(self, tokenizer: Tokenizer, *, tool_call_parser: str, reasoning_parser: str) -> None:
@@ -243,7 +250,7 @@ class NativeChatFormat:
         self._reasoning: ReasoningFormat | None = formats.reasoning
         special = {} if self._calls is None else tokenizer.special_tokens_in(self._calls.texts)
         self._written = written_with(special)
-        # Cached, because an agent sends the same tools with each request.
+        # The grammar is cached, because an agent sends the same tools with each request.
         self._structure = lru_cache(maxsize=_KEPT_STRUCTURES)(self._make_structure)
         self.tool_format = None if formats.tools is None else formats.tools.name
         self.reasoning_format = formats.reasoning_name
@@ -251,17 +258,17 @@ class NativeChatFormat:
         self.takes: Collection[str] = ()
 
     def render(self, conversation: ChatTemplateInput) -> RenderedChat:
-        """Return the prompt of a conversation as text. Raises ChatTemplateError."""
+        """Return the prompt for a conversation, as text. Raises ChatTemplateError."""
         return RenderedChat(text=conversation.render(self._tokenizer))
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Return the tokens of a text. Raises ValueError for a text that cannot be encoded."""
+        """Return the tokens of a text. Raises ValueError if the text cannot be encoded."""
         return self._tokenizer.encode(text, add_special=add_special)
 
     def decoder(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return an incremental decoder of one sequence of tokens.
+        """Return an incremental decoder for one sequence of tokens.
 
-        skip_special: leave out the text of special tokens.
+        skip_special: whether to omit the text of special tokens.
         """
         return self._tokenizer.detokenizer(skip_special=skip_special)
 
@@ -279,10 +286,10 @@ class NativeChatFormat:
         return NativeAnswerFormat(request, self._calls, reasoning)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because this format uses no processes."""
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure`; None if the format is unknown or the grammar exceeds the limits."""
+        """Return `call_structure`, or None if the format is unknown or the grammar exceeds the limits."""
         return None if self._calls is None else self._structure(json.dumps(tools), is_single)
 
     def _make_structure(self, tools: str, is_single: bool) -> dict[str, Any] | None:

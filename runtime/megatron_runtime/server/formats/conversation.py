@@ -1,8 +1,8 @@
-"""Renders conversations to text, in a form that the model's chat template accepts.
+"""Renders conversations to text through the model's chat template.
 
-Templates differ. Some know no tools, demand that user and assistant alternate, or reject system messages. Some read the
-arguments of a call as an object, or accept only ids of nine characters. A conversation is converted to several forms,
-and rendered in the first form that the template accepts.
+Templates differ. Some do not support tools, require that user and assistant alternate, or reject system messages. Some
+expect the arguments of a call as an object, or accept only ids of nine characters. A conversation is converted to
+several forms, and rendered in the first form that the template accepts.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization import ChatTemplate, ChatTemplateError, ChatTemplateRejectedError
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Keys under which the templates of Qwen and DeepSeek, of gpt-oss, and of Gemma read the reasoning of a message.
-"""
+"""Keys of a message's reasoning in chat templates: of Qwen and DeepSeek, of gpt-oss, and of Gemma, in this order."""
 
 Message: TypeAlias = Mapping[str, Any]
 
 _CALL_OPEN, _CALL_CLOSE = "<tool_call>", "</tool_call>"
 
 _ID_CHARACTERS = 9
-"""Templates of Mistral accept only ids of nine letters and digits."""
+"""Number of letters and digits in a call id. Mistral's templates accept only ids of this length."""
 _TOOL_INSTRUCTIONS = (
     "You can call these functions, given as JSON between <tools></tools>:\n<tools>\n{tools}\n</tools>\n"
     f"To call one, write its name and its arguments as one JSON object between {_CALL_OPEN}{_CALL_CLOSE}:"
     f'\n{_CALL_OPEN}\n{{{{"name": "function-name", "arguments": {{{{"argument": "value"}}}}}}}}\n'
     f"{_CALL_CLOSE}"
 )
-"""A description of tools in the format of Hermes, for chat templates without support for them."""
+"""A description of tools in the Hermes format, for chat templates that do not support tools."""
 _TRIMMED = "\n\t\n"
-"""White space after the mark that `_unfinished` adds to a message. It is missing if the template trims messages."""
+"""White space after the mark that `_unfinished` adds to a message. It is missing in the prompt if the template trims
+messages.
+"""
 
 
 class Renderer(Protocol):
-    """Renders a conversation like the model's chat template. A Tokenizer is a Renderer."""
+    """Renders a conversation through the model's chat template. A Tokenizer is a Renderer."""
 
     def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
-        """Return the chat template for a request with these tools; None if the model has no chat template."""
+        """Return the chat template for a request with these tools, or None if the model has no chat template."""
         ...
 
     def render_chat(
@@ -50,7 +51,7 @@ class Renderer(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the text of a conversation. Raises ChatTemplateError."""
+        """Return the prompt text for a conversation. Raises ChatTemplateError."""
         ...
 
 
@@ -58,8 +59,8 @@ class Renderer(Protocol):
 class _Form:
     """One form of a conversation.
 
-    has_all_system_text: whether the prompt must contain the text of every system message, because some templates drop
-                         it.
+    has_all_system_text: whether the prompt must contain the text of every system message. Some templates drop system
+                         messages.
     """
 
     messages: Sequence[Message]
@@ -67,7 +68,7 @@ class _Form:
     has_all_system_text: bool = False
 
     def is_complete(self, text: str) -> bool:
-        """Return whether a prompt contains all required text."""
+        """Return whether a prompt contains all text that it must contain."""
         system = (message["content"] for message in self.messages if message["role"] == "system")
         texts = [part["text"] for content in system for part in _parts(content) if part["type"] == "text"]
         return not self.has_all_system_text or all(part.strip() in text for part in texts)
@@ -75,13 +76,14 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateInput:
-    """The messages of a request in the form that chat templates read, and the other properties of its prompt.
+    """The messages of a request in the form that chat templates read, and the other inputs of its prompt.
 
-    tools:     functions that the model may call, as JSON.
-    variables: variables of the template.
-    continues: the answer continues the last message, so the prompt ends within it.
-    media:     kind (protocol.media.KINDS) and file of each image, audio and video. The content of a message is a text,
-               or a list of parts: {"type": "text", "text"}, or {"type": "media", "number"} for one of these.
+    tools:     functions that the model can call, as JSON.
+    variables: variables of the chat template.
+    continues: the answer continues the last message, so the prompt ends within this message.
+    media:     kind (one of protocol.media.KINDS) and file of each image, audio and video. The content of a message is a
+               text, or a list of parts. A part is {"type": "text", "text"}, or {"type": "media", "number"} with an
+               index of `media`.
     """
 
     messages: Sequence[Message]
@@ -93,7 +95,8 @@ class ChatTemplateInput:
     def render(self, renderer: Renderer) -> str:
         """Return the text of the prompt.
 
-        Raises ChatTemplateError for messages that the template rejects in every form, or that cannot be continued.
+        Raises ChatTemplateError if the template rejects all forms of the messages, or if the last message cannot be
+        continued.
         """
         if self.continues and not self.media:  # a renderer of media ends the prompt at the last message itself
             return self._unfinished(renderer)
@@ -107,7 +110,7 @@ class ChatTemplateInput:
             else:
                 if form.is_complete(text):
                     return text
-                accepted = accepted or text  # a template may escape the texts, for example in JSON
+                accepted = accepted or text  # the text may be complete but escaped, for example in JSON
         if accepted is None:
             assert rejection is not None
             raise rejection
@@ -116,8 +119,8 @@ class ChatTemplateInput:
     def _unfinished(self, renderer: Renderer) -> str:
         """Return the prompt up to the end of the last message's text, without the tokens that end the message.
 
-        To locate the end, the template is rendered with a mark after the message's text, or after its reasoning if it
-        has no text yet.
+        To locate this end, the template renders the message with a mark after its text. If the message has no text yet,
+        the mark follows its reasoning.
         """
         *earlier, last = self.messages
         if last.get("tool_calls"):
@@ -146,7 +149,7 @@ class ChatTemplateInput:
             return
         plain = [_without_calls(message) for message in self.messages]
         if not self.tools and plain == self.messages:
-            yield _Form(messages=plain, tools=None)  # if the template rejects this form too, the client gets its error
+            yield _Form(messages=plain, tools=None)  # if the template rejects this form too, the client gets this error
             if _has_late_system(plain):
                 yield _Form(messages=_merged(_with_first_system(plain)), tools=None)
             return
@@ -160,7 +163,7 @@ class ChatTemplateInput:
 
 
 def _strict(message: Message) -> Message:
-    """Return a message whose calls have objects as arguments, and ids of nine letters and digits."""
+    """Return a message whose calls have objects as arguments and ids of nine letters and digits."""
     strict = dict(message)
     if "tool_call_id" in strict:
         strict["tool_call_id"] = _short_id(strict["tool_call_id"])
@@ -183,9 +186,9 @@ def _short_id(id_: str) -> str:
 
 
 def _without_calls(message: Message) -> dict[str, Any]:
-    """Return a message with calls and results written as text.
+    """Return a message whose calls and call results are written as text.
 
-    Only the roles system, user and assistant remain.
+    The role of the result is system, user or assistant.
     """
     if message["role"] == "tool":
         return {"role": "user", "content": _joined(["<tool_response>", message["content"], "</tool_response>"], "\n")}
@@ -203,31 +206,31 @@ def _parts(content: Any) -> list[dict[str, Any]]:
 
 
 def _joined(contents: Sequence[Any], separator: str) -> Any:
-    """Join the contents of messages: return a text if all are texts, otherwise a list of parts."""
+    """Join the contents of messages. Return a text if all contents are texts, otherwise a list of parts."""
     if all(isinstance(content, str) for content in contents):
         return separator.join(contents)
     return [part for content in contents for part in _parts(content)]
 
 
 def _without_system(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield the messages with only the roles user and assistant: each system message becomes a message of the user."""
+    """Yield the messages with each system message converted to a user message."""
     for message in messages:
         yield {**message, "role": "user"} if message["role"] == "system" else message
 
 
 def _has_late_system(messages: Sequence[Message]) -> bool:
-    """Return whether a system message follows another message, which some templates reject."""
+    """Return whether a system message follows another message. Some templates reject this."""
     return any(message["role"] == "system" for message in messages[1:])
 
 
 def _with_first_system(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield the messages. A system message that follows another message becomes a message of the user."""
+    """Yield the messages with each system message after the first message converted to a user message."""
     yield messages[0]
     yield from _without_system(messages[1:])
 
 
 def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Join adjacent messages of the same role, so that user and assistant alternate."""
+    """Join adjacent messages with the same role, so that user and assistant alternate."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         if not merged or merged[-1]["role"] != message["role"]:

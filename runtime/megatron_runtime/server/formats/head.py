@@ -1,4 +1,4 @@
-"""`Head`: a pattern of bounded length that a parser can match before the whole text has arrived."""
+"""`Head`: a pattern of bounded length, which a parser can match before the whole text has arrived."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _MAX_HOLE = 256
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A literal text with holes, such as `<function={name}>`, which begins a call or an argument.
+    """A literal text with holes, such as `<function={name}>`, at the beginning of a call or an argument.
 
-    spec: literal text. White space matches any white space or none. `{name}` matches the name of a function, any other
-          `{hole}` matches text up to the character that follows the hole; the match has a group for each hole. `{?x}`
-          at the end matches if the character x follows, which is not part of the match.
+    spec: literal text. White space matches any white space or none. `{name}` matches the name of a function. Any other
+          `{hole}` matches text up to the character that follows the hole. The match has a group for each hole. `{?x}`
+          at the end matches if the character x follows; x is not part of the match.
 
     pattern: matches the whole head.
-    begin:   matches every text that is the beginning of a possible match.
+    begin:   matches any text that can become a match when more text follows.
     """
 
     spec: str
@@ -31,7 +31,7 @@ class Head:
 
     @property
     def parts(self) -> Iterator[tuple[Literal["text", "space", "hole"], str]]:
-        """Yield kind and text of each part, without `{?x}`: a literal text, white space, or the name of a hole."""
+        """Yield kind and text of each part except `{?x}`. The text is a literal, white space, or the name of a hole."""
         for literal, group in groupby(_ELEMENT.finditer(self.spec), key=lambda element: element[4] is not None):
             if literal:
                 yield "text", "".join(element[4] for element in group)
@@ -44,7 +44,7 @@ class Head:
 
     def __post_init__(self) -> None:
         whole: list[str] = []
-        beginnings: list[str] = []  # %s stands for the beginning of the next element
+        beginnings: list[str] = []  # %s is replaced by the pattern for the beginning of the next element
         elements = list(_ELEMENT.finditer(self.spec))
         for element, following in zip(elements, [*elements[1:], None], strict=True):
             hole, next_character, space, literal = element.groups()

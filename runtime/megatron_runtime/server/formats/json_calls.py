@@ -1,4 +1,4 @@
-"""Calls between markers, with arguments in JSON. Each family of models is one table entry."""
+"""Tool calls between markers, with JSON arguments. Each family of models has one table entry."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ Body: TypeAlias = Literal["object", "list", "keyed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """How a family of models writes its calls.
+    """The format of a model family's calls.
 
-    open:    texts, one of which precedes the calls.
-    bodies:  what may follow: "object": one or several `{"name": …, "arguments": {…}}`; "list": a list of such objects;
+    open:    one of these texts precedes the calls.
+    bodies:  what can follow. "object": one or several `{"name": …, "arguments": {…}}`; "list": a list of such objects;
              "keyed": a list of `{name: {…}}`.
-    keys:    keys of `{"name": …, "arguments": {…}}` as this family writes them.
-    heads:   texts with the name of the function that precede the arguments alone. They replace `bodies` or come before
-             them.
-    end:     text after each call that is not in a list; a model may omit it.
-    close:   text after the last call; a model may omit it.
-    dropped: texts of the format outside of calls, which are not part of the answer.
+    keys:    the keys of `{"name": …, "arguments": {…}}` in this family.
+    heads:   texts that contain the name of the function. Only the arguments follow. Heads replace `bodies` or come
+             before them.
+    end:     text after each call that is not in a list. A model can omit it.
+    close:   text after the last call. A model can omit it.
+    dropped: texts of the format between calls that are not part of the answer.
     """
 
     open: tuple[str, ...]
@@ -52,14 +52,14 @@ class JsonCalls:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All literal texts of the format."""
+        """All literal texts in the format."""
         return (*self.open, *(head.spec for head in self.heads), self.end, self.close, *self.dropped)
 
     def parser(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
         return _JsonCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the rest of an answer that begins with one of `open` (see call_grammars)."""
+        """Return the grammar of the rest of an answer that begins with one of `open`. See call_grammars."""
         rules: list[str] = []
         calls: list[str] = []
         lists: list[str] = []
@@ -88,7 +88,7 @@ class JsonCalls:
 
 
 class _JsonCallParser(ToolParser):
-    """Parses text, and calls after one of the texts that open them."""
+    """Parses text, and the calls that follow one of the opening texts."""
 
     def __init__(self, calls: JsonCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._calls = calls
@@ -103,7 +103,7 @@ class _JsonCallParser(ToolParser):
                 yield from self._read_calls()
 
     def _read_calls(self) -> Reading:
-        """Read the calls after the text that opens them. Hold the text after the last call."""
+        """Read the calls after the opening text. Hold the text after the last call."""
         close, before = self._calls.close, self._num_calls
         continues = True
         while continues:
@@ -141,9 +141,10 @@ class _JsonCallParser(ToolParser):
 
 
 class Llama3JsonParser(ToolParser):
-    """Parses answers of Llama 3: `{"name": …, "parameters": {…}}` as the whole answer, or several, separated by `;`.
+    """Parses answers of Llama 3: one or several `{"name": …, "parameters": {…}}`, separated by `;`, as the whole
+    answer.
 
-    An answer that does not begin with an object that names a tool is text.
+    An answer is text unless it begins with an object that names a tool.
     """
 
     TAG = "<|python_tag|>"
@@ -152,7 +153,7 @@ class Llama3JsonParser(ToolParser):
 
     def _read(self) -> Reading:
         while True:
-            self._in_call = self._num_calls > 0  # text that separates calls is dropped
+            self._in_call = self._num_calls > 0  # text between calls is dropped
             yield from self._read_space(self._SEPARATORS, marker=self.TAG)
             if self._in_call:
                 self._flush()
@@ -163,11 +164,11 @@ class Llama3JsonParser(ToolParser):
 
 
 class Functionary32Parser(ToolParser):
-    """Parses answers of Functionary 3.2: messages to recipients, `all\\ntext>>>name\\n{…}`.
+    """Parses answers of Functionary 3.2, which consist of messages to recipients: `all\\ntext>>>name\\n{…}`.
 
-    The prompt opens the first message.
+    The prompt contains the beginning of the first message.
 
-    A message to `all` is text, one to a tool is a call, and anything else is text with its marker.
+    A message to `all` is text, and a message to a tool is a call. Any other message is text, including its marker.
     """
 
     OPEN = ">>>"

@@ -1,12 +1,12 @@
-"""`ToolParser`, the base of the parsers of tool calls, and the events that parsers return.
+"""`ToolParser`, the base class of the parsers for tool calls, and the events that parsers return.
 
-A parser takes the text in parts of any size and returns text and calls; how the text is divided does not change the
-result. Parsers are written as generators: a reader yields when it needs more text, returns at the end of its construct,
-and raises MalformedError for text that cannot continue the construct. So arguments are streamed while the model writes
-them.
+A parser reads the answer in parts of any size, and returns text and calls. The result does not depend on how the answer
+is split. Parsers are written as generators. A reader yields when it needs more text, returns at the end of its
+construct, and raises MalformedError for text that cannot continue the construct. Arguments are therefore streamed while
+the model writes them.
 
-The cost is linear in the length of the answer: before a reader yields, it consumes all text except a bounded remainder,
-which it reads again.
+The cost is linear in the length of the answer. Before a reader yields, it consumes all text except a remainder of
+bounded length, which it reads again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_runtime.server.formats.head import Head
 
 MAX_JSON_DEPTH = 256
 MAX_NAME_CHARACTERS = 256
-"""Maximum length of a function's name; a conversation may not contain a longer name."""
+"""Maximum length of a function's name. The names in a conversation have the same limit."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _TOKEN = re.compile(r'[\[\]{}:,"]|[-+.\w]{0,400}', re.ASCII)
@@ -42,23 +42,23 @@ StringReading = Generator[None, None, str]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Text of the answer that is not part of a call."""
+    """A part of the answer's text that is not part of a call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """Text in which the model thinks, before its answer."""
+    """A part of the model's reasoning, which precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call begins. This event comes once for each call, before its arguments.
+    """The beginning of a call. There is exactly one such event per call, before its arguments.
 
-    id: id that the model gave the call; None: any id is valid.
+    id: id that the model assigned to the call; None: any id is valid.
     """
 
     name: str
@@ -67,7 +67,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of the arguments of the most recent call."""
+    """The next part of the most recent call's arguments."""
 
     text: str
 
@@ -76,14 +76,14 @@ Event = Text | Reasoning | CallBegin | CallArguments
 
 
 class MalformedError(ValueError):
-    """The text at the reader's position cannot continue the construct that the reader parses."""
+    """The text at the current position cannot continue the construct that is being read."""
 
 
 class ToolParser(ABC):
     """Parses the answer of one choice.
 
-    tools:     JSON schema of the arguments of each tool of the request, by its name.
-    is_marked: a marker precedes each call. In this case a call of an unknown tool is also returned as a call, and the
+    tools:     JSON schema of the arguments of each tool in the request, by tool name.
+    is_marked: whether a marker precedes each call. If so, a call of an unknown tool is also returned as a call, and the
                client reports the error to the model.
     """
 
@@ -92,20 +92,20 @@ class ToolParser(ABC):
     def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._tools = tools
         self._events: list[Event] = []
-        self._spaces: list[str] = []  # white space at the end of the emitted text, held back
+        self._spaces: list[str] = []  # white space at the end of the emitted text, which is held back
         self._num_calls = 0
         self._in_call = False
-        self._held: list[str] = []  # consumed text that precedes the buffer and is not emitted yet
+        self._held: list[str] = []  # consumed text before the buffer that is not emitted yet
         self._buffer = ""
-        self._start = 0  # start of the buffered text that is not emitted yet
-        self._at = 0  # end of the text that has been consumed
+        self._start = 0  # start of the text in the buffer that is not emitted yet
+        self._at = 0  # end of the consumed text in the buffer
         self._kind: type[Text | Reasoning | CallArguments] | None = None
-        """Type of the events for consumed text; None: the reader has not decided yet."""
+        """Type of the events for consumed text; None: not known yet."""
         self._reading = self._read()
         next(self._reading)
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that the next part of the answer completes."""
+        """Parse the next part of the answer, and return the events that it completes."""
         self._hold()
         self._buffer = self._buffer[self._at :] + text
         self._start = self._at = 0
@@ -115,7 +115,7 @@ class ToolParser(ABC):
         return self._new_events()
 
     def finish(self) -> list[Event]:
-        """Return the remaining events at the end of the answer."""
+        """End the answer, and return the remaining events."""
         self._at = len(self._buffer)
         if not self._in_call:
             self._kind = Text
@@ -126,10 +126,10 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _read(self) -> Reading:
-        """Read the whole answer. The generator never ends."""
+        """Read the whole answer. The generator never returns."""
 
     def _new_events(self) -> list[Event]:
-        """Return the collected events, with adjacent ones of the same type joined."""
+        """Return the new events. Adjacent events of the same type are joined."""
         joined: list[Event] = []
         for kind, group in groupby(self._events, key=type):
             events = list(group)
@@ -139,10 +139,10 @@ class ToolParser(ABC):
         return joined
 
     def _flush(self) -> None:
-        """Emit the consumed text as an event of the current kind; without a kind, drop it."""
+        """Emit the consumed text as an event of the current type. If there is no current type, drop the text."""
         read = self._take_read()
         if self._kind is Text:
-            # Trailing white space is held back, because around calls it is part of the format.
+            # Trailing white space is held back, because white space around calls belongs to the format.
             body = read.rstrip()
             if body:
                 self._events.append(Text("".join([*self._spaces, body])))
@@ -153,20 +153,20 @@ class ToolParser(ABC):
             self._events.append(self._kind(read))
 
     def _hold(self) -> None:
-        """Move the consumed text out of the buffer."""
+        """Move the consumed text from the buffer to the held text."""
         if self._start < self._at:
             self._held.append(self._buffer[self._start : self._at])
             self._start = self._at
 
     def _take_read(self) -> str:
-        """Return the consumed text that is not emitted yet, and discard it."""
+        """Return the consumed text that is not emitted yet, and remove it."""
         self._hold()
         read = "".join(self._held)
         self._held.clear()
         return read
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        """Discard the consumed text, and emit the beginning of a call with the arguments that are already known."""
+        """Drop the consumed text, and emit the beginning of a call with the arguments that are already known."""
         self._flush()
         self._spaces.clear()
         self._num_calls += 1
@@ -180,12 +180,12 @@ class ToolParser(ABC):
         return is_name and (self.is_marked or name in self._tools)
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
-        """Consume the text that matches the pattern, if any."""
+        """Consume the text that matches the pattern, if there is a match."""
         if (match := pattern.match(self._buffer, self._at)) is not None:
             self._at = match.end()
 
     def _read_space(self, pattern: re.Pattern[str], *, marker: str) -> Reading:
-        """Consume the white space that matches the pattern, up to a possible beginning of the marker."""
+        """Consume the white space that matches the pattern, but no text that can be the beginning of the marker."""
         while True:
             self._skip(pattern)
             following = self._buffer[self._at : self._at + len(marker)]
@@ -194,14 +194,17 @@ class ToolParser(ABC):
             yield
 
     def _read_end(self, marker: str) -> Generator[None, None, bool]:
-        """Read white space, and the marker if it follows. Return whether the marker followed."""
+        """Read white space, and the marker if it follows. Return whether the marker has followed."""
         yield from self._read_space(_SPACE, marker=marker)
         follows = self._buffer.startswith(marker, self._at)
         self._at += len(marker) if follows else 0
         return follows
 
     def _read_until(self, *markers: str) -> StringReading:
-        """Read and flush up to the first marker, and return it. Without a marker, read to the end of the answer."""
+        """Read and emit the text before the first marker. Return the marker without consuming it.
+
+        If no marker follows, read to the end of the answer.
+        """
         while (match := first_of(self._buffer, markers, start=self._at)) is None:
             self._read_but(*markers)
             self._flush()
@@ -212,14 +215,14 @@ class ToolParser(ABC):
         return marker
 
     def _read_but(self, *markers: str) -> None:
-        """Consume the buffer, except a suffix that may be the beginning of a marker."""
+        """Consume the buffer except a suffix that can be the beginning of a marker."""
         kept = (overlap(self._buffer, marker, start=self._at) for marker in markers)
         self._at = len(self._buffer) - max(kept, default=0)
 
     def _read_head(self, *heads: Head) -> Generator[None, None, tuple[Head, re.Match[str]] | None]:
-        """Return the first of the heads that matches the text here, and its match; None if none can match.
+        """Return the first head that matches at this position, and the match. Return None if no head can match.
 
-        Consumes nothing.
+        Consumes no text.
         """
         while True:
             is_undecided = False
@@ -232,7 +235,7 @@ class ToolParser(ABC):
             yield
 
     def _read_text(self, *markers: str) -> StringReading:
-        """Emit the held text, and the text before the first of the markers. Hold the marker and return it."""
+        """Emit the held text and the text before the first marker. Hold the marker and return it."""
         self._kind = Text
         marker = yield from self._read_until(*markers)
         self._at += len(marker)
@@ -241,13 +244,13 @@ class ToolParser(ABC):
     def _read_call(
         self, *, name: str | None = None, until: str = "", is_keyed: bool = False
     ) -> Generator[None, None, bool]:
-        """Read one call. Return False, and hold the consumed text, if it is not a call.
+        """Read one call. If the text is not a call, hold the consumed text and return False.
 
-        name:     name of the function, if the text has only the arguments.
-        is_keyed: the call is `{name: {…}}`.
-        until:    marker after the call; empty: the end of the answer. If the JSON of a call that has begun is
-                  malformed, its text up to `until` is emitted as arguments, so that the client sees what the model
-                  wrote. If the arguments are complete already, it is emitted as text.
+        name:     name of the function, if the text contains only the arguments.
+        is_keyed: the call has the form `{name: {…}}`.
+        until:    marker after the call; empty: the end of the answer. If a call has begun and its JSON is malformed,
+                  the text up to `until` is emitted as arguments, so that the client sees what the model wrote. If the
+                  arguments are already complete, this text is emitted as text.
         """
         try:
             first = yield from self._token()
@@ -261,7 +264,7 @@ class ToolParser(ABC):
         except (ValueError, RecursionError):
             if not self._in_call:
                 return False
-            if self._kind is None:  # the arguments are complete, so the malformed rest is text
+            if self._kind is None:  # the arguments are complete, so the malformed rest becomes text
                 self._in_call = False
                 self._kind = Text
             yield from self._read_until(*((until,) if until else ()))
@@ -270,8 +273,9 @@ class ToolParser(ABC):
         return True
 
     def _read_call_list(self, *, until: str = "", is_keyed: bool = False) -> Generator[None, None, bool]:
-        """Read the rest of `[call, call, …]` after the bracket. Return False, and hold what follows the last call, if
-        the list does not end.
+        """Read the rest of `[call, call, …]` after the bracket.
+
+        If the list does not end correctly, hold the text after the last call and return False.
 
         until, is_keyed: as for _read_call().
         """
@@ -285,7 +289,7 @@ class ToolParser(ABC):
         return False
 
     def _read_keyed(self) -> Reading:
-        """Read the rest of `{name: {…}}` after the bracket."""
+        """Read the rest of `{name: {…}}` after the opening brace."""
         _expect((yield from self._token()) == '"')
         name = json.loads((yield from self._raw('"')))
         _expect(self._accepts(name) and (yield from self._token()) == ":")
@@ -294,7 +298,7 @@ class ToolParser(ABC):
         _expect((yield from self._token()) == "}")
 
     def _read_members(self) -> Reading:
-        """Read the rest of `{"name": …, "arguments": {…}}`, with its keys in any order, after the bracket."""
+        """Read the rest of `{"name": …, "arguments": {…}}` after the opening brace. The keys can be in any order."""
         name: str | None = None
         arguments: str | None = None
         token = yield from self._token()
@@ -335,7 +339,7 @@ class ToolParser(ABC):
             self._begin(name, "{}")
 
     def _stream_arguments(self, name: str) -> Reading:
-        """Read an object whose opening bracket has been read, and emit its text as arguments while it is read."""
+        """Read an object whose opening brace has been read. Emit its text as arguments while reading it."""
         self._begin(name)
         self._held.append("{")
         self._kind = CallArguments
@@ -344,7 +348,7 @@ class ToolParser(ABC):
         self._kind = None
 
     def _raw(self, token: str) -> StringReading:
-        """Read one JSON value, and return its text without emitting it. token: as for _value()."""
+        """Read one JSON value and return its text, but do not emit it. token: as for _value()."""
         self._at -= len(token)
         self._hold()
         begin = len(self._held)
@@ -354,7 +358,7 @@ class ToolParser(ABC):
         return "".join(self._held[begin:])
 
     def _value(self, token: str, *, depth: int = 0) -> Reading:
-        """Read one JSON value. token: its first token, which has been read."""
+        """Read one JSON value. token: first token of the value, which has been read."""
         if token == '"':
             yield from self._string()
             return
@@ -379,7 +383,7 @@ class ToolParser(ABC):
                 _expect(token == closer)
 
     def _token(self) -> StringReading:
-        """Return the next bracket, `:`, `,`, `"`, or number or literal of JSON; "" for any other character."""
+        """Read and return a bracket, `:`, `,`, `"`, a number or a JSON literal. Return "" for any other character."""
         while True:
             self._skip(_SPACE)
             begin = self._at
@@ -387,7 +391,7 @@ class ToolParser(ABC):
             token = self._buffer[begin : self._at]
             if token in _PUNCTUATION or self._at < len(self._buffer):
                 return token
-            self._at = begin  # the rest of the token may follow
+            self._at = begin  # more characters of the token may follow
             yield
 
     def _string(self) -> Reading:
@@ -402,7 +406,7 @@ class ToolParser(ABC):
 
 
 class RequiredParser(ToolParser):
-    """Parses answers to `tool_choice: required`, which a grammar restricts to a list of calls."""
+    """Parses answers if `tool_choice` is `required`. A grammar then restricts the answer to a list of calls."""
 
     def _read(self) -> Reading:
         if (yield from self._token()) == "[":
@@ -411,7 +415,7 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """Parses answers to a `tool_choice` that names one tool, which a grammar restricts to the arguments of the tool."""
+    """Parses answers if `tool_choice` names a tool. A grammar then restricts the answer to the tool's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -423,7 +427,10 @@ class NamedParser(ToolParser):
 
 
 def first_of(text: str, markers: Sequence[str], *, start: int = 0) -> tuple[int, str] | None:
-    """Return the position of the first marker in `text[start:]`, and the longest marker at that position."""
+    """Return the position of the first marker in `text` from `start` on, and the longest marker at this position.
+
+    Return None if the text contains no marker.
+    """
     places = ((place, -len(marker), marker) for marker in markers if (place := text.find(marker, start)) >= 0)
     first = min(places, default=None)
     return None if first is None else (first[0], first[2])
@@ -436,7 +443,7 @@ def overlap(text: str, marker: str, *, start: int = 0) -> int:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text has no lone surrogate. A JSON escape can contain one, but an answer cannot."""
+    """Return whether a text contains no lone surrogates. A JSON escape can encode one, but an answer cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""Tool calls in Python's syntax, with literals as arguments."""
+"""Parsers for tool calls in Python syntax, with literals as arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _JSON_NAMES = {"null": None, "true": True, "false": False}
 class PythonicParser(ToolParser):
     """Parses answers of Llama 3.2 and 4: `[name(argument="value"), …]`, a Python list of calls, as the whole answer.
 
-    An answer that does not begin with `[name(` of a tool is text. Each call is emitted when it is complete.
+    An answer is text unless it begins with `[name(`, where name is a tool. Each call is emitted when it is complete.
     """
 
     is_marked = False
@@ -34,7 +34,7 @@ class PythonicParser(ToolParser):
         return self._buffer[self._at - 1]
 
     def _read_list(self) -> Generator[None, None, bool]:
-        """Read up to the end of the list.
+        """Read to the end of the list.
 
         Return False at the first character that cannot be part of a list of calls.
         """
@@ -53,7 +53,7 @@ class PythonicParser(ToolParser):
                     character = yield from self._character()
                 elif character == quote:
                     quote = ""
-                elif character == "\n":  # some models write a newline in a string without an escape
+                elif character == "\n":  # some models write an unescaped newline in a string
                     character = "\\n"
             elif depth == 0 and character in ",]":
                 text = "".join(call).strip()
@@ -94,7 +94,7 @@ class Lfm2Parser(PythonicParser):
 
 
 def literal_of(text: str) -> Any:
-    """Return the value of a Python literal, in which `true`, `false` and `null` are also allowed. Raises ValueError."""
+    """Return the value of a Python literal, which may also contain `true`, `false` and `null`. Raises ValueError."""
     if len(text) > _MAX_LITERAL_CHARACTERS:
         raise ValueError(f"the text has {len(text)} characters: at most {_MAX_LITERAL_CHARACTERS} are allowed")
     try:
@@ -108,14 +108,16 @@ def _literal(node: ast.expr) -> Any:
 
 
 class _JsonNames(ast.NodeTransformer):
-    """Replaces `true`, `false` and `null` in a syntax tree by their values."""
+    """Replaces the names `true`, `false` and `null` in a syntax tree by their values."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
 
 
 def _python_call(text: str) -> tuple[str, str] | None:
-    """Return the name and the JSON arguments of a call; None unless all arguments are literals passed by keyword."""
+    """Return the name and the JSON arguments of a call. Return None unless all arguments are keyword arguments with
+    literals.
+    """
     try:
         tree = ast.parse(text, mode="eval").body
         if not isinstance(tree, ast.Call) or tree.args or any(keyword.arg is None for keyword in tree.keywords):

@@ -1,6 +1,6 @@
-"""Reasoning: the part of an answer in which the model thinks, and how models mark it.
+"""Reasoning, the part of an answer in which the model thinks, and how models mark it.
 
-A parser takes the text of an answer in parts of any size; how the text is divided does not change the result.
+A parser reads the text of an answer in parts of any size. The result does not depend on how the text is split.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from megatron_runtime.server.formats.parser import Event, Reasoning, Text, ToolP
 from megatron_runtime.tokenization import Tokenizer
 
 _PROMPT_TOKENS = 16
-"""Number of tokens at the end of a prompt that are searched for the opening of the reasoning."""
+"""The opening of the reasoning is searched in this number of tokens at the end of a prompt."""
 
 
 class AnswerParser(Protocol):
     """Parses the answer of one choice into reasoning, text and calls."""
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that the next part of the answer completes."""
+        """Parse the next part of the answer, and return the events that it completes."""
         ...
 
     def finish(self) -> list[Event]:
-        """Return the remaining events at the end of the answer."""
+        """End the answer, and return the remaining events."""
         ...
 
 
@@ -35,13 +35,13 @@ class AnswerParser(Protocol):
 class ReasoningFormat:
     """How a family of models marks its reasoning.
 
-    opening: text before the reasoning. The model writes it, or the chat template ends the prompt with it. Empty: each
-             answer begins with reasoning.
+    opening: text before the reasoning. The model writes this text, or the chat template puts it at the end of the
+             prompt. Empty: each answer begins with reasoning.
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
-    ending:  text that ends the reasoning when its budget is used up, with the closing at its end; empty: the closing
-             alone.
-    message: texts before and after each message of reasoning, for formats in which such messages also precede calls.
+    ending:  text that ends the reasoning when its token budget is used up. It ends with `closing`. Empty: only
+             `closing`.
+    message: texts before and after each reasoning message, for formats in which reasoning messages also precede calls.
     """
 
     opening: str
@@ -62,7 +62,7 @@ _TAGS: Mapping[str, tuple[str, str]] = {
     "apertus": ("<|inner_prefix|>", "<|inner_suffix|>"),
     "apriel": ("Here are my reasoning steps:\n", "[BEGIN FINAL RESPONSE]"),
 }
-"""Opening and closing markers of the formats that enclose the reasoning in two markers."""
+"""Opening and closing markers of the formats that enclose the reasoning between two markers."""
 _FORMATS: Mapping[str, ReasoningFormat] = {
     "gemma4": ReasoningFormat("<|channel>thought\n", "<channel|>", ("<|channel>", "<channel|>")),
     "gpt_oss": ReasoningFormat(
@@ -77,18 +77,18 @@ _FORMATS: Mapping[str, ReasoningFormat] = {
     **{name: ReasoningFormat(*tags, tags) for name, tags in _TAGS.items()},
 }
 FORMATS: Mapping[str, ReasoningFormat] = {name: _FORMATS[name] for name in REASONING_FORMATS}
-"""The formats by their names for `--reasoning-parser`."""
+"""The formats, by the names that `--reasoning-parser` accepts."""
 _HARMONY = FORMATS["gpt_oss"]
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningUse:
-    """How the answers to one prompt mark their reasoning, in tokens.
+    """How the answers to one prompt mark their reasoning, as tokens.
 
-    opening, closing, ending: tokens of the markers of the same names in ReasoningFormat.
+    opening, closing, ending: tokens of the ReasoningFormat fields with the same names.
     is_open:          the answer begins within the reasoning.
     continues:        the answer continues a message of the prompt.
-    message:          tokens before and after a message of reasoning.
+    message:          tokens before and after a reasoning message.
     """
 
     format: ReasoningFormat
@@ -133,11 +133,11 @@ class ReasoningUse:
         )
 
     def parameter(self, budget: int | None, *, has_tools: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `reasoning`; None if the answer has no reasoning that an engine can end.
+        """Return the sampling parameter `reasoning`, or None if the answer has no reasoning that an engine can end.
 
         budget:    maximum number of reasoning tokens; None: no limit.
-        has_tools: the answer may be a call. In the format of gpt-oss, a call is a separate message after a message of
-                   reasoning.
+        has_tools: whether the answer can be a call. In the format of gpt-oss, a call is a separate message after a
+                   reasoning message.
         """
         markers = {"opening": self.opening, "closing": self.closing, "ending": self.ending}
         is_open = self.is_open
@@ -151,7 +151,7 @@ class ReasoningUse:
         return {**tokens, "is_open": is_open, "budget": budget}
 
     def count(self, tokens: Sequence[int]) -> int:
-        """Return how many of the tokens of an answer belong to its reasoning, markers included."""
+        """Return the number of tokens in an answer that belong to its reasoning, including the markers."""
         if not self.is_open and (self.continues or tuple(tokens[: len(self.opening)]) != self.opening):
             return 0
         size = len(self.closing)
@@ -159,7 +159,9 @@ class ReasoningUse:
         return next(ends, len(tokens))
 
     def parser(self, calls: ToolParser | None) -> AnswerParser:
-        """Return a parser for one choice. calls: parses the rest of the answer; None: the rest is text."""
+        """Return a parser for one choice. calls: parser for the text after the reasoning; None: this text contains no
+        calls.
+        """
         if self.format is _HARMONY:
             harmony = calls if isinstance(calls, HarmonyParser) else HarmonyParser({})
             if self.continues:  # the prompt contains the header of the message
@@ -172,12 +174,13 @@ class ReasoningUse:
 
 
 class TaggedReasoningParser:
-    """Separates the reasoning at the beginning of an answer, between two markers, from the text that follows.
+    """Separates the reasoning at the beginning of an answer from the text after it. The reasoning is between two
+    markers.
 
-    White space around the reasoning, and before the text that follows, is dropped.
+    White space around the reasoning is dropped.
 
     is_open:   the prompt ends within the reasoning.
-    is_answer: the answer has no reasoning, because the prompt ends after it. Ignored if `is_open`.
+    is_answer: the answer contains no reasoning, because the prompt ends after it. Ignored if `is_open`.
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:
@@ -186,16 +189,16 @@ class TaggedReasoningParser:
             self._continue if is_open else self._answer if is_answer else self._begin
         )
         self._has_reasoning = False
-        self._spaces: list[str] = []  # white space before the buffer; dropped unless more text follows
+        self._spaces: list[str] = []  # white space before the buffer, dropped unless more text follows
         self._buffer = ""
 
     def feed(self, text: str) -> list[Event]:
-        """Return the events that the next part of the answer completes."""
+        """Parse the next part of the answer, and return the events that it completes."""
         self._buffer += text
         return self._read()
 
     def finish(self) -> list[Event]:
-        """Return the remaining events. An answer that ends within its reasoning has no text."""
+        """End the answer, and return the remaining events. An answer that ends within its reasoning has no text."""
         rest, self._buffer = "".join(self._spaces) + self._buffer, ""
         if self._read == self._continue:
             reasoning = rest.rstrip()
@@ -203,7 +206,7 @@ class TaggedReasoningParser:
         return [Text(rest)] if self._read == self._begin and rest else []
 
     def _begin(self) -> list[Event]:
-        """Read until it is known whether the answer begins with reasoning."""
+        """Read until it is certain whether the answer begins with reasoning."""
         text = self._buffer.lstrip()
         if len(text) < len(self._buffer):
             self._spaces.append(self._buffer[: len(self._buffer) - len(text)])
@@ -215,7 +218,9 @@ class TaggedReasoningParser:
         return [] if self._opening.startswith(text) else self._enter(self._answer)
 
     def _continue(self) -> list[Event]:
-        """Read reasoning. Hold back a possible beginning of the closing marker, and the white space before it."""
+        """Read reasoning. Hold back a suffix that can be the beginning of the closing marker, and the white space
+        before it.
+        """
         end = self._buffer.find(self._closing)
         is_closed = end >= 0
         if not is_closed:
@@ -238,7 +243,7 @@ class TaggedReasoningParser:
         return events
 
     def _leave(self) -> list[Event]:
-        """Drop the white space between the reasoning and the text."""
+        """Drop the white space between the reasoning and the text after it."""
         self._buffer = self._buffer.lstrip()
         return self._enter(self._answer) if self._buffer else []
 
@@ -253,7 +258,7 @@ class TaggedReasoningParser:
 
 
 class _Sequence:
-    """Two parsers in sequence: the second parses the events of type Text that the first returns."""
+    """Two parsers in sequence. The second parses the events of type Text that the first returns."""
 
     def __init__(self, first: AnswerParser, second: AnswerParser) -> None:
         self._first, self._second = first, second

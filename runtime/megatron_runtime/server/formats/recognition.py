@@ -1,8 +1,8 @@
-"""Recognises the formats of a model's calls and reasoning from its chat template.
+"""Detects the formats of a model's calls and reasoning from its chat template.
 
-The template renders a conversation with one call, and the format whose parser finds this call in the result is the
-format of the model. If the template writes no call, its source is searched for the texts that begin a call, because it
-may describe the format to the model. Each server process does this once, with a few renderings.
+The template renders a conversation with one call. The model has the format whose parser detects this call in the
+rendered text. If the template writes no call, its source is searched for the texts that begin a call, because the
+template may describe the format to the model. Each server process does this once, with a few renderings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _TOOL = "lookup_place"
 _ARGUMENTS = {"place": "Rome"}
 CALL: tuple[str, Mapping[str, Any]] = (_TOOL, _ARGUMENTS)
-"""The call in the test conversation by which a format is recognised."""
+"""The call in the conversation that is rendered to detect formats."""
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
         "type": "function",
@@ -39,7 +39,7 @@ TOOLS: Sequence[Mapping[str, Any]] = (
         },
     },
 )
-"""The tools in the test conversation by which a format is recognised."""
+"""The tools in the conversation that is rendered to detect formats."""
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "Where is Rome?"}
 _THOUGHT: Mapping[str, Any] = {
     "role": "assistant",
@@ -52,10 +52,10 @@ _THOUGHT: Mapping[str, Any] = {
 class Recognised:
     """The formats of a model.
 
-    tools:     format of its calls; None: unknown, or tools are not offered.
-    offers_tools: whether requests may have tools. If the format is unknown, calls that the model chooses to make are
+    tools:     format of the calls; None: unknown, or tools are not offered.
+    offers_tools: whether requests can have tools. If the format is unknown, calls that the model chooses to make are
                   returned as text.
-    reasoning: format of its reasoning; None: reasoning is part of the text.
+    reasoning: format of the reasoning; None: reasoning is part of the text.
     """
 
     tools: ToolFormat | None
@@ -64,7 +64,7 @@ class Recognised:
 
     @property
     def reasoning_name(self) -> str | None:
-        """The name of the format of the reasoning."""
+        """The name of the reasoning format; None: unknown or none."""
         return next((name for name, format_ in FORMATS.items() if format_ is self.reasoning), None)
 
 
@@ -75,11 +75,13 @@ def recognised(
     template: ChatTemplate | None,
     tool_template: ChatTemplate | None,
 ) -> Recognised:
-    """Return the formats that the settings of a server and the chat template choose, and log them.
+    """Return the formats that follow from the server settings and the chat template, and log them.
 
-    tool_call_parser: a name of PARSERS, "none" or "auto".
-    reasoning_parser: a name of FORMATS, "none" or "auto".
-    template:         the chat template; tool_template: the one for requests with tools.
+    tool_call_parser: a name in PARSERS, "none" or "auto".
+    reasoning_parser: a name in FORMATS, "none" or "auto".
+    template:         the chat template for requests without tools.
+    tool_template:    the chat template for requests with tools.
+
     Raises ValueError for an unknown name.
     """
     for what, name, names in (
@@ -104,7 +106,7 @@ def recognised(
 
 
 def tool_format_of(template: ChatTemplate | None) -> tuple[ToolFormat | None, str]:
-    """Return the format of the calls that a chat template writes or describes, and how it was recognised."""
+    """Return the format of the calls that a chat template writes or describes, and how the format was detected."""
     if template is None:
         return PARSERS["hermes"], "the model has no chat template"
     source = template.source
@@ -130,7 +132,7 @@ def tool_format_of(template: ChatTemplate | None) -> tuple[ToolFormat | None, st
 
 
 def reasoning_format_of(template: ChatTemplate | None) -> ReasoningFormat | None:
-    """Return the format whose markers a chat template contains or writes; None if it contains no known markers."""
+    """Return the format whose markers a chat template contains or writes, or None if there are no known markers."""
     if template is None:
         return None
     shown = template.source
@@ -140,7 +142,7 @@ def reasoning_format_of(template: ChatTemplate | None) -> ReasoningFormat | None
 
 
 def opens_reasoning(template: ChatTemplate | None, format_: ReasoningFormat | None) -> bool:
-    """Return whether the prompts that a chat template writes end within the reasoning of the answer."""
+    """Return whether a prompt from the chat template ends within the reasoning of the answer."""
     if template is None or format_ is None or not format_.opening:
         return False
     try:
@@ -156,11 +158,12 @@ def written_calls(
     tools: Sequence[Any] = TOOLS,
     text: str = "",
 ) -> Iterator[str]:
-    """Yield the text that a template writes for an answer with calls, for each form of the message that it accepts.
+    """Yield the text that a template writes for an answer with calls, for each form of the message that the template
+    accepts.
 
-    Templates read arguments as an object or as JSON, and some write calls only without a text. The answer is taken to
-    be the text after the prompt, and also the text after the question, because an answer in a history may begin
-    differently than an answer after a prompt.
+    Some templates read arguments as an object, others as JSON, and some write calls only for messages without text. The
+    function yields both the text after the prompt and the text after the question, because an answer in the history may
+    begin differently from an answer after a prompt.
     """
     for arguments_of in (lambda value: value, lambda value: json.dumps(value, ensure_ascii=False)):
         for content in dict.fromkeys((text, text or None)):
@@ -182,13 +185,13 @@ def written_calls(
                     prompt = template.render([_QUESTION], tools=tools, variables={"add_generation_prompt": begins})
                     prefix = _common_prefix(prompt, whole)
                     if prefix != prompt and ">" not in prefix[prefix.rfind("<") :]:
-                        prefix = prefix[: prefix.rfind("<")]  # both texts have a marker's first characters
+                        prefix = prefix[: prefix.rfind("<")]  # the two texts share the first characters of a marker
                     if calls[0][0] in (answer := whole[len(prefix) :]):
                         yield answer
             except ChatTemplateRejectedError:
                 continue
             except ChatTemplateError:
-                return  # the template exceeds the limits of rendering
+                return  # the template exceeds the limits for rendering
 
 
 def _common_prefix(first: str, second: str) -> str:

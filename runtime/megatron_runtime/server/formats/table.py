@@ -1,4 +1,4 @@
-"""The table of formats: how families of models write tool calls, and which parser reads them."""
+"""The table of tool-call formats: how families of models write calls, and which parser reads the calls."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from megatron_runtime.server.formats.tagged_calls import TaggedCalls
 from megatron_runtime.server.formats.whole_calls import Gemma4Parser, MiniMaxM3Parser
 
 _SPECIAL = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
-"""Texts of a format that may be special tokens of the vocabulary."""
+"""Matches texts in a format that can be special tokens of the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes its calls. Calling it with the schemas of the tools returns a parser.
+    """How a family of models writes its calls. Calling the object with the schemas of the tools returns a parser.
 
     name:    name for `--tool-call-parser`.
-    make:    returns a parser for one choice. Its argument maps each tool to the JSON schema of its arguments.
-    starts:  texts that begin a call; empty: calls have no marker, and are the whole answer.
+    make:    returns a parser for one choice. The argument maps each tool to the JSON schema of its arguments.
+    starts:  texts that begin a call. Empty: calls have no marker, and are the whole answer.
     markers: special tokens of the vocabulary that the parser needs as text.
-    texts:   all texts of the format, in which special tokens of the vocabulary may occur.
-    dropped: texts of the format outside of calls.
-    hints:   texts of a chat template that show the format although the template writes no call.
+    texts:   all texts in the format, which can contain special tokens of the vocabulary.
+    dropped: texts of the format outside of calls, which are not part of the answer.
+    hints:   texts in a chat template that indicate the format even if the template writes no call.
     decides: whether the hints take precedence over the calls that the template writes.
-    grammar: returns the grammar of the rest of an answer that begins with a call.
+    grammar: returns the grammar for the rest of an answer that begins with a call.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ToolFormat:
         return self.make(tools)
 
     def reads(self, text: str, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the parser finds one call in a text, with this name and these arguments."""
+        """Return whether the parser detects exactly one call in a text, with this name and these arguments."""
         parser = self.make({name: {"properties": {key: {} for key in arguments}}})
         events = [*parser.feed(text), *parser.finish()]
         names = [event.name for event in events if isinstance(event, CallBegin)]
@@ -215,7 +215,7 @@ _FAMILIES: Mapping[str, JsonCalls | TaggedCalls] = {
     "functools": JsonCalls(open=("functools",), bodies=("list",)),
     "functionary_v31": JsonCalls(open=("<function=",), bodies=(), heads=(Head("{name}>"),), end="</function>"),
 }
-"""Families whose parser and grammar follow from a table entry, by format name."""
+"""Formats whose parser and grammar are derived from a table entry, by name."""
 
 _HINTS: Mapping[str, tuple[str, ...]] = {
     "qwen3_coder": ("<function=",),
@@ -224,7 +224,7 @@ _HINTS: Mapping[str, tuple[str, ...]] = {
     "pythonic": ("[func_name1(",),
     "llama3_json": ("<|python_tag|>", '{"name": function name, "parameters":'),
 }
-"""`ToolFormat.hints` by format name: texts of chat templates other than the texts that begin a call."""
+"""`ToolFormat.hints` by name of the format: texts in chat templates other than the texts that begin a call."""
 
 
 def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:

@@ -1,4 +1,4 @@
-"""Calls whose arguments are text between tags, one value after the other. Each family of models is one table entry."""
+"""Calls whose arguments are text between tags, one after another. Each family of models is one table entry."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from megatron_runtime.server.formats.pythonic import literal_of
 _CDATA, _CDATA_END = "<![CDATA[", "]]>"
 _TYPE_OF_STRING = 'string="{type}"'
 _STRING_TYPES = frozenset({"true", "string"})
-"""Values of a parameter's `{type}` that mark a string."""
+"""Values of the `{type}` of a parameter that mark a string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
-    """How a family of models writes its calls.
+    """The format of a model family's calls.
 
-    open:       texts, one of which precedes the calls.
-    call:       text before the arguments of a call, with its `{name}`.
-    parameter:  text before a value, with its `{key}`, and its `{type}` if the format has one.
+    open:       one of these texts precedes the calls.
+    call:       text before the arguments of a call, with the hole `{name}`.
+    parameter:  text before a value, with the hole `{key}`, and the hole `{type}` if the format has types.
     value_end:  text after a value.
-    call_end:   text after the arguments of a call; empty: the calls end there.
-    close:      text after the calls; a model may omit it.
-    is_padded:  a newline before and after each value is part of the format.
-    dropped:    texts of the format outside of calls, which are not part of the answer.
-    headers:    texts at the beginning of the answer, and after one of `dropped`, which are not part of the answer.
+    call_end:   text after the arguments of a call. Empty: the calls end after the arguments.
+    close:      text after the calls. A model can omit it.
+    is_padded:  whether a newline before and after each value is part of the format.
+    dropped:    texts of the format outside of calls that are not part of the answer.
+    headers:    texts at the beginning of the answer, or after one of `dropped`, that are not part of the answer.
     """
 
     open: tuple[str, ...]
@@ -57,7 +57,7 @@ class TaggedCalls:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All literal texts of the format."""
+        """All literal texts in the format."""
         heads = [head.spec for head in (self.call, self.parameter, *self.headers)]
         return (*self.open, *heads, self.value_end, self.call_end, self.close, *self.dropped)
 
@@ -65,9 +65,9 @@ class TaggedCalls:
         return _TaggedCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the rest of an answer that begins with one of `open` (see call_grammars).
+        """Return the grammar of the rest of an answer that begins with one of `open`. See call_grammars.
 
-        Parameters are in the order of their declaration.
+        Parameters must be in the order of their declaration.
         """
         rules: list[str] = []
         for place, (name, schema) in enumerate(tools.items()):
@@ -93,7 +93,7 @@ class TaggedCalls:
         return all_calls(self.open, f"({calls}) {close}", rules, written, is_single=is_single)
 
     def _value(self, rule: str, parameter: ToolParameter, written: Written) -> list[str]:
-        """Return the grammar rule of a value and its terminator."""
+        """Return the grammar rules for a value and its terminator."""
         values = ""
         if parameter.kind == "boolean":  # some models write Python's True and False
             values = '"true" | "false" | "True" | "False"'
@@ -108,9 +108,9 @@ class TaggedCalls:
 
 
 class _TaggedCallParser(ToolParser):
-    """Parses text, and calls after one of the texts that open them. Each argument is emitted when it is complete.
+    """Parses text, and the calls that follow one of the opening texts. Each argument is emitted when it is complete.
 
-    The text of a value becomes a JSON value if the schema of the parameter may allow it, and otherwise a string.
+    A value becomes a JSON value if the schema of the parameter can allow this value. Otherwise it becomes a string.
     """
 
     def __init__(self, calls: TaggedCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
@@ -120,9 +120,9 @@ class _TaggedCallParser(ToolParser):
         super().__init__(tools)
 
     def finish(self) -> list[Event]:
-        """Return the remaining events.
+        """End the answer, and return the remaining events.
 
-        In a truncated call, the text after the last complete argument is text of the answer.
+        If a call is truncated, the text after the last complete argument becomes text of the answer.
         """
         self._at = len(self._buffer)
         if self._in_call:
@@ -145,7 +145,7 @@ class _TaggedCallParser(ToolParser):
             self._flush()
 
     def _read_calls(self) -> Reading:
-        """Read the calls after the text that opens them. Hold the text after the last call."""
+        """Read the calls after the opening text. Hold the text after the last call."""
         while (head := (yield from self._read_head(self._calls.call))) is not None:
             self._at = head[1].end()
             self._begin(head[1]["name"])
@@ -158,7 +158,7 @@ class _TaggedCallParser(ToolParser):
                 return
 
     def _read_arguments(self, name: str) -> Generator[None, None, bool]:
-        """Read a call after its head, including its terminator. Return whether it was the last call."""
+        """Read the rest of a call after its head, including the terminator. Return whether it was the last call."""
         properties = self._tools.get(name, {}).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         ends = (self._close,) if self._call_end is None else (self._call_end, self._close)
@@ -182,7 +182,7 @@ class _TaggedCallParser(ToolParser):
             separator = ", "
         self._events.append(CallArguments("{}" if separator == "{" else "}"))
         self._in_call = False
-        if match is None:  # text that cannot continue the call is text of the answer
+        if match is None:  # text that cannot continue the call becomes text of the answer
             self._kind = Text
             yield from self._read_until(self._calls.close)
             self._at += len(self._calls.close)
@@ -192,7 +192,9 @@ class _TaggedCallParser(ToolParser):
         return match is None or match[0] is self._close
 
     def _read_value(self) -> Generator[None, None, bool]:
-        """Read a value and its terminator. If the call ends first, read only the value and return False."""
+        """Read a value and its terminator. If the call ends before the terminator, read only the value and return
+        False.
+        """
         markers = (self._calls.value_end, self._calls.close)
         while True:
             places = [(place, marker) for marker in markers if (place := self._buffer.find(marker, self._at)) >= 0]
@@ -210,8 +212,8 @@ class _TaggedCallParser(ToolParser):
 def value_of(text: str, schema: Any) -> str:
     """Return the value of a parameter as JSON.
 
-    A text that is a JSON value which the schema may allow is returned unchanged, any other text as a JSON string. Lists
-    and objects in Python's syntax and strings in CDATA are understood, because some templates write them.
+    A text is returned unchanged if it is a JSON value that the schema can allow. Any other text becomes a JSON string.
+    Lists and objects in Python syntax and strings in CDATA are accepted too, because some chat templates write them.
     """
     if text.startswith(_CDATA) and text.endswith(_CDATA_END):
         return json.dumps(text[len(_CDATA) : -len(_CDATA_END)], ensure_ascii=False)

@@ -1,8 +1,8 @@
 """`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM.
 
-Decision 033 has the reasons. vLLM renders and tokenizes conversations as its own server does, and its parsers read the
-answers. If vLLM lacks a parser that the model needs, this server's parsers read the answers. The grammars of calls, the
-budgets of reasoning and the forms of a conversation are always this server's.
+Decision 033 gives the reasons. vLLM renders and tokenizes conversations like vLLM's own server, and vLLM's parsers
+parse the answers. If vLLM lacks a parser that the model needs, this server's parsers parse the answers. The grammars of
+calls, the budgets of reasoning and the forms of a conversation always come from this server.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ async def chat_format_of(
 ) -> ChatFormat:
     """Return the chat format of a server, and log it.
 
-    backend: backend of the engines. "vllm": vLLM's renderer and parsers if vLLM is installed and supports the model,
-             otherwise this server's.
+    backend: backend of the engines. "vllm": use vLLM's renderer and parsers if vLLM is installed and supports the
+             model, otherwise this server's.
     model:   reference of the model.
-    tool_call_parser, reasoning_parser: "auto", "none", the name of a format of this server, or with "vllm" the name of
-        a vLLM parser.
+    tool_call_parser, reasoning_parser: "auto", "none", the name of a format of this server or, with the backend "vllm",
+        the name of a vLLM parser.
 
     Raises ValueError for an unknown name.
     """
@@ -91,7 +91,7 @@ async def chat_format_of(
 
 
 def _directory(model: str) -> Path:
-    """Return the local directory of a model. Raises UnusableError if the reference names none that vLLM can read."""
+    """Return the local directory of a model. Raises UnusableError if vLLM cannot read this reference."""
     if importlib.util.find_spec("vllm") is None:
         raise UnusableError("the package vllm is not installed")
     directory = tokenizer_location(model)
@@ -101,10 +101,10 @@ def _directory(model: str) -> Path:
 
 
 class VllmChatFormat:
-    """ChatFormat with vLLM's renderer and parsers in child processes, and this server's tokenizer and grammars.
+    """A ChatFormat with vLLM's renderer and parsers in child processes, and this server's tokenizer and grammars.
 
-    native: this server's format for the same model.
-    processes: have started.
+    native:    this server's format for the same model.
+    processes: vLLM's processes, which have been started.
     parsers:   result of VllmProcesses.start().
     """
 
@@ -118,8 +118,8 @@ class VllmChatFormat:
         self._reasoning: str | None = parsers["reasoning"]
         self._skips_special: tuple[bool, bool] = tuple(parsers["skips_special"])
         self._numbers_calls: bool = parsers["numbers_calls"]
-        # Only one implementation parses an answer: if vLLM lacks a parser that the model needs, NativeChatFormat parses
-        # it.
+        # Only one implementation parses an answer. If vLLM lacks a parser that the model needs, NativeChatFormat parses
+        # the whole answer.
         self._reads = (self._tools is not None or native.tool_format is None) and (
             self._reasoning is not None or native.reasoning_format is None
         )
@@ -135,7 +135,7 @@ class VllmChatFormat:
         )
 
     def render(self, conversation: ChatTemplateInput) -> RenderedChat:
-        """Return the prompt of a conversation as tokens, or as text if the prompt ends within a message.
+        """Return the prompt for a conversation as tokens, or as text if the prompt ends within a message.
 
         Raises ChatTemplateError.
         """
@@ -144,13 +144,13 @@ class VllmChatFormat:
         return rendering.rendered.get(text) or RenderedChat(text=text)
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
-        """Return the tokens of a text. Raises ValueError for a text that cannot be encoded."""
+        """Return the tokens of a text. Raises ValueError if the text cannot be encoded."""
         return self._native.encode(text, add_special=add_special)
 
     def decoder(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return an incremental decoder of one sequence of tokens.
+        """Return an incremental decoder for one sequence of tokens.
 
-        skip_special: leave out the text of special tokens.
+        skip_special: whether to omit the text of special tokens.
         """
         return self._native.decoder(skip_special=skip_special)
 
@@ -171,8 +171,9 @@ class VllmChatFormat:
         )
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure` of an answer that may be a call; None if there is no grammar, or if it exceeds the
-        limits.
+        """Return `call_structure` for an answer that can be a call.
+
+        Return None if the format has no grammar, or if the grammar exceeds the limits.
         """
         return self._native.call_structure(tools, is_single=is_single)
 
@@ -182,19 +183,19 @@ class VllmChatFormat:
 
 
 def _name(parser: str | None) -> str | None:
-    """Return the name under which /v1/models and the log report a vLLM parser; None for no parser."""
+    """Return the name for a vLLM parser in /v1/models and in the log; None for no parser."""
     return None if parser is None else f"vllm:{parser}"
 
 
 @dataclass(frozen=True, slots=True)
 class VllmAnswerFormat:
-    """The structure of answers that vLLM's parsers read.
+    """The structure of answers that vLLM's parsers parse.
 
-    A call that a grammar forces is JSON, which this server's parser reads after the reasoning.
+    If a grammar forces a call, the call is JSON. This server's parser parses the call after the reasoning.
 
-    processes:     None: no vLLM parser is needed.
+    processes:     vLLM's processes; None: the answer needs no vLLM parser.
     markers:       special tokens that the parsers need as text.
-    numbers_calls: the id of a call contains its number in the conversation, as in Kimi's format.
+    numbers_calls: whether the id of a call contains its number in the conversation, as in Kimi's format.
     """
 
     request: AnswerRequest
@@ -209,11 +210,11 @@ class VllmAnswerFormat:
         return self.native.reasoning
 
     def parser(self) -> AnswerParser | None:
-        """Return a parser for the text that async_parser() returns; None if this text needs no further parsing."""
+        """Return a parser for the text that async_parser() returns, or None if this text needs no further parsing."""
         return self.native.forced_parser()
 
     def async_parser(self) -> AsyncAnswerParser | None:
-        """Return a new vLLM parser for one choice; None if the answer needs no parser."""
+        """Return a new vLLM parser for one choice, or None if the answer needs no vLLM parser."""
         if self.processes is None:
             return None
         tools = [] if self.request.forced is not None else self.request.tools.items()
@@ -225,7 +226,7 @@ class VllmAnswerFormat:
         return self.processes.answer(request, self.request.prompt)
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id that vLLM's server gives a call to which the parser gave no id."""
+        """Return the id that vLLM's server would assign to a call without an id from the parser."""
         if self.numbers_calls:
             return f"functions.{name}:{self.request.earlier_calls + number}"
         return f"chatcmpl-tool-{secrets.token_hex(8)}"
@@ -234,7 +235,7 @@ class VllmAnswerFormat:
 class _Rendering:
     """Renders the forms of one conversation with vLLM.
 
-    rendered: tokens and media of each rendered prompt, by its text.
+    rendered: tokens and media of each rendered prompt, by the text of the prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, processes: VllmProcesses, conversation: ChatTemplateInput) -> None:
@@ -264,7 +265,7 @@ class _Rendering:
             reply = self._processes.render(conversation, self._media)
         except AnswerParserError as error:
             if self._media:
-                # The most likely cause is the decoded size, because workers have limits of memory and time.
+                # Most likely the decoded data are too large, because workers have limits for memory and time.
                 raise ChatTemplateError(f"the images, audio or video cannot be read: {error}") from error
             raise ChatTemplateUnusableError(f"the conversation cannot be rendered: {error}") from error
         if (reason := reply.get("rejected")) is not None:

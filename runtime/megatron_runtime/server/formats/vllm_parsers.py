@@ -1,8 +1,8 @@
-"""Chooses vLLM's parsers by the model's type and the format of its chat template, because vLLM has no "auto".
+"""Selects vLLM's parsers by the model's type and the format of its chat template, because vLLM has no setting "auto".
 
-If the rendered template shows one of this server's formats (recognition.py), this format decides, because models of one
-type are trained for several formats. The type in config.json decides between formats that render identically, and for
-formats that this server cannot parse.
+If the chat template shows one of this server's formats (recognition.py), this format takes precedence, because models
+of one type are trained for several formats. The type in config.json decides between formats that render identically,
+and for formats that this server cannot parse.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TOOL_PARSERS: Mapping[str, str] = {
     "minicpm5": "minicpm5",
     "muse": "muse_glimmer",
 }
-"""vLLM's name for each tool-call format of `protocol.answer_formats` that vLLM can parse."""
+"""For each tool-call format of `protocol.answer_formats` that vLLM can parse, the name of vLLM's parser."""
 
 REASONING_PARSERS: Mapping[str, str] = {
     "gemma4": "gemma4",
@@ -51,16 +51,16 @@ REASONING_PARSERS: Mapping[str, str] = {
     "hunyuan_v3": "hy_v3",
     "muse": "muse_glimmer",
 }
-"""vLLM's name for each reasoning format that vLLM can parse. For `think` the model's type decides."""
+"""For each reasoning format that vLLM can parse, the name of vLLM's parser. For `think`, the model's type decides."""
 ALWAYS_THINKS = "deepseek_r1"
 """vLLM's parser for models that always reason.
 
-It treats an answer without `</think>` as reasoning.
+The parser treats an answer without `</think>` as reasoning.
 """
 
 
 class Parsers(NamedTuple):
-    """Names of vLLM's parsers; None: answers have no such part, or vLLM has no parser for it."""
+    """Names of vLLM's parsers. None: answers contain no such part, or vLLM has no parser for it."""
 
     tools: str | None
     reasoning: str | None
@@ -106,7 +106,7 @@ MODEL_TYPES: Mapping[str, Parsers] = {
     "step3_text": Parsers("step3", "step3"),
     "step3p5": Parsers("step3p5", "step3p5"),
 }
-"""vLLM's parsers by the `model_type` in config.json."""
+"""vLLM's parsers, by the `model_type` in config.json."""
 
 _READS_ALIKE: Mapping[str, frozenset[str]] = {
     "hermes": frozenset({"hermes", "granite4", "longcat"}),
@@ -117,7 +117,7 @@ _READS_ALIKE: Mapping[str, frozenset[str]] = {
     "pythonic": frozenset({"pythonic", "llama4_pythonic", "olmo3"}),
     "minimax": frozenset({"hunyuan_a13b", "jamba"}),
 }
-"""vLLM parsers that fit the templates of one of this server's formats. The type of the model chooses between them."""
+"""vLLM parsers that fit the chat templates of one of this server's formats. The model's type decides between them."""
 
 
 def parsers_of(
@@ -128,13 +128,13 @@ def parsers_of(
     is_open: bool,
     installed: tuple[Collection[str], Collection[str]],
 ) -> Parsers:
-    """Return the parsers of a model.
+    """Return the parsers for a model.
 
-    model_type:       value in its config.json; empty: unknown.
-    tool_format:      this server's name of the format that the model's template writes; None: unknown.
-                      reasoning_format: likewise.
-    is_open:          the prompt that the template writes ends within the reasoning.
-    installed:        names of the tool parsers and the reasoning parsers of the installed vLLM.
+    model_type:       value of `model_type` in config.json; empty: unknown.
+    tool_format:      this server's name for the tool-call format of the chat template; None: unknown.
+    reasoning_format: this server's name for the reasoning format of the chat template; None: unknown.
+    is_open:          whether a prompt from the chat template ends within the reasoning.
+    installed:        names of the tool parsers and the reasoning parsers in the installed vLLM.
     """
     typed = MODEL_TYPES.get(model_type, Parsers(None, None))
     if tool_format is None:

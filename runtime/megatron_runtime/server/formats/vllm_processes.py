@@ -1,8 +1,8 @@
-"""The server's side of vllm_worker.py: its processes, and calls that survive the loss of a worker.
+"""The server side of vllm_worker.py: manages the processes, and repeats calls after the loss of a worker.
 
-Each worker handles one batch of calls at a time. Calls that arrive meanwhile form the next batch, so that one message
-carries the new text of many answers. A lost worker is replaced. Each call of its batch is repeated alone: if one loses
-a second worker, only that call fails.
+Each worker handles one batch of calls at a time. Calls that arrive in the meantime form the next batch, so that one
+message carries the new text of many answers. A lost worker is replaced. Each call of its batch is then repeated in its
+own batch. If this loses a second worker, only that call fails.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ from megatron_runtime.tokenization.loader import VLLM_ENVIRONMENT
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
-"""Timeout of the start, which imports vLLM and reads the tokenizer: about a minute on two loaded cores."""
+"""Timeout of the start in seconds. The start imports vLLM and reads the tokenizer, about a minute on two loaded cores.
+"""
 FORK_SECONDS = 30.0
 BATCH_SECONDS = 30.0
-"""Timeout of a batch; a worker that takes longer counts as lost."""
+"""Timeout of a batch, in seconds. A worker that takes longer is considered lost."""
 _GRACE_SECONDS = 2.0
-"""How long the server waits after the worker's own alarm, which also terminates a worker whose server died."""
+"""The server waits this number of seconds longer than the worker's own alarm, which terminates the worker.
+
+The alarm also terminates a worker whose server has exited.
+"""
 WORKER_BYTES = 2 << 30
-"""Maximum address space of a worker, in addition to the imported modules."""
+"""Maximum number of bytes of a worker's address space, in addition to the imported modules."""
 RENDERERS = 2
-"""Number of workers that render conversations, each one conversation at a time."""
+"""Number of workers that render conversations. Each worker renders one conversation at a time."""
 PARSERS = 2
-"""Number of workers that parse answers; each answer stays with one worker."""
+"""Number of workers that parse answers. Each answer stays with one worker."""
 _MAX_BATCH = 256
 _ENVIRONMENT: Mapping[str, str] = {**VLLM_ENVIRONMENT, "TOKENIZERS_PARALLELISM": "false"}
 _CLASSES: Mapping[int, type[Text | Reasoning | CallArguments]] = {
@@ -69,7 +73,7 @@ class UnknownSettingError(ValueError):
 
 @dataclass(eq=False, slots=True)
 class _Call:
-    """One call that waits for its reply. losses: number of workers that were lost while they handled it."""
+    """A call that waits for its reply. losses: number of workers that were lost while they handled the call."""
 
     message: _Message
     reply: asyncio.Future[dict[str, Any]]
@@ -79,7 +83,7 @@ class _Call:
 class _Message:
     """The operation of a call.
 
-    worker: number of the worker that has the state of the answer's earlier calls; None: any.
+    worker: number of the worker that has the state from earlier calls for the same answer; None: any worker.
     """
 
     def content(self, worker: int) -> dict[str, Any]:
@@ -109,7 +113,7 @@ class _Parse(_Message):
 
 
 class VllmProcesses:
-    """The parent process and its workers. Its methods run on one event loop, except render(), which threads call.
+    """The parent process and its workers. All methods run on one event loop, except render(), which runs in threads.
 
     setup: the setup of vllm_worker.Formats, without `memory_bytes`.
     """
@@ -126,10 +130,10 @@ class VllmProcesses:
         self._keys = itertools.count()
 
     async def start(self) -> dict[str, Any]:
-        """Start the parent, and return its description of the model.
+        """Start the parent process, and return its description of the model.
 
-        Members: the parsers `tools` and `reasoning`, `skips_special`, `numbers_calls`, and the media that the model
-                 `takes`. Raises UnusableError, UnknownSettingError.
+        The description has the members `tools` and `reasoning` (parsers), `skips_special`, `numbers_calls`, and `takes`
+        (kinds of media that the model accepts). Raises UnusableError, UnknownSettingError.
         """
         self._loop = asyncio.get_running_loop()
         async with self._lock:
@@ -148,7 +152,7 @@ class VllmProcesses:
         return reply
 
     def _start_parent(self) -> socket.socket:
-        """Start the parent, and return the socket that is connected to it."""
+        """Start the parent process, and return the socket that is connected to it."""
         self._end()
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -161,13 +165,15 @@ class VllmProcesses:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                # Ctrl-C in a terminal reaches the whole process group; only the server ends its children.
+                # In a terminal, Ctrl-C reaches the whole process group, but only the server may stop its child
+                # processes.
                 start_new_session=True,
             )
         return self._control
 
     async def fork(self) -> tuple[socket.socket, int]:
-        """Return the socket and the process id of a new worker. Starts the parent again if it was lost.
+        """Fork a new worker. Return its socket and its process id. If the parent process has exited, start it again
+        first.
 
         Raises OSError, UnusableError, UnknownSettingError.
         """
@@ -197,11 +203,13 @@ class VllmProcesses:
         return ours, reply["pid"]
 
     def render(self, conversation: Mapping[str, Any], media: Sequence[tuple[str, bytes]] = ()) -> dict[str, Any]:
-        """Return the worker's reply to a conversation: `text` and `tokens`, or `rejected`. Blocks; called from threads.
+        """Return the worker's reply for a conversation: `text` and `tokens`, or `rejected`. Blocks, and must run in a
+        thread.
 
-        conversation: `messages`, `tools` and `variables` of the template; `continues`: the prompt ends within the last
-                      message.
-        media:        kind and file of the images, audio and video that parts of messages name by number.
+        conversation: `messages`, `tools` and `variables` of the template. If `continues` is true, the prompt ends
+                      within the last message.
+        media:        kind and file of the images, audio and video to which parts of messages refer by index.
+
         Raises AnswerParserError.
         """
         assert self._loop is not None
@@ -211,7 +219,7 @@ class VllmProcesses:
         return done.result()
 
     def answer(self, request: Mapping[str, Any], prompt: Sequence[int]) -> VllmAnswer:
-        """Return the parser of a new choice. request: its `tools`, and the `variables` of the template."""
+        """Return a parser for a new choice. request: `tools` of the request, and `variables` of the template."""
         worker = min(self.parsers, key=lambda worker: worker.answers)
         opening = {"request": json.dumps(request), "prompt": array("i", prompt).tobytes()}
         return VllmAnswer(next(self._keys), opening, worker)
@@ -251,12 +259,12 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 
 
 class _Worker:
-    """A worker that is forked on its first use, and replaced if it is lost.
+    """A worker process, which is forked when it is first used and replaced when it is lost.
 
-    worker_number: number of workers forked so far.
+    worker_number: number of processes forked so far.
     answers: number of open answers.
     load:    number of calls without a reply.
-    pid:        process id of the current worker; None: there is none.
+    pid:        process id of the current process; None: no process.
     """
 
     def __init__(self, processes: VllmProcesses, *, batch: int) -> None:
@@ -267,7 +275,7 @@ class _Worker:
         self._max_batch = batch
         self._waiting: deque[_Call] = deque()
         self._suspects: deque[_Call] = deque()
-        """Calls that were in the batch of a lost worker."""
+        """Calls from the batch of a lost worker."""
         self._closed: list[int] = []
         self._channel: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
@@ -278,7 +286,7 @@ class _Worker:
         return len(self._waiting) + len(self._suspects) + len(self._batch)
 
     async def call(self, message: _Message) -> dict[str, Any]:
-        """Return the reply to a message. Raises AnswerParserError."""
+        """Send a message and return the reply. Raises AnswerParserError."""
         call = _Call(message, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
         if self._task is None or self._task.done():
@@ -286,7 +294,7 @@ class _Worker:
         return await call.reply
 
     def forget(self, key: int) -> None:
-        """Make the worker drop the parser of an answer, with the next batch. key: number of the answer."""
+        """Make the worker drop the parser of an answer with the next batch. key: number of the answer."""
         self.answers -= 1
         self._closed.append(key)
 
@@ -298,7 +306,7 @@ class _Worker:
         self._disconnect()
 
     async def _run(self) -> None:
-        """Send the waiting calls in batches until no call waits."""
+        """Send the waiting calls in batches until no call is waiting."""
         while self._waiting or self._suspects:
             if self._suspects:
                 batch = [self._suspects.popleft()]
@@ -361,7 +369,7 @@ class _Worker:
         return bytes(received)
 
     def _disconnect(self) -> None:
-        """Close the socket, so that an idle worker exits and the alarm terminates a busy one."""
+        """Close the socket. An idle worker then exits, and the alarm ends a busy worker."""
         if self._channel is not None:
             self._channel.close()
             self._channel = self.pid = None
@@ -374,10 +382,11 @@ def _fail(call: _Call, reason: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class VllmAnswer:
-    """vLLM's parser of one choice, in a worker.
+    """vLLM's parser of one choice, which runs in a worker.
 
     opened_in: number of the worker that has the parser.
-    earlier:   pieces that the parser has read. A replacement of the worker reads them again, and drops their events.
+    earlier:   parts of the answer that the parser has read. A replacement of the worker reads these parts again, and
+               their events are dropped.
     """
 
     key: int
@@ -391,7 +400,7 @@ class VllmAnswer:
         self.worker.answers += 1
 
     async def feed(self, text: str, tokens: Sequence[int], *, is_last: bool) -> list[Event]:
-        """Return the events that the next part of the answer completes. Raises AnswerParserError."""
+        """Parse the next part of the answer, and return the events that it completes. Raises AnswerParserError."""
         piece = (text, array("i", tokens).tobytes())
         reply = await self.worker.call(_Parse(self, piece, is_last))
         if (reason := reply.get("failed")) is not None:
@@ -401,7 +410,7 @@ class VllmAnswer:
         return [CallBegin(*rest) if kind == CALL else _CLASSES[kind](*rest) for kind, *rest in reply["events"]]
 
     def close(self) -> None:
-        """Drop the parser. Idempotent."""
+        """Discard the parser. Idempotent."""
         if self._is_open:
             self._is_open = False
             self.worker.forget(self.key)

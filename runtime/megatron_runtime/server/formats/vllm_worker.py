@@ -1,8 +1,8 @@
-"""vLLM's renderer and parsers in processes of their own: a parent that imports vLLM once, and workers that it forks.
+"""Runs vLLM's renderer and parsers in separate processes: a parent process imports vLLM once, and forks workers.
 
-The server (vllm_processes.py) runs this module. The parent reports which parsers it has, and forks a worker for each
-socket that it receives. A worker serves batches of operations until the server closes the socket, within limits of
-memory and time. Only this module of the server imports vLLM. Messages are msgpack.
+The server (vllm_processes.py) runs this module. The parent reports its parsers, and forks a worker for each socket that
+it receives. A worker processes batches of operations until the server closes the socket, within limits for memory and
+time. No other module of the server imports vLLM. Messages are msgpack.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS, is_unico
 from megatron_runtime.server.formats.vllm_parsers import REASONING_PARSERS, TOOL_PARSERS, parsers_of
 
 MESSAGE_LIMITS = UnpackLimits(frame_bytes=1 << 30, elements=1 << 27, containers=1 << 24, depth=300)
-"""Both sides are this program, so these limits only protect against a corrupt stream."""
+"""Limits against a corrupt stream. No other protection is needed, because both peers are this program."""
 HEADER = struct.Struct("<dQ")
-"""Header of a batch: its timeout in seconds, and its length in bytes."""
+"""Header of a batch: timeout in seconds, and length in bytes."""
 SIZE = struct.Struct("<Q")
 
 _SMALL_IMAGE = bytes.fromhex(
     "89504e470d0a1a0a0000000d4948445200000040000000400802000000250be689000000224944415478daedc1010d000000"
     "c2a0f74f6d0f07140000000000000000000000f06e30400001ece1c8970000000049454e44ae426082"
 )
-"""A PNG of 64 x 64 pixels."""
+"""A PNG image of 64 x 64 pixels."""
 TEXT, REASONING, CALL, ARGUMENTS = range(4)
-"""Kinds of events in replies. An event is [kind, text]; the beginning of a call is [CALL, name, id or None]."""
+"""Kinds of events in replies. An event is [kind, text]. The beginning of a call is [CALL, name, id or None]."""
 
 _HARMONY = "gpt_oss"
 """The `model_type` for which vLLM uses the package openai_harmony instead of the chat template."""
@@ -53,11 +53,11 @@ class Formats:
     setup: a map with these entries:
         directory: directory of the model.
         tools, reasoning: parser settings of the server.
-        tool_format, reasoning_format: our names for the formats of its chat template, or None.
-        is_open: prompts end within the reasoning.
+        tool_format, reasoning_format: this server's names for the formats of the chat template, or None.
+        is_open: whether prompts end within the reasoning.
         call, written: a sample call, and the texts that the chat template renders for it.
 
-    Raises UnknownParserError, and any exception of vLLM for a model that it cannot read.
+    The constructor raises UnknownParserError, and any exception of vLLM for a model that vLLM cannot read.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -70,13 +70,13 @@ class Formats:
         from vllm.tool_parsers import ToolParserManager
 
         directory = Path(setup["directory"])
-        # vLLM recognises Mistral's format by the names of weight files, which a server may not have.
+        # vLLM detects Mistral's format by the names of weight files, which a server may not have.
         is_mistral = (directory / "tekken.json").exists() and not (directory / TOKENIZER_FILE).exists()
         mode = {"tokenizer_mode": "mistral"} if is_mistral else {}
         # Disable vLLM's cache of media features, which this process does not use.
         config = AsyncEngineArgs(model=str(directory), mm_processor_cache_gb=0, **mode).create_model_config()
-        config.quantization = None  # no weights are read
-        config.max_model_len = (1 << 31) - 1  # the server checks lengths itself
+        config.quantization = None  # do not read weights
+        config.max_model_len = (1 << 31) - 1  # the server itself checks the length
         installed = (
             sorted(ToolParserManager.list_registered()),
             sorted(ReasoningParserManager.list_registered()),
@@ -115,7 +115,7 @@ class Formats:
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._template: Sequence[int] = ()
-        """Tokens of the last conversation before its media were expanded."""
+        """Tokens of the last conversation before its media placeholders were expanded."""
         self.takes = _modalities(renderer)
         if self.takes:
             self._observe(renderer)
@@ -126,16 +126,19 @@ class Formats:
             self._warm_up(renderer, {"role": "user", "content": [image]})
 
     def _warm_up(self, renderer: Any, message: Mapping[str, Any]) -> None:
-        """Render a message in the parent, so that forked workers inherit the modules and compiled templates.
+        """Render a message in the parent process, so that forked workers inherit imported modules and compiled
+        templates.
 
-        It must not start a thread before the forks, so it does not call render().
+        This method does not call render(), because no thread may start before the forks.
         """
         request = self.request([], {}, messages=[message])
-        with contextlib.suppress(Exception):  # a template may reject it; a model may need larger images
+        with contextlib.suppress(Exception):  # a template can reject the message, and a model can need a larger image
             renderer.render_chat([request.messages], request.build_chat_params(None, "auto"))
 
     def _observe(self, renderer: Any) -> None:
-        """Record the tokens of each conversation before its media are expanded, which vLLM does not return."""
+        """Record the tokens of each conversation before its media placeholders are expanded. vLLM does not return these
+        tokens.
+        """
         process = renderer.process_for_engine_async
 
         async def observed(prompt: Any, *arguments: Any, **options: Any) -> Any:
@@ -145,7 +148,7 @@ class Formats:
         renderer.process_for_engine_async = observed
 
     def _fits(self) -> bool:
-        """Return whether the reasoning parser can be created: some parsers need tokens that the tokenizer may lack."""
+        """Return whether the reasoning parser can be created. Some parsers need tokens that the tokenizer may lack."""
         from vllm.parser import ParserManager
 
         try:
@@ -157,9 +160,9 @@ class Formats:
         return True
 
     def _reads(self, written: Sequence[str], call: Sequence[Any]) -> bool:
-        """Return whether the tool parser finds the call that the chat template wrote.
+        """Return whether the tool parser detects the call that the chat template has written.
 
-        written: the rendered call, in each form; empty: the template writes no calls.
+        written: the call rendered in each form; empty: the template writes no calls.
         call:    name and arguments of the call.
         """
         from vllm.parser import ParserManager
@@ -176,7 +179,7 @@ class Formats:
         return make is not None and (not written or any(_finds(make, self._tokenizer, text, call) for text in written))
 
     def _skips_special(self, *, has_tools: bool) -> bool:
-        """Return whether the parsers read answers without special tokens."""
+        """Return whether the parsers need answers without the text of special tokens."""
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}] if has_tools else []
         request = self.request(tools, {})
         if self._renderer.parser is not None:
@@ -184,7 +187,7 @@ class Formats:
         return bool(request.skip_special_tokens)
 
     def request(self, tools: Sequence[Any], variables: Mapping[str, Any], **fields: Any) -> Any:
-        """Return a chat request as vLLM's classes expect it. fields: further fields of the request."""
+        """Return a chat request as vLLM's classes expect it. fields: additional fields of the request."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         offered = {"tools": list(tools), "tool_choice": "auto"} if tools else {}
@@ -192,17 +195,18 @@ class Formats:
         return ChatCompletionRequest.model_validate(values)
 
     def parser(self, request: Any, variables: Mapping[str, Any]) -> Any:
-        """Return a new parser of one choice."""
+        """Return a new parser for one choice."""
         assert self._renderer.parser is not None
         return self._renderer.parser(
             self._tokenizer, request.tools, chat_template_kwargs=dict(variables), model_config=self._config
         )
 
     def render(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the text and the tokens of a conversation; `rejected`: why it has none.
+        """Return the text and the tokens of a conversation. If vLLM rejects the conversation, return the reason as
+        `rejected`.
 
-        With media also `template`, the tokens before the media were expanded, and `spans`, the offset and number of
-        tokens of each item.
+        With media, the result also has `template`, the tokens before media placeholders were expanded, and `spans`, the
+        offset and number of tokens of each item.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -214,7 +218,7 @@ class Formats:
             "add_generation_prompt": variables.pop("add_generation_prompt", True) and not conversation["continues"],
             "continue_final_message": conversation["continues"],
         }
-        if self._is_harmony:  # vLLM renders its conversations without a chat template
+        if self._is_harmony:  # vLLM renders this model's conversations without a chat template
             fields["reasoning_effort"] = variables.get("reasoning_effort")
         try:
             # vLLM rejects an explicit tool_choice `auto` for a model without a parser.
@@ -244,7 +248,7 @@ class Formats:
 
 
 def _modalities(renderer: Any) -> list[str]:
-    """Return the modalities that the model takes, of "image", "audio" and "video"."""
+    """Return the modalities that the model accepts, out of "image", "audio" and "video"."""
     mm_processor = getattr(renderer, "mm_processor", None)
     if mm_processor is None:
         return []
@@ -253,7 +257,7 @@ def _modalities(renderer: Any) -> list[str]:
 
 
 def _with_media(message: Mapping[str, Any], media: Sequence[Sequence[Any]]) -> Mapping[str, Any]:
-    """Return a message with data URLs in place of the numbers of its media."""
+    """Return a message with data URLs instead of the numbers of its media."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -269,15 +273,15 @@ def _with_media(message: Mapping[str, Any], media: Sequence[Sequence[Any]]) -> M
 
 
 def _spans(kinds: Sequence[str], placeholders: Mapping[str, Sequence[Any]]) -> list[list[int]]:
-    """Return [offset, number of tokens] of each image, audio or video.
+    """Return [offset, number of tokens] for each image, audio or video.
 
-    Raises ValueError if vLLM processed other items.
+    Raises ValueError if vLLM has processed other items than the conversation contains.
     """
     left = {modality: list(ranges) for modality, ranges in placeholders.items()}
     spans = []
     for kind in kinds:
         ranges = left.get(kind.partition("/")[0])
-        if not ranges:  # the model treats videos as images, or its chat template left the item out
+        if not ranges:  # the model treats videos as images, or the chat template omitted the item
             ranges = next((each for name, each in left.items() if name not in ("image", "audio", "video")), None)
         if not ranges:
             raise ValueError(f"the model's chat template left the {kind} out")
@@ -289,7 +293,7 @@ def _spans(kinds: Sequence[str], placeholders: Mapping[str, Sequence[Any]]) -> l
 
 
 def _load_harmony() -> None:
-    """Load openai_harmony's vocabulary, which every conversation of gpt-oss needs. Raises RuntimeError."""
+    """Load the vocabulary of openai_harmony, which all conversations of gpt-oss need. Raises RuntimeError."""
     from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
 
     try:
@@ -302,7 +306,7 @@ def _load_harmony() -> None:
 
 
 def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
-    """Return whether a parser finds exactly this call in a text."""
+    """Return whether a parser detects exactly this call in a text."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     name, arguments = call
@@ -320,15 +324,15 @@ def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
 
 
 class UnknownParserError(ValueError):
-    """A setting of the server names a parser that neither vLLM nor the server has."""
+    """A server setting names a parser that exists neither in vLLM nor in this server."""
 
 
 def _chosen(
     setting: str, automatic: str | None, installed: Sequence[str], ours: Mapping[str, str], *, option: str
 ) -> str | None:
-    """Return the name of a parser for a setting of the server.
+    """Return the name of the vLLM parser for a server setting, or None for no parser.
 
-    ours: vLLM's parser by this server's name of the format.
+    ours: vLLM's parsers, by this server's names of the formats.
     """
     if setting in ("auto", "none"):
         return automatic if setting == "auto" else None
@@ -358,9 +362,9 @@ class ChoiceParser:
         self._has_begun = False
 
     def read(self, text: str, tokens: list[int], *, is_last: bool) -> list[list[Any]]:
-        """Return the events of a piece of the answer.
+        """Parse the next part of the answer, and return its events.
 
-        If the first piece is also the last, it is parsed as a complete answer.
+        If the first part is also the last part, it is parsed as a complete answer.
         """
         is_first, self._has_begun = not self._has_begun, True
         if is_first and is_last:
@@ -390,13 +394,15 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return an assistant message with `number` calls, to test whether a parser numbers the calls of a conversation."""
+    """Return an assistant message with `number` calls. With it, the caller tests whether ids contain numbers."""
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 
 
 def _id(call: Any) -> str | None:
-    """Return the id that a parser assigns to a call; None if there is no id, or if it is too long or not Unicode."""
+    """Return the id that a parser assigned to a call. Return None if there is no id, or if it is too long or not
+    Unicode.
+    """
     id_ = call.id
     return id_ if id_ and len(id_) <= MAX_NAME_CHARACTERS and is_unicode(id_) else None
 
@@ -408,14 +414,14 @@ def _tokens(packed: bytes) -> list[int]:
 
 
 class Worker:
-    """The state of a worker process, which handles the operations from one socket."""
+    """The state of a worker process. It handles the operations that arrive on one socket."""
 
     def __init__(self, formats: Formats) -> None:
         self._formats = formats
         self._answers: dict[int, ChoiceParser] = {}
 
     def handle(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to an operation; `failed`: the error of a parser."""
+        """Return the reply to an operation. If a parser raised an error, the reply has it as `failed`."""
         for closed in operation.get("closed", ()):
             self._answers.pop(closed, None)
         if operation["do"] == "render":
@@ -437,14 +443,14 @@ class Worker:
 
 
 def serve(channel: socket.socket, formats: Formats, *, memory_bytes: int) -> None:
-    """Run as a worker until the server closes the socket. Does not return."""
+    """Run as a worker process until the server closes the socket. Does not return."""
     status = 1
     try:
         be_child()
         limit_memory(memory_bytes)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        # Discard standard output: a parser may print text of a client, which must not appear in the log.
+        # Discard standard output, because a parser can print text of a client, which must not appear in the log.
         with open(os.devnull, "wb") as nothing:
             os.dup2(nothing.fileno(), sys.stdout.fileno())
             os.dup2(nothing.fileno(), sys.stderr.fileno())
@@ -475,7 +481,7 @@ def _received(channel: socket.socket, size: int) -> bytes:
 
 
 def main() -> None:
-    """Run as the parent: report the parsers, then fork a worker for each socket that arrives."""
+    """Run as the parent process: report the parsers, then fork a worker for each socket that arrives."""
     control, setup = socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])
     be_child()
     try:

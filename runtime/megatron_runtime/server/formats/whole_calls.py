@@ -1,4 +1,4 @@
-"""Calls whose arguments are written in a special syntax: each call is translated to JSON when it is complete."""
+"""Parsers for calls whose arguments have a special syntax. Each call is translated to JSON when it is complete."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from megatron_runtime.server.formats.parser import MAX_JSON_DEPTH, Reading, Tool
 from megatron_runtime.server.formats.tagged_calls import value_of
 
 MAX_CALL_CHARACTERS = 1 << 20
-"""Maximum length of a call, because a call is held until it is complete. A longer one is returned as text."""
+"""Maximum length of a call in characters. A longer call is returned as text, because a call is held until it is
+complete.
+"""
 
 
 class WholeCallParser(ToolParser):
-    """Parses text, and calls after a text that opens them, each with a head, a body and an end."""
+    """Parses text, and the calls after an opening text. Each call consists of a head, a body and an end."""
 
     OPEN: str
     HEAD: Head
     END: str
     CLOSE = ""
-    """Text after the last call; a model may omit it."""
+    """Text after the last call. A model can omit it."""
 
     @abstractmethod
     def arguments(self, name: str, body: str) -> dict[str, Any]:
-        """Return the arguments of a function call. Raises ValueError for a body without valid arguments."""
+        """Return the arguments of a function call. Raises ValueError if the body has no valid arguments."""
 
     def _read(self) -> Reading:
         while True:
@@ -61,14 +63,14 @@ class WholeCallParser(ToolParser):
                     break
 
     def _peek(self) -> str:
-        """Return the text that was consumed but not emitted."""
+        """Return the text that is consumed but not emitted."""
         return "".join(self._held) + self._buffer[self._start : self._at]
 
 
 class Gemma4Parser(WholeCallParser):
     """Parses Gemma 4's calls: `<|tool_call>call:name{key:<|"|>value<|"|>,…}<tool_call|>`.
 
-    Keys and strings have no escapes.
+    The notation has no escape sequences in keys and strings.
     """
 
     OPEN, HEAD, END = "<|tool_call>", Head("call:{name}{?{}"), "<tool_call|>"
@@ -84,7 +86,7 @@ class Gemma4Parser(WholeCallParser):
         return value
 
     def _literal(self, text: str, at: int, *, depth: int) -> tuple[Any, int]:
-        """Return the value that begins at index `at`, and the index of its end."""
+        """Return the value that begins at index `at`, and the index of the end of the value."""
         if depth > MAX_JSON_DEPTH:
             raise ValueError("the arguments are nested too deeply")
         if text.startswith(self.QUOTE, at):
@@ -141,9 +143,10 @@ class Gemma4Parser(WholeCallParser):
 
 
 class MiniMaxM3Parser(WholeCallParser):
-    """Parses MiniMax M3's calls: `<invoke name="…"><key>value</key>…</invoke>`, nested, with a marker before each tag.
+    """Parses MiniMax M3's calls: `<invoke name="…"><key>value</key>…</invoke>`. Tags can be nested, with a marker
+    before each tag.
 
-    Members of an object are elements with their names, and items of a list are elements `item`.
+    A member of an object is an element with the member's name. An item of a list is an element `item`.
     """
 
     TAG = "]<]minimax[>["
@@ -158,7 +161,7 @@ class MiniMaxM3Parser(WholeCallParser):
         return value
 
     def _content(self, text: str, at: int, schema: Any, *, depth: int) -> tuple[Any, int]:
-        """Return the value of the elements or the text that begins at index `at`, and the index of its end."""
+        """Return the value of the elements or the text that begins at index `at`, and the index of the end."""
         if depth > MAX_JSON_DEPTH:
             raise ValueError("the arguments are nested too deeply")
         schema = schema if isinstance(schema, Mapping) else {}

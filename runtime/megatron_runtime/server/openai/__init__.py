@@ -1,1 +1,1 @@
-"""The OpenAI API: request schemas, endpoints, and the generation behind them."""
+"""The OpenAI API: request schemas, routes, and the generation of answers."""

@@ -1,4 +1,6 @@
-"""Converts an engine's tokens to the text and log-probabilities of one choice, equal for streams and whole answers."""
+"""Converts an engine's tokens to the text and log-probabilities of one choice, in the same way with and without
+streaming.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from megatron_runtime.server.openai.jobs import Job
 from megatron_runtime.tokenization import Tokenizer
 
 LOWEST = -9999.0
-"""Value reported for a log-probability of minus infinity, which JSON cannot express."""
+"""Value for a log-probability of minus infinity, which JSON cannot represent."""
 
 TopTokens: TypeAlias = Sequence[tuple[int, float]]
 _Detail: TypeAlias = tuple[float, TopTokens]
-"""Log-probability of a token, and the most likely tokens at its position."""
+"""Log-probability of a token, and the most likely tokens at the same position."""
 _Token: TypeAlias = tuple[int, _Detail | None]
 
 
@@ -25,7 +27,7 @@ _Token: TypeAlias = tuple[int, _Detail | None]
 class TokenLogProb:
     """One token of a choice.
 
-    log_prob: None for the first token of a prompt, which follows no other.
+    log_prob: None for the first token of a prompt, because no token precedes it.
     top:      the requested number of most likely tokens at this position, with their log-probabilities.
     offset:   number of characters before the token in the text of the choice.
     """
@@ -38,15 +40,15 @@ class TokenLogProb:
 
 @dataclass(slots=True)
 class Piece:
-    """A part of one choice; the last one has the finish reason.
+    """A part of one choice. The last part has the finish reason.
 
-    log_probs, token_ids: log-probabilities and ids of the tokens of this part. The text of a token may follow in a
-                          later part, when its last character is complete.
-    generated: all generated tokens, including tokens that ended the answer; on the last part only.
-    generated_log_probs: log-probability of each generated token, if known.
-    stop_text: the stop text that ended the answer; on the last part only.
-    prompt_log_probs: log-probabilities of the prompt tokens, if requested; on the last part only.
-    hidden_state: little-endian float32 [D] after the prompt, if the request wants it; on the last part only.
+    log_probs, token_ids: log-probabilities and ids of the tokens in this part. The text of a token may come in a later
+                          part, when its last character is complete.
+    generated: all generated tokens, including the tokens that ended the answer. Only in the last part.
+    generated_log_probs: log-probability of each generated token, if available.
+    stop_text: the stop text that ended the answer. Only in the last part.
+    prompt_log_probs: log-probabilities of the prompt tokens, if requested. Only in the last part.
+    hidden_state: little-endian float32 [D] after the prompt, if requested. Only in the last part.
     events: events of a parser that runs in another process; None: the choice has no such parser.
     """
 
@@ -64,10 +66,10 @@ class Piece:
 
 
 class _Cut(NamedTuple):
-    """The position at which a stop text ends an answer. Positions count characters without markers.
+    """The position at which a stop text ends an answer. Positions count characters, without the texts of markers.
 
     end:        end of the text.
-    stop_begin: start of the stop text, whose markers count as text.
+    stop_begin: beginning of the stop text, in which the texts of markers count.
     stop:       the stop text.
     """
 
@@ -77,11 +79,11 @@ class _Cut(NamedTuple):
 
 
 class Choice:
-    """Converts the engine's replies for one choice to pieces of the answer.
+    """Converts the engine's replies for one choice to parts of the answer.
 
-    A token that may end the answer is held until the next token shows that the answer continues (possible below
-    min_tokens), because the token that ends an answer is not part of it. If the request wants log-probabilities, tokens
-    without them wait for the final reply, which has them.
+    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held until
+    another token shows that the answer continues (possible below min_tokens). If the request wants log-probabilities,
+    tokens without log-probabilities are held until the final reply, which contains them.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
@@ -94,13 +96,15 @@ class Choice:
         self._has_begun = job.prompt.echoed is None
         self._is_plain = not self._wants_log_probs and not job.visible  # many tokens are decoded in one call
         self._held: list[_Token] = []  # at most one token that may end the answer
-        self._received = 0  # number of tokens received, held ones included
+        self._received = 0  # number of received tokens, including held tokens
         self._is_waiting = False  # a token waits for its log-probability
         self._offset = len(job.prompt.echoed or "")
-        self._plain = 0  # generated characters without markers, as the engine counts them
+        self._plain = 0  # number of generated characters without markers, as the engine counts them
 
     def begin(self) -> Piece | None:
-        """Return the echo of the prompt; None if it is not requested, or if it must wait for log-probabilities."""
+        """Return the echo of the prompt. Return None if no echo is requested, or if the echo must wait for
+        log-probabilities.
+        """
         if self._has_begun or self._echoes_log_probs:
             return None
         piece = Piece(self._job.index)
@@ -108,7 +112,7 @@ class Choice:
         return piece
 
     def feed(self, partial: Mapping[str, Any]) -> Piece | None:
-        """Return the piece for a partial reply. A prompt that is echoed with log-probabilities comes first."""
+        """Return the part for a partial reply. If a prompt is echoed with log-probabilities, its part comes first."""
         piece = Piece(self._job.index)
         if partial.get("prompt_log_probs") is not None:
             self._echo(partial, piece)
@@ -123,10 +127,10 @@ class Choice:
         return piece if piece.text or piece.token_ids else None
 
     def finish(self, reply: Mapping[str, Any]) -> Piece:
-        """Return the last piece of the choice, from the final reply.
+        """Return the last part of the choice, from the final reply.
 
-        A reply with `generated_text` matched a stop string. The engine held back the text that could belong to it, so
-        the text so far is the beginning of `generated_text`.
+        A reply has `generated_text` if a stop string matched. The engine held back all text that could belong to the
+        stop string, so the text so far is the beginning of `generated_text`.
         """
         piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
         if isinstance(stop := reply.get("stop_reason"), str):  # a number would be the id of the stop token
@@ -152,7 +156,7 @@ class Choice:
                 self._take(self._held, piece)
             piece.text += self._counted(self._detokenizer.finish())
         piece.generated, log_probs = reply["generated_tokens"], reply.get("generated_log_probs")
-        # After a failover the reply may have only the log-probabilities since then.
+        # After a failover, the reply may contain only the log-probabilities since the failover.
         if log_probs is not None and len(log_probs) == len(piece.generated):
             piece.generated_log_probs = log_probs
         return piece
@@ -170,7 +174,8 @@ class Choice:
         tokens: Sequence[int] = reply["generated_tokens"][self._received :]
         if not self._wants_log_probs:
             return [(token, None) for token in tokens]
-        # After a failover the reply may have only the log-probabilities since then; the client has the earlier ones.
+        # After a failover, the reply may contain only the log-probabilities since the failover. The client has the
+        # earlier ones.
         skipped = self._received - (reply.get("log_probs_from") or 0)
         details = _details(reply.get("generated_log_probs"), reply.get("generated_top_n_logprobs"), top=self._top)
         if skipped < 0 or len(details) - skipped < len(tokens):
@@ -184,7 +189,7 @@ class Choice:
         self._take(ready, piece)
 
     def _take(self, tokens: Iterable[_Token], piece: Piece, *, cut: _Cut | None = None) -> None:
-        """Add tokens to a piece. cut: tokens that begin at or after the cut, and end after it, are left out."""
+        """Add tokens to a part of the answer. cut: omits text after the cut, and tokens that begin at or after it."""
         if self._is_plain and cut is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
@@ -209,7 +214,7 @@ class Choice:
     def _counted(self, text: str, *, plain: int | None = None) -> str:
         """Count the characters of a text that is added to the answer, and return the text.
 
-        plain: number of its characters that are not part of markers; None: all characters.
+        plain: number of characters that do not belong to markers; None: all characters.
         """
         self._offset += len(text)
         self._plain += len(text) if plain is None else plain
@@ -233,7 +238,7 @@ def _prompt_details(
 
 
 def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False) -> dict[str, Any]:
-    """Return the member `logprobs` of a chat choice. as_ids: write each token as its id."""
+    """Return the field `logprobs` of a chat choice. as_ids: whether to write each token as its id."""
 
     def entry(token: int, log_prob: float | None) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
@@ -249,12 +254,12 @@ def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_i
 def completion_log_probs(
     tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return the member `logprobs` of a completion choice.
+    """Return the field `logprobs` of a completion choice.
 
-    The token itself is always listed among the most likely tokens.
+    The most likely tokens always include the token itself.
 
     A token that is a part of a character is written as bytes, so that different parts have different texts.
-    as_ids: write each token as its id.
+    as_ids: whether to write each token as its id.
     """
 
     def text(token: int) -> str:
@@ -275,10 +280,10 @@ def completion_log_probs(
 def prompt_log_probs(
     tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> list[dict[str, Any] | None]:
-    """Return `prompt_logprobs` as vLLM writes it.
+    """Return `prompt_logprobs` in vLLM's format.
 
-    For each token of the prompt, the list has a map of the most likely tokens at its position and of the token itself,
-    by id; None for the first token.
+    For each prompt token, the list contains a map of the token itself and the most likely tokens at its position, by
+    id. The entry of the first token is None.
 
     Only the most likely tokens have a rank.
     """
@@ -298,7 +303,7 @@ def prompt_log_probs(
 
 
 def finite_log_prob(log_prob: float) -> float:
-    """Return a log-probability as a number that JSON can express, even if an engine sends NaN or an infinity."""
+    """Return a log-probability as a number that JSON can represent. The engine's value can be NaN or infinite."""
     return float(log_prob) if LOWEST <= log_prob < math.inf else LOWEST
 
 
@@ -314,7 +319,7 @@ def _token_text(data: bytes, *, prefix: str = "") -> str:
 
 
 def _details(log_probs: Sequence[float] | None, likeliest: Sequence[TopTokens] | None, *, top: int) -> list[_Detail]:
-    """Return the log-probability of each token, with its `top` most likely alternatives."""
+    """Return the log-probability of each token, with the `top` most likely tokens at its position."""
     given = log_probs or ()
     return [
         (log_prob, tuple((id_, other) for id_, other in some[:top]))

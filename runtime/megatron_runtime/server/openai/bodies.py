@@ -1,8 +1,8 @@
-"""Request bodies: the memory that they hold until they are answered, and the process that parses large ones.
+"""Memory limits for request bodies, and the child process that parses large bodies.
 
-pydantic holds the global interpreter lock while it parses, so a thread would stall all streams of the server. A body
-of up to PARSED_IN_PLACE_BYTES takes a few milliseconds at most. Larger ones are parsed by a child process, whose
-result is unpickled in a fraction of the time.
+pydantic holds the global interpreter lock while it parses, so parsing in a thread would stall all streams of the
+server. Parsing a body of up to PARSED_IN_PLACE_BYTES takes at most a few milliseconds. A child process parses larger
+bodies. Unpickling its result takes a fraction of the time.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from megatron_runtime.server.openai.schema import ModelRequest
 
 PARSED_IN_PLACE_BYTES = 64 * 1024
 PARSE_SECONDS = 10.0
-"""Timeout for one body. The most complex ones take 0.2 s."""
+"""Timeout for parsing one body, in seconds. The most complex bodies take 0.2 s."""
 PARSE_MEMORY_BYTES = 1 << 30
-"""Address space of the child process for parsing a body, in addition to the imported modules."""
+"""Bytes of address space for parsing in the child process, in addition to the imported modules."""
 TOKEN_BYTES = 40
-"""Bytes of memory of a token id in a list: the pointer and the integer."""
+"""Bytes of memory for a token id in a list: the pointer and the integer."""
 
 _MAX_REPLY_BYTES = 256 << 20
 _PARSER = "megatron_runtime.server.openai.body_parser"
@@ -35,10 +35,10 @@ _Model = TypeVar("_Model", bound=ModelRequest)
 
 
 class BodyBudget:
-    """The bytes that the requests of a server hold for their bodies, by tenant.
+    """The bytes that requests of this server hold for their bodies, by tenant.
 
-    A full server still accepts bodies of a tenant that holds less than its fair share of the limit. So no tenant can
-    block others, and at most twice the limit is held.
+    If the limit is reached, the server still accepts bodies of a tenant that holds less than its fair share. Therefore
+    no tenant can block others, and the server holds at most twice the limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -47,9 +47,9 @@ class BodyBudget:
         self.total = 0
 
     def add(self, tenant: str, size: int) -> None:
-        """Count `size` bytes, which may be negative, for a tenant.
+        """Count `size` bytes for a tenant. `size` can be negative.
 
-        Raises ApiError 429 if they would exceed the limit.
+        Raises ApiError 429 if the bytes would exceed the limit.
         """
         if size > 0 and self.total + size > self.limit:
             share = self.limit // len({*self.held, tenant})
@@ -62,7 +62,7 @@ class BodyBudget:
         self.force(tenant, size)
 
     def force(self, tenant: str, size: int) -> None:
-        """Count `size` bytes, even beyond the limit."""
+        """Count `size` bytes for a tenant, even beyond the limit."""
         self.total += size
         self.held[tenant] = self.held.get(tenant, 0) + size
 
@@ -74,7 +74,7 @@ class BodyBudget:
 
 
 class Lease:
-    """The bytes that one request holds, until release()."""
+    """The bytes that one request holds until release()."""
 
     def __init__(self, budget: BodyBudget, tenant: str) -> None:
         self.tenant = tenant
@@ -82,7 +82,9 @@ class Lease:
         self._budget = budget
 
     def add(self, size: int) -> None:
-        """Count `size` bytes more, or less if it is negative. Raises ApiError 429 if the server holds too many."""
+        """Count `size` additional bytes. `size` can be negative. Raises ApiError 429 if the server would hold too many
+        bytes.
+        """
         self._budget.add(self.tenant, size)
         self.size += size
 
@@ -97,9 +99,9 @@ class Lease:
 
 
 def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
-    """Return the validated body. Raises ApiError 400.
+    """Validate a body and return it. Raises ApiError 400.
 
-    scan: counts of the body, to which JSON in its strings is added.
+    scan: counts of the body. JSON in strings of the body is added to the counts.
     """
     try:
         return model.model_validate_json(body, context=scan).prepared()
@@ -108,10 +110,12 @@ def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
 
 
 def parse_in_child(model: type[_Model], parts: Sequence[bytes], scan: JsonScan) -> _Model:
-    """Return the same as parse(), from the child process. Blocks; other threads run meanwhile.
+    """Parse a body like parse(), but in the child process. Blocks the thread, while other threads run.
 
-    parts: parts of the body. Raises what parse() raises, ApiError 400 for a body that takes the child too much time or
-    memory, and 503 if it does not start.
+    parts: the parts of the body, in order.
+
+    Raises the errors of parse(), ApiError 400 if parsing the body takes too much time or memory, and ApiError 503 if
+    the child process does not start.
     """
     try:
         reply = _child.call(pickle.dumps((model, b"".join(parts), scan), 5), timeout_seconds=PARSE_SECONDS)
@@ -135,14 +139,14 @@ _child = _new_child()
 
 
 def end_parser() -> None:
-    """Stop the child process, for a program that stops serving. A later body starts it again."""
+    """Stop the child process when the program stops serving. A later body starts the process again."""
     global _child
     before, _child = _child, _new_child()
     before.close()
 
 
 def _start_over() -> None:
-    """Discard the connection to the child process after a fork, because parent and child must not share it."""
+    """Discard the connection to the child process after a fork. Parent and child must not share the connection."""
     global _child
     _child = _new_child()
 

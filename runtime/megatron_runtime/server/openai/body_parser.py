@@ -1,4 +1,4 @@
-"""The child process that parses large request bodies; bodies.py starts it. Requests and replies are pickled."""
+"""The child process that parses large request bodies. bodies.py starts it. Requests and replies are pickled."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["embeddings", "messages", "pooling", "responses", "schema"]
 
 def _prepare(_setup: bytes) -> Callable[[bytes], bytes]:
     def handle(request: bytes) -> bytes:
-        """Return the pickled result of parse(), or the fields of the error that it raised.
+        """Call parse(). Return the pickled result, or the pickled fields of the error that it raised.
 
-        request: its pickled arguments.
+        request: the pickled arguments of parse().
         """
         parsed: Any = None
         rejection = None

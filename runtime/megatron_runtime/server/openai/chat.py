@@ -33,7 +33,7 @@ from megatron_runtime.tokenization import Tokenizer
 
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
-"""Length of the ids of calls: some chat templates accept only nine letters and digits."""
+"""Length of the ids of calls. Some chat templates accept only ids of nine letters and digits."""
 _EFFORTS: Mapping[str, str] = {
     "none": "low",
     "minimal": "low",
@@ -42,14 +42,14 @@ _EFFORTS: Mapping[str, str] = {
     "high": "high",
     "xhigh": "high",
 }
-"""The effort that chat templates get for each `reasoning_effort` of a request."""
+"""The effort that the chat template gets, by the `reasoning_effort` of the request."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _OF_NO_PARAMETERS = frozenset({"type", "properties", "required", "title", "description", "$schema"})
-"""Keys that the schema of a function without parameters may have."""
+"""Keys that can occur in the schema of a function without parameters."""
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
-    """Answer a conversation."""
+    """Answer a chat request."""
     body = await service.read(request, ChatRequest)
     conversation = await conversation_of(service, request, body)
     tokenizer = service.prompts.tokenizer
@@ -68,7 +68,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 
 
 def _prompt_log_probs(body: ChatRequest, pieces: Sequence[Piece], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the field `prompt_logprobs` of the answer; an empty dict if it is not requested."""
+    """Return the field `prompt_logprobs` of the answer in a dict, which is empty if the field is not requested."""
     if body.prompt_logprobs is None:
         return {}
     as_ids = bool(body.return_tokens_as_token_ids)
@@ -77,7 +77,7 @@ def _prompt_log_probs(body: ChatRequest, pieces: Sequence[Piece], tokenizer: Tok
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat request that is ready to be answered."""
+    """A chat request with its tokenized prompt."""
 
     prompt: Prompt
     options: Options
@@ -87,7 +87,7 @@ class PreparedChat:
     shows_reasoning: bool
 
     def reader(self) -> AnswerReader:
-        """Return a reader of one choice."""
+        """Return a new reader for one choice."""
         return AnswerReader(
             self.answer.parser(),
             parallel_calls=self.parallel_calls,
@@ -97,7 +97,7 @@ class PreparedChat:
 
 
 async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
-    """Tokenize the conversation of a request. Raises ApiError 400, and 429 if too many requests are open."""
+    """Tokenize the conversation of a request. Raises ApiError 400, or ApiError 429 if too many requests are open."""
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, service.chat_format)
     request.state.has_unread_calls = tools.is_unread
@@ -138,7 +138,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
 
 
 async def _prompt_of(service: Service, request: Request, body: ChatRequest, variables: Mapping[str, Any]) -> Prompt:
-    """Render and tokenize the messages. Raises ApiError 400 for a prompt that the model cannot process."""
+    """Render and tokenize the messages. Raises ApiError 400 if the model cannot process the prompt."""
     lease = service.lease(request)
     work = service.prompts.encode_chat(
         body.messages,
@@ -162,7 +162,7 @@ async def _prompt_of(service: Service, request: Request, body: ChatRequest, vari
 
 
 def _check_without_media(body: ChatRequest) -> None:
-    """Raise ApiError 400 for a field that changes the prompt of a conversation with images, audio or video."""
+    """Raise ApiError 400 for a field that is not allowed in a conversation with images, audio or video."""
     for name in ("add_BOS", "prevent_retokenization"):
         if getattr(body, name):
             raise invalid_value(name, "it cannot be combined with images, audio or video: leave one of them out")
@@ -171,7 +171,7 @@ def _check_without_media(body: ChatRequest) -> None:
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
     """Return the variables for the chat template, from the request's variables, reasoning effort and prompt options.
 
-    The effort is left out if the template does not read it, because many clients send an effort to every model.
+    The effort is omitted if the template does not use it, because many clients send an effort to every model.
     """
     given = request.chat_template_kwargs or {}
     effort, template = request.reasoning_effort, service.prompts.tokenizer.template_for(request.offered_tools)
@@ -185,20 +185,20 @@ def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any
 
 
 def _reasoning_budget(request: ChatRequest) -> int | None:
-    """Return the maximum number of reasoning tokens of the answer; None: no limit."""
+    """Return the maximum number of reasoning tokens in the answer; None: no limit."""
     budget = request.thinking_token_budget
     return None if budget is None or budget < 0 else budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToolUse:
-    """How the choices of one request may call tools.
+    """How the choices of one request can call tools.
 
-    offered:       schemas of the arguments, by name; empty if no tool can be called.
+    offered:       schemas of the tools' arguments, by tool name; empty if no tool can be called.
     forced:        as in AnswerRequest.
-    forced_format: the structured output of an answer that must be a call.
-    is_unread:     the model's tool-call format is unknown, so its calls are returned as text.
-    call_structure: as in SamplingParams, for an answer that may be a call.
+    forced_format: the structured output for an answer that must be a call.
+    is_unread:     whether the model's tool-call format is unknown, so that its calls are returned as text.
+    call_structure: as in SamplingParams, for an answer that can be a call.
     """
 
     offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -209,9 +209,9 @@ class _ToolUse:
 
 
 def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
-    """Return how the choices may call tools.
+    """Return how the choices can call tools.
 
-    Raises ApiError 400 for tools that are not offered, or that are combined with a structured output.
+    Raises ApiError 400 for tools that the server does not offer, and for tools together with a structured output.
     """
     tools, choice = request.offered_tools, request.tool_choice
     if not tools:
@@ -246,7 +246,7 @@ def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
 
 
 def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the schema of a tool's arguments, and the keywords of it that are not enforced.
+    """Return the schema of a tool's arguments, and the keywords in the schema that are not enforced.
 
     Raises ApiError 400 for such a keyword if the tool is strict.
     """
@@ -260,13 +260,15 @@ def _declared(tool: Tool) -> Mapping[str, Any]:
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:
-    """Return the prompt with the tokens that the last answer carries, instead of the tokens of the answer's text.
+    """Return the prompt with the tokens that the last assistant message carries, instead of the tokens of its text.
 
-    Tokenizing the text of an answer again may give tokens other than the generated ones. Training needs the same
-    tokens, so a message of an answer may carry its prompt and its tokens, with which the next prompt begins.
+    Tokenizing the text of an answer can give other tokens than the model generated. Training needs the generated
+    tokens. A message can therefore carry the tokens of its prompt and its own tokens, with which the next prompt then
+    begins.
 
-    prompt: the whole conversation, tokenized from its text.
-    Raises ApiError 400 if the end of the answer cannot be located in the prompt.
+    prompt: tokens of the whole conversation, from its text.
+
+    Raises ApiError 400 if the end of the last assistant message cannot be located in the prompt.
     """
     messages, eos_ids = request.messages, service.prompts.tokenizer.eos_ids
     last = next((at for at in reversed(range(len(messages))) if messages[at].role == "assistant"), None)
@@ -283,7 +285,7 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
     )
     upto = rendered.tokens
     ends = [at for at, token in enumerate(upto) if token in eos_ids]
-    # Special tokens are never merged with text, so both token lists are equal up to the end of the answer.
+    # Text is never merged with special tokens, so both token lists are equal up to the end of the answer.
     if not ends or prompt[: ends[-1] + 1] != upto[: ends[-1] + 1]:
         problem = (
             "the chat template puts no end token after an answer, so its tokens cannot be separated from those of the "
@@ -296,7 +298,7 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
 
 
 class AnswerReader:
-    """Converts the pieces of one choice to events.
+    """Converts the parts of one choice to events.
 
     call_id: as in AnswerFormat.
     calls:   number of calls that have begun.
@@ -317,7 +319,7 @@ class AnswerReader:
         self._shows_reasoning = shows_reasoning
 
     def read(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of a piece. Calls beyond the maximum number per answer are left out."""
+        """Yield the events of a part. Calls beyond the maximum number of calls per answer are left out."""
         for event in self._events(piece):
             if isinstance(event, CallBegin):
                 event = replace(event, id=event.id or self._call_id(event.name, self.calls))
@@ -341,7 +343,7 @@ class AnswerReader:
 
 
 class _ChatChoice:
-    """Converts the pieces of one choice to chunks, the entries of `choices` in the events of a stream."""
+    """Converts the parts of one choice to chunks, which are the entries of `choices` in the events of a stream."""
 
     def __init__(self, body: ChatRequest, conversation: PreparedChat, tokenizer: Tokenizer) -> None:
         self._body = body
@@ -354,7 +356,7 @@ class _ChatChoice:
         self._token_ids: list[int] = []
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of one piece. Log-probabilities are in the first chunk that follows their token."""
+        """Yield the chunks of one part. The log-probabilities of a token are in the first chunk after it."""
         if not self._has_begun:
             self._has_begun = True
             yield self._chunk(piece.index, {"role": "assistant", "content": ""})
@@ -366,7 +368,7 @@ class _ChatChoice:
             yield self._chunk(piece.index, self._token_fields(piece), self._reason(piece))
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """Return the choice of a whole answer. piece: the only piece."""
+        """Return the choice of an answer without streaming. piece: the only part of the answer."""
         events = list(self._reader.read(piece))
         text = "".join(event.text for event in events if isinstance(event, Text))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
@@ -376,8 +378,8 @@ class _ChatChoice:
                 calls.append(_new_call(event))
             elif isinstance(event, CallArguments):
                 calls[-1]["function"]["arguments"] += event.text
-        # The content of a forced call is ""; of a call that the model chose to make it is null, unless the model wrote
-        # text.
+        # The content of a forced call is "". The content of a call that the model chose to make is null, unless the
+        # model wrote text.
         no_text = None if self._tools.forced_format is None else ""
         message = {
             "role": "assistant",
@@ -421,14 +423,14 @@ class _ChatChoice:
         return {"tool_calls": [{"index": self._reader.calls - 1, **part}]}
 
     def _reason(self, piece: Piece) -> str | None:
-        # As in OpenAI's API, a call of the tool that tool_choice names ends with "stop".
+        # As in OpenAI's API, a call ends with "stop" if tool_choice names the tool.
         is_call = (
             piece.finish_reason == "stop" and self._reader.calls and not isinstance(self._body.tool_choice, NamedTool)
         )
         return "tool_calls" if is_call else piece.finish_reason
 
     def _token_fields(self, piece: Piece) -> dict[str, Any]:
-        """Return the fields of a message that list its tokens; an empty dict if they are not requested."""
+        """Return the fields of a message that contain its tokens, or an empty dict if they are not requested."""
         body = self._body
         fields: dict[str, Any] = {}
         if body.prevent_retokenization or body.return_tokenized_data:
@@ -441,7 +443,7 @@ class _ChatChoice:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the members of a message with its reasoning, under both names that clients read."""
+    """Return the reasoning as fields of a message, under the two names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -23,11 +23,11 @@ DEFAULT_MAX_TOKENS = 16
 _TEXTS_AT_ONCE = 1024
 """Number of tokens that are converted to JSON before other requests run."""
 _LISTS_AT_ONCE = 8
-"""Number of lists of token ids that are checked before other requests run."""
+"""Number of token lists that are checked before other requests run."""
 
 
 async def create_completion(service: Service, request: Request) -> Response:
-    """Complete one or several prompts. The choices have the order of the prompts."""
+    """Complete one or several prompts. The choices are in the order of the prompts."""
     body = await service.read(request, CompletionRequest)
     service.check_in_flight(tenant=request.state.tenant)
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
@@ -63,7 +63,7 @@ async def tokenized_prompts(service: Service, request: Request, body: Completion
 
 
 async def _prompts(service: Service, body: CompletionRequest, characters: int, lease: Lease) -> list[Prompt]:
-    """Tokenize the prompts of a request; on the event loop if the texts are short.
+    """Tokenize the prompts of a request. Short texts are tokenized on the event loop.
 
     characters: total length of the texts.
     """
@@ -92,14 +92,14 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int, l
         echoed = None
         if body.echo:
             has_all = isinstance(item, str) and body.truncate_prompt_tokens is None
-            is_whole = body.max_tokens == 0  # a character that begins in the prompt is part of the answer
+            is_whole = body.max_tokens == 0  # a character that begins in the prompt belongs to the answer
             echoed = str(item) if has_all else await prompts.decode(tokens, lease=lease, is_whole=is_whole)
         tokenized.append(Prompt(tokens, param=param, echoed=echoed))
     return tokenized
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer with the token ids of the prompt that a text or a conversation becomes."""
+    """Answer with the token ids of the prompt for a text or a conversation."""
     body = await service.read(request, TokenizeRequest)
     prompts, lease = service.prompts, service.lease(request)
     if body.prompt is not None:
@@ -130,7 +130,8 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def _json_list(tokens: Sequence[int], value_of: Callable[[int], Any], lease: Lease) -> bytes:
     """Return the values of tokens as JSON, separated by commas and without brackets.
 
-    The lease counts the bytes, and other requests run in between. Raises ApiError 429 if the server holds too much.
+    The lease counts the bytes, and other requests run in between. Raises ApiError 429 if the server would hold too many
+    bytes.
     """
     parts = []
     for start in range(0, len(tokens), _TEXTS_AT_ONCE):

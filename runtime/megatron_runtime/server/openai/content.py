@@ -1,4 +1,4 @@
-"""The content of a message that has images, audio or video. media.py reads their files."""
+"""The content of a message with images, audio or video. media.py reads the files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class MediaPart:
     """An image, audio or video in a message.
 
     modality:    image, audio or video.
-    url:         URL of its file.
+    url:         URL of the file.
     named:       type of the part in the request, for error messages.
-    placeholder: text that replaces the part if the model does not accept it; None: the request is rejected.
+    placeholder: text that replaces the part if the model does not accept its modality; None: the request is rejected.
     """
 
     modality: str
@@ -42,19 +42,19 @@ class MixedContent:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a schema without JSON input: only validators create this class."""
+        """Return a schema without JSON input, because only validators create this class."""
         return core_schema.is_instance_schema(cls)
 
     @property
     def text(self) -> str:
-        """The text, with the placeholder of each image, audio or video that has one."""
+        """The text, with the placeholders of the images, audio and video that have one."""
         texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
         return "\n".join(text for text in texts if text is not None)
 
     def media(self, supported: Collection[str]) -> list[MediaPart]:
-        """Return the media that become part of the prompt; placeholders replace all others.
+        """Return the media that become part of the prompt. All other media are replaced by their placeholders.
 
-        supported: modalities of the model.
+        supported: modalities that the model accepts.
         """
         return [part for part in self.parts if isinstance(part, MediaPart) and part.is_supported(supported)]
 
@@ -62,7 +62,7 @@ class MixedContent:
         """Return the content in the form that renderers expect: a text, or a list of text parts and media parts.
 
         supported: modalities that the model accepts. Other media are replaced by their placeholders.
-        numbers:   yields consecutive numbers for the media of the conversation.
+        numbers:   yields consecutive indexes for the media of the conversation.
         """
         if not self.media(supported):
             return self.text
@@ -76,13 +76,16 @@ class MixedContent:
 
 
 def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str | MixedContent:
-    """Return the content of a message with these parts. If all parts are text, they are joined to one text."""
+    """Return the content of a message with these parts. If all parts are texts, they are joined to one text."""
     texts = [part for part in parts if isinstance(part, str)]
     return separator.join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 
 
 def media_part(part: dict[str, Any]) -> MediaPart | None:
-    """Return the image, audio or video of a content part of OpenAI's chat; None for other parts, or without a URL."""
+    """Return the image, audio or video of a content part of OpenAI's chat API.
+
+    Return None for other parts, and for parts without a URL.
+    """
     named = part.get("type")
     if named == "input_audio":
         audio = part.get("input_audio")
@@ -97,7 +100,7 @@ def media_part(part: dict[str, Any]) -> MediaPart | None:
 
 
 def check_supported(part: MediaPart, supported: Collection[str], *, param: str) -> None:
-    """Raise ApiError 400 for media that the model of this server does not take."""
+    """Raise ApiError 400 for media that this server's model does not accept."""
     if part.modality in supported:
         return
     reads = f"text, {' and '.join(supported)}" if supported else "text only"

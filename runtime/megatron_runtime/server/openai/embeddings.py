@@ -29,7 +29,7 @@ _FIELD = "return_hidden_state"
 
 
 class EmbeddingRequest(TextsRequest):
-    """POST /v1/embeddings."""
+    """The request body of POST /v1/embeddings."""
 
     policy = EMBEDDINGS_POLICY
 
@@ -45,7 +45,7 @@ class EmbeddingRequest(TextsRequest):
 
 
 async def create_embedding(service: Service, request: Request) -> Response:
-    """Answer with one vector for each text. Raises ApiError 404 if the engines offer no embeddings."""
+    """Answer with one vector per text. Raises ApiError 404 if the engines offer no embeddings."""
     body = await service.read(request, EmbeddingRequest)
     service.check_in_flight(tenant=request.state.tenant)
     tasks = await service.tasks()
@@ -60,7 +60,7 @@ async def create_embedding(service: Service, request: Request) -> Response:
 
 
 async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest) -> Response:
-    """Answer with the hidden states of a generating model after the last token of each text."""
+    """Answer with the hidden state of a generating model after the last token of each text."""
     if body.dimensions is not None:
         raise invalid_value("dimensions", "the vectors have the hidden size of the model: leave it out")
     if body.use_activation is False:
@@ -82,10 +82,10 @@ async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest
 def _answer(
     service: Service, request: Request, body: EmbeddingRequest, vectors: Sequence[Any], *, tokens: int, adapter: str
 ) -> Response:
-    """Return the response.
+    """Return the response with one embedding per text.
 
     vectors: float32 [D] for each text.
-    tokens:  number of tokens of all texts.
+    tokens:  total number of tokens in all texts.
     adapter: adapter that computed the vectors; empty for the base model.
     """
     is_text = body.encoding_format == "base64"
@@ -107,7 +107,7 @@ def _answer(
 
 
 def _vector(piece: Piece) -> Any:
-    """Return the hidden state as float32 [D], scaled to length 1. Raises ApiError 500 if a number is not finite."""
+    """Return the hidden state as float32 [D], scaled to length 1. Raises ApiError 500 if an element is not finite."""
     if not piece.hidden_state:
         raise _not_offered()
     vector = np.frombuffer(piece.hidden_state, dtype="<f4")

@@ -1,8 +1,8 @@
-"""The fields of request bodies: which ones are served, known but not offered, and unknown.
+"""The fields of request bodies: served fields, known fields that are not offered, and unknown fields.
 
-A served field is declared in the class of its body: type, limits and meaning. A sampling parameter's field follows from
-`SamplingParams`. A route's `FieldPolicy` lists the other fields that OpenAI, Anthropic and vLLM know. A body may have
-any other field: it is ignored and reported.
+The class of a body declares the type, limits and meaning of its served fields. The field for a sampling parameter is
+derived from `SamplingParams`. A route's `FieldPolicy` lists the other fields that OpenAI, Anthropic and vLLM define.
+Any other field in a body is ignored and reported.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ _Model = TypeVar("_Model", bound=BaseModel)
 HTTP_FIELDS: Mapping[str, HttpField] = {
     name: parameter.http for name, parameter in PARAMETERS.items() if parameter.http is not None
 }
-"""The HTTP field of each sampling parameter that has one, by the name of the parameter."""
+"""The HTTP fields that set sampling parameters, by the name of the parameter."""
 PARAMETER_OF: Mapping[str, str] = {field.name: name for name, field in HTTP_FIELDS.items()}
-"""The sampling parameter of each HTTP field in HTTP_FIELDS, by the field's name."""
+"""The sampling parameter that an HTTP field sets, by the name of the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotOffered:
-    """A field that would change the answer and that no engine serves.
+    """A field that would change the answer and that no engine supports.
 
-    neutral: values, besides null, that have no effect.
-    remedy:  what the client can do instead of leaving the field out.
+    neutral: values other than null that have no effect.
+    remedy:  what the client can do instead of omitting the field.
     """
 
     neutral: tuple[Any, ...] = ()
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError for a value that would have an effect."""
-        # True equals 1 in Python.
+        """Raise ValueError if the value would have an effect."""
+        # In Python, True equals 1.
         if value is None or any(value == item and (value is True) == (item is True) for item in self.neutral):
             return
         use = " or use " + " or ".join(map(_json, self.neutral)) if self.neutral else ""
@@ -53,7 +53,7 @@ class NotOffered:
 
     @property
     def text(self) -> str:
-        """How the HTTP reference describes the field."""
+        """The description of the field in the HTTP reference."""
         accepted = " and ".join(f"`{_json(item)}`" for item in self.neutral)
         verb = "are" if len(self.neutral) > 1 else "is"
         return " ".join(
@@ -74,7 +74,7 @@ def _json(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FieldPolicy:
-    """The fields of a route that its class does not declare, and that clients of other servers may send.
+    """The fields that clients of other servers may send to a route, but that the class of the body does not declare.
 
     without_effect: accepted with any value, because they do not change the answer.
     not_offered:    rejected if their value would have an effect.
@@ -88,7 +88,7 @@ class FieldPolicy:
 
         Raises ApiError 400 for a field that is not offered and would have an effect.
 
-        fields: fields of a body, without the fields that its class declares.
+        fields: fields of a body that its class does not declare.
         """
         unknown = []
         for name, value in fields.items():
@@ -104,10 +104,10 @@ class FieldPolicy:
 
 
 def reported(names: Iterable[str]) -> str:
-    """Return the names as the value of a header: at most 20 names, cut to 64 printable ASCII characters each."""
+    """Return the names as the value of a header: at most 20 names, each cut to 64 printable ASCII characters."""
     shown = dict.fromkeys(
         "".join(char if "!" <= char <= "~" and char != "," else "?" for char in name[:MAX_REPORTED_CHARACTERS])
-        or "?"  # a name without characters would leave a space at the end of the header
+        or "?"  # an empty name would leave a space at the end of the header
         for name in names
     )
     return ", ".join(list(shown)[:MAX_REPORTED_FIELDS])
@@ -120,9 +120,10 @@ def converted(name: str, value: Any) -> Any:
 
 
 def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Return pydantic's Field with the bounds of the sampling parameter `name`, for a body field that sets it.
+    """Return a pydantic Field with the bounds of the sampling parameter `name`, for a body field that sets the
+    parameter.
 
-    minimum, maximum: limits of one route, if they differ from the HTTP field's.
+    minimum, maximum: limits of one route, if they differ from the limits of the HTTP field.
     """
     bounds, http = PARAMETERS[name].rule.bounds, PARAMETERS[name].http
     assert bounds is not None, f"{name} is a number"
@@ -141,25 +142,25 @@ def within(name: str, *, minimum: float | None = None, maximum: float | None = N
 
 
 def meaning(name: str) -> str:
-    """Return the meaning of the HTTP field `name` of a sampling parameter."""
+    """Return the meaning of the HTTP field for the sampling parameter `name`."""
     parameter = PARAMETER_OF[name]
     return HTTP_FIELDS[parameter].text or PARAMETERS[parameter].text
 
 
 def served(text: str, **options: Any) -> Any:
-    """Declare a served field whose default is null. text: description in the HTTP reference."""
+    """Declare a served field with the default null. text: description in the HTTP reference."""
     return Field(default=None, description=text, **options)
 
 
 def sampled(name: str) -> Any:
-    """Declare the HTTP field of a sampling parameter. Null and absent mean the parameter's default."""
+    """Declare the HTTP field of a sampling parameter. If it is null or absent, the parameter has its default."""
     return served(meaning(name))
 
 
 def with_sampling_fields(*, without: Iterable[str]) -> Callable[[type[_Model]], type[_Model]]:
     """Return a decorator that adds the HTTP fields of sampling parameters to the class of a body.
 
-    A field whose value is neither a number nor a flag is declared in the class itself.
+    A field whose value is neither a number nor a flag must be declared in the class itself.
     without: HTTP fields to leave out.
     """
 
@@ -194,9 +195,9 @@ _ANNOTATIONS = frozenset(
         *("service_tier", "store", "user"),
     }
 )
-"""OpenAI's fields that describe a request and do not change its answer."""
+"""OpenAI's fields that describe a request and do not change the answer."""
 _VLLM_WITHOUT_EFFECT = frozenset({"mm_payload", "request_id", "return_mm_kwargs", "return_token_offsets", "session_id"})
-"""Fields that vLLM uses on other routes, or only in its log."""
+"""vLLM's fields that have an effect only on other routes or in vLLM's log."""
 _VLLM_NOT_OFFERED: Mapping[str, NotOffered] = {
     "ec_transfer_params": _EMPTY_MAP,
     "kv_transfer_params": _EMPTY_MAP,
@@ -218,7 +219,7 @@ _VLLM_GENERATION: Mapping[str, NotOffered] = {
     "structural_tag": NotOffered(),
     "use_beam_search": _OFF,
 }
-"""vLLM's fields that completions and chat completions do not offer, including fields of its earlier releases."""
+"""vLLM's fields that completions and chat completions do not offer, including fields of earlier vLLM releases."""
 _GENERATION_WITHOUT_EFFECT = frozenset(
     {
         *_ANNOTATIONS,
@@ -226,9 +227,9 @@ _GENERATION_WITHOUT_EFFECT = frozenset(
         *("guided_decoding_backend", "skip_prompt_log_probs", "spaces_between_special_tokens"),
     }
 )
-"""Fields without effect on generation.
+"""Fields that have no effect on generation.
 
-skip_prompt_log_probs is Megatron-Core's; here, prompt log-probabilities are opt-in.
+skip_prompt_log_probs is a field of Megatron-Core. This server returns prompt log-probabilities only on request.
 """
 _TEMPLATES: Mapping[str, NotOffered] = {
     "chat_template": _NO_TEMPLATES_OF_CLIENTS,

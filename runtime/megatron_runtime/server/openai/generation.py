@@ -52,12 +52,14 @@ async def respond(
     answer: AnswerFormat | None = None,
     more: Callable[[Sequence[Piece]], dict[str, Any]] = lambda _pieces: {},
 ) -> Response:
-    """Run the jobs of a request and return the answer, whole or as a stream of events.
+    """Run the jobs of a request, and return the answer as one JSON body or as a stream of events.
 
-    choice: returns a choice of the whole answer, from its only piece.
-    chunks: returns the choices of the events for one piece of a stream.
+    choice: returns an entry of `choices` for a choice without streaming, from its only part.
+    chunks: returns the entries of `choices` in the stream events for one part.
     answer: as for generation_of().
-    more: returns further fields of the whole answer from all pieces. Raises the errors of generation_of().
+    more:   returns additional fields of an answer without streaming, from the parts of all choices.
+
+    Raises the errors of generation_of().
     """
     settings, generation = service.settings, generation_of(service, request, body, prompts, options, answer=answer)
     base = {
@@ -89,12 +91,12 @@ def generation_of(
     *,
     answer: AnswerFormat | None = None,
 ) -> Generation:
-    """Return the jobs of a request, not started yet.
+    """Return the jobs of a request, which have not been started.
 
     answer: answer format whose parsers run in another process; None: no parser runs in another process.
 
-    Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
-    open or the prompts exceed the limit of the API key.
+    Raises ApiError 400 if a prompt is too long or a sampling parameter is invalid. Raises ApiError 429 if too many
+    choices are open or the prompts exceed the limit of the API key.
     """
     tenant, settings = request.state.tenant, service.settings
     service.check_choices(len(prompts) * (body.n or 1), tenant=tenant)
@@ -115,10 +117,10 @@ def generation_of(
     if key.tokens_per_minute is not None:
         for job in jobs:
             job.params.streaming_interval = min(job.params.streaming_interval, COUNTED_TOKENS) if body.stream else 1
-    request.state.body_bytes = 0  # from here the prompt is charged, so a later error must not charge the body too
+    request.state.body_bytes = 0  # the prompt is charged from here on, so a later error must not charge the body too
     service.lease(request).add(
         sum(TOKEN_BYTES * len(job.prompt.tokens) for job in jobs)
-    )  # each job is sent with its prompt
+    )  # every job is sent with its prompt
     adapter = service.adapter_of(body.model)
     span: Span | None = getattr(request.state, "span", None)
     if span is not None:
@@ -158,7 +160,9 @@ async def _events(
 
 @dataclass(slots=True)
 class Usage:
-    """Token counts of a request, summed over prompts and choices, and the epochs of the weights that generated them."""
+    """Total token counts of all prompts and choices of a request, and the epochs of the weights that generated the
+    tokens.
+    """
 
     prompt: int = 0
     cached: int = 0
@@ -179,7 +183,7 @@ class Usage:
 
     @property
     def fingerprint(self) -> str | None:
-        """The `system_fingerprint`: `weights-7`, or `weights-6-7` for two epochs; None until a choice has finished."""
+        """The `system_fingerprint`: `weights-7`, or `weights-6-7` for two epochs. None until a choice has finished."""
         return "-".join(["weights", *map(str, sorted(self.epochs))]) if self.epochs else None
 
     def as_json(self) -> dict[str, Any]:
@@ -196,12 +200,12 @@ class Usage:
 class Generation:
     """The jobs of one HTTP request.
 
-    key:         the API key whose limits the jobs count against.
+    key:         the API key whose limits apply to the jobs.
     adapter:     the LoRA adapter that answers; empty: the base model.
-    field_names: request fields by sampling parameter, for errors.
+    field_names: names of the request fields by sampling parameter, for errors.
     request_id:  id of the HTTP request.
-    session:     session of the HTTP request, for the coordinator; empty: none.
-    span:        span of the HTTP request; None: it is not traced.
+    session:     session of the HTTP request for the coordinator; empty: no session.
+    span:        trace span of the HTTP request; None: the request is not traced.
     answer:      see generation_of().
     """
 
@@ -216,10 +220,10 @@ class Generation:
     answer: AnswerFormat | None = None
     usage: Usage = field(default_factory=Usage)
     _reservation: Reservation | None = None
-    """The tokens reserved from the limit of the API key; None if the key has no limit of tokens."""
+    """The tokens reserved from the limit of the API key; None if the key has no token limit."""
 
     async def collect(self) -> list[Piece]:
-        """Return each choice as one piece, in order. When it is cancelled or fails, it aborts the open choices.
+        """Return each choice as one part, in order. If the call is cancelled or fails, the open choices are aborted.
 
         Raises ApiError 429 if the API key has too few tokens left in this minute.
         """
@@ -233,7 +237,7 @@ class Generation:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncGenerator[None]:
-        """Wait for the coordinator, and hold a reservation of tokens until the block ends."""
+        """Wait for the coordinator, and hold a reservation of tokens until the `async with` block ends."""
         await self.service.until_connected()
         if self.key.tokens_per_minute is None:
             yield
@@ -291,7 +295,8 @@ class Generation:
                 self.span.set({tracing.TIME_TO_FIRST_TOKEN: observer.first_token_seconds})
 
     async def stream(self) -> AsyncGenerator[Piece]:
-        """Yield the pieces of all choices in order of arrival. Closing the generator early aborts the open choices.
+        """Yield the parts of all choices in the order of their arrival. Closing the generator early aborts the open
+        choices.
 
         Raises ApiError 429 if the API key has too few tokens left in this minute.
         """
@@ -364,9 +369,9 @@ class Generation:
 
 
 class _Parsing:
-    """The parser of one choice, if it runs in another process.
+    """The parser of one choice, if the parser runs in another process.
 
-    is_elsewhere: whether it does.
+    is_elsewhere: whether there is such a parser.
     """
 
     def __init__(self, answer: AnswerFormat | None) -> None:
@@ -375,7 +380,7 @@ class _Parsing:
         self._fed = 0
 
     async def parsed(self, piece: Piece) -> Piece:
-        """Return the piece with the events of the parser. Raises ApiError 500 if the parser fails."""
+        """Return the part with the events of the parser. Raises ApiError 500 if the parser fails."""
         assert self._parser is not None
         is_last = piece.finish_reason is not None
         tokens = piece.generated[self._fed :] if is_last else piece.token_ids
@@ -397,7 +402,7 @@ class _Parsing:
 def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
     """Convert the errors that CoordinatorClient raises for a rejected request to ApiError.
 
-    field_names: request fields by sampling parameter.
+    field_names: names of the request fields by sampling parameter.
     """
     try:
         yield
@@ -421,7 +426,7 @@ def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
 async def start_all(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
     """Start a task for each coroutine, and append it to `tasks`.
 
-    The event loop serves other requests in between, so that many starts do not block them.
+    Other requests run on the event loop between the starts, so that many starts do not block them.
     """
     for work in works:
         tasks.append(asyncio.create_task(work))

@@ -1,4 +1,4 @@
-"""Turns a validated request into jobs for the engines: sampling parameters, structured output, token budgets."""
+"""Converts a validated request to jobs for the engines: sampling parameters, structured output and token budgets."""
 
 from __future__ import annotations
 
@@ -33,10 +33,13 @@ logger = logging.getLogger(__name__)
 
 MAX_JOBS = 1024
 MAX_SENT_BYTES = 32 << 20
-"""Size limit of all choices of one request. Each choice is sent to the coordinator with its prompt and parameters."""
+"""Maximum total bytes of all choices of one request. Each choice is sent to the coordinator with its prompt and
+parameters.
+"""
 
 MIN_TOP_P = 1e-6
-"""Minimum `top_p`: any lower value keeps only the most likely token. In SamplingParams, 0 means all tokens."""
+"""Minimum `top_p`. Like every lower value, it keeps only the most likely token. In SamplingParams, 0 means all tokens.
+"""
 
 _FIELD_NAMES = {
     **{name: http.name for name, http in HTTP_FIELDS.items()},
@@ -44,7 +47,7 @@ _FIELD_NAMES = {
     "return_log_probs": "logprobs",
     "pooling": "model",
 }
-"""Name of the request field by sampling parameter, for error messages."""
+"""Names of request fields by sampling parameter, for error messages."""
 _GENERATION_CONFIG = {
     **{
         name: name
@@ -55,23 +58,23 @@ _GENERATION_CONFIG = {
     },
     "num_tokens_to_generate": "max_new_tokens",
 }
-"""Key of generation_config.json by sampling parameter."""
+"""Keys in generation_config.json by sampling parameter."""
 GUIDED_FIELDS = {
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-"""Kind of structured output by request field."""
+"""Types of structured output by request field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFormat:
-    """The format of an answer.
+    """The structured output format of an answer.
 
     structure: as in SamplingParams.
-    param:     the request field that requests the format.
-    ignored:   keywords of the JSON schema that are not enforced.
+    param:     the request field that sets the format.
+    ignored:   keywords in the JSON schema that are not enforced.
     """
 
     structure: dict[str, Any]
@@ -84,7 +87,7 @@ class Prompt:
     """A tokenized prompt.
 
     param:  the request field that contains the prompt, for errors.
-    echoed: text of the prompt, if the answer begins with it.
+    echoed: text of the prompt if the answer echoes it at the beginning.
     media:  images, audio and video of the prompt.
     """
 
@@ -96,19 +99,20 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of a generation that the endpoint sets, not the common fields of requests.
+    """Generation options that the route sets. They do not include the common fields of requests.
 
     max_tokens:    None means up to the sequence limit; 0 returns only the prompt.
-    log_probs:     number of most likely tokens to report at each position; None reports no log-probabilities.
-    echoes_log_probs: also report the log-probabilities of a prompt that the answer echoes.
-    prompt_log_probs: number of most likely tokens to report at each position of the prompt; None: no report.
-    forced_format: the structured output that tool_choice requires; None means the request's structured output.
+    log_probs:     number of most likely tokens to report at each position; None: report no log-probabilities.
+    echoes_log_probs: whether to report log-probabilities of a prompt that the answer echoes.
+    prompt_log_probs: number of most likely tokens to report at each position of the prompt; None: report no
+                      log-probabilities of the prompt.
+    forced_format: the structured output that tool_choice requires; None: the request's structured output.
     markers:       special tokens that the answer shows as text.
-    reasoning:     how the model marks its reasoning; None: it has none.
+    reasoning:     how the model marks its reasoning; None: the model does not mark reasoning.
     reasoning_budget: maximum number of reasoning tokens; None: no limit.
-    has_tools:     the answer may be a call.
-    call_structure: as in SamplingParams, for an answer that may be a call.
-    hidden_state:  return the hidden state after the prompt; only with max_tokens 0.
+    has_tools:     whether the answer can be a call.
+    call_structure: as in SamplingParams, for an answer that can be a call.
+    hidden_state:  whether to return the hidden state after the prompt. Requires max_tokens 0.
     """
 
     max_tokens: int | None
@@ -128,11 +132,11 @@ class Options:
 class Job:
     """One choice to generate.
 
-    index:   its place in the answer.
-    end_ids: tokens that may end the answer and are not part of its text.
+    index:   index of the choice in the answer.
+    end_ids: tokens that can end the answer and are not part of its text.
     visible: special tokens that the answer shows as text.
-    counts_prompt: whether the usage counts the prompt: true for the first of the n choices of a prompt.
-    ignored_keywords: keywords in the JSON schema of its format that are not enforced.
+    counts_prompt: whether the usage counts the prompt. True for the first of the n choices of a prompt.
+    ignored_keywords: keywords in the JSON schema of the choice that are not enforced.
     """
 
     index: int
@@ -160,12 +164,13 @@ def jobs_of(
     cache_salt: str | None,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[list[Job], dict[str, str]]:
-    """Return the jobs of a request, n for each prompt, and the request fields by sampling parameter, for errors.
+    """Return n jobs per prompt, and the names of request fields by sampling parameter, for errors.
 
     sequence_limit: maximum number of tokens of prompt plus answer.
-    cache_salt:     the salt of the prefix cache, which replaces the request's.
-    defaults:       the model's default sampling parameters, which the request's fields override.
-    Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters.
+    cache_salt:     prefix cache salt that replaces the salt in the request.
+    defaults:       the model's default sampling parameters. Fields of the request take precedence.
+
+    Raises ApiError 400 if a prompt is too long or a sampling parameter is invalid.
     """
     choices = request.n or 1
     format_ = structured_output(request) or options.forced_format
@@ -181,7 +186,7 @@ def jobs_of(
         request,
         tokenizer,
         defaults,
-        num_tokens_to_generate=None,  # set for each prompt below
+        num_tokens_to_generate=None,  # set per prompt below
         structured_output=output,
         call_structure=options.call_structure if output is None else None,
         reasoning=reasoning,
@@ -204,7 +209,7 @@ def jobs_of(
         wanted = defaults.get("num_tokens_to_generate") if options.max_tokens is None else options.max_tokens
         budget = _budget(prompt, wanted, limit=sequence_limit)
         for choice in range(choices):
-            # The copies share lists and maps, which have been validated.
+            # The copies share lists and maps that have been validated.
             params = copy.copy(shared)
             params.num_tokens_to_generate = budget
             params.seed = choice_seed(shared.seed, choice=choice)
@@ -223,10 +228,10 @@ def jobs_of(
 
 
 def structured_output(request: GenerationRequest) -> OutputFormat | None:
-    """Return the format of the answer; None for free text.
+    """Return the structured output format of the answer, or None for free text.
 
-    Raises ApiError 400 for more than one format, for a format without a grammar, and for a strict schema with a keyword
-    that cannot be enforced.
+    Raises ApiError 400 if the request has several formats, if the format has no grammar, or if a strict schema has a
+    keyword that cannot be enforced.
     """
     given: list[tuple[str, str, Any]] = []
     response_format, outputs = request.response_format, request.structured_outputs
@@ -281,12 +286,12 @@ def structured_output(request: GenerationRequest) -> OutputFormat | None:
 def enforceable(
     schema: Mapping[str, Any], *, param: str, is_strict: bool, closes: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a JSON schema without the keywords that the grammar does not enforce, and these keywords.
+    """Return a JSON schema without the keywords that the grammar does not enforce, and the list of these keywords.
 
     param:  the request field that contains the schema, for errors.
     closes: see normalised().
 
-    Raises ApiError 400 for such a keyword in a strict schema.
+    Raises ApiError 400 if a strict schema contains such a keyword.
     """
     result, ignored = normalised(schema, is_strict=is_strict, closes=closes)
     if is_strict and ignored:
@@ -296,7 +301,9 @@ def enforceable(
 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:
-    """Return the 64-bit seed of one of n choices: `seed` for the first, and a seed derived from it for each other."""
+    """Return the 64-bit seed of one of n choices. The first choice has `seed`, and the others have seeds derived from
+    it.
+    """
     if seed is None or choice == 0:
         return seed
     digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
@@ -306,11 +313,11 @@ def choice_seed(seed: int | None, *, choice: int) -> int | None:
 def _sampling_params(
     request: GenerationRequest, tokenizer: Tokenizer, defaults: Mapping[str, Any], **others: Any
 ) -> SamplingParams:
-    """Return the parameters that all choices share.
+    """Return the sampling parameters that all choices share.
 
-    A field that the request omits has the model's default, or else the default of SamplingParams.
+    If the request omits a field, the parameter has the model's default, or otherwise the default of SamplingParams.
 
-    others: sampling parameters that do not follow from the request alone.
+    others: sampling parameters that do not depend on the request alone.
     """
     chosen = {**defaults, **_chosen(request)}
     if _is_greedy(chosen):
@@ -329,7 +336,7 @@ def _sampling_params(
 
 
 def _chosen(request: GenerationRequest) -> dict[str, Any]:
-    """Return the sampling parameters that the fields of a request choose."""
+    """Return the sampling parameters that the request sets."""
     return {
         name: converted(name, value)
         for field in request.model_fields_set
@@ -338,14 +345,14 @@ def _chosen(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _is_greedy(chosen: Mapping[str, Any]) -> bool:
-    """Return whether only the most likely token may be sampled."""
+    """Return whether sampling can return only the most likely token."""
     return chosen.get("temperature", 1.0) < MIN_TEMPERATURE or chosen.get("top_p", 1.0) < MIN_TOP_P
 
 
 def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters that a generation_config.json sets, as vLLM reads it.
+    """Return the sampling parameters that a generation_config.json sets, as vLLM reads the file.
 
-    A value that is not allowed is logged and ignored: the model can be served without it.
+    An invalid value is logged and ignored, because the model can be served without it.
     """
     defaults: dict[str, Any] = {}
     for name, key in _GENERATION_CONFIG.items():
@@ -365,7 +372,7 @@ def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:
-    """Raise ApiError 400 that names the first token id outside the vocabulary."""
+    """Raise ApiError 400 if a token id is outside the vocabulary. The error names the first such id."""
     limit = tokenizer.id_limit
     if tokens and not (min(tokens) >= 0 and max(tokens) < limit):
         outside = next(token for token in tokens if not 0 <= token < limit)
@@ -373,7 +380,7 @@ def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Token
 
 
 def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | None:
-    """Return the maximum number of tokens to generate, at least 1: engines reject requests for 0 tokens."""
+    """Return the maximum number of tokens to generate, at least 1, because engines reject requests for 0 tokens."""
     wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
     if limit is None:
         return wanted
@@ -384,7 +391,7 @@ def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | N
 
 
 def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choices: int, format_field: str) -> None:
-    """Raise ApiError 400 if the jobs of a request together exceed MAX_SENT_BYTES."""
+    """Raise ApiError 400 if all jobs of a request together exceed MAX_SENT_BYTES."""
     try:
         each = len(pack(shared.serialize()))
     except OverflowError as error:

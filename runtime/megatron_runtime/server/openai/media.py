@@ -1,8 +1,8 @@
-"""Reads the files of the images, audio and video in conversations.
+"""Reads the files of images, audio and video in conversations.
 
-A data URL is decoded. A file at http or https is fetched only from hosts in the server's setting `allowed_media_hosts`,
-and redirects are followed only to these hosts. The server checks the address that it connects to, so that no host name
-can lead into a private network.
+A data URL is decoded. An http or https URL is fetched only from hosts in the server setting `allowed_media_hosts`, and
+redirects are followed only to these hosts. The server checks the address before it connects, so that a host name cannot
+lead into a private network.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from megatron_runtime.server.openai.bodies import Lease
 from megatron_runtime.server.openai.content import MediaPart
 
 MAX_PARTS = 64
-"""Maximum number of images, audio and video of one request."""
+"""Maximum number of images, audio and video in one request."""
 FETCH_SECONDS = 10.0
-"""Timeout for fetching one file, redirects included."""
+"""Timeout for fetching one file including redirects, in seconds."""
 MAX_REDIRECTS = 3
 MAX_URL_CHARACTERS = 8192
-"""Maximum length of an http or https URL."""
+"""Maximum number of characters in an http or https URL."""
 
 _DATA_URL = re.compile(r"data:(?P<type>[\w.+-]+/[\w.+-]+)?(?:;[\w.+-]+=[\w.+\"-]*)*(?P<base64>;base64)?,", re.ASCII)
 _FRAMES = re.compile("[A-Za-z0-9+/=,]+")
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-"""IPv6 addresses whose last four bytes are an IPv4 address, which a NAT64 gateway translates."""
+"""IPv6 addresses whose last four bytes are an IPv4 address. A NAT64 gateway translates these addresses."""
 _MAX_HEAD = 256
-"""Maximum number of characters of a data URL before its data."""
+"""Maximum number of characters before the data in a data URL."""
 
 
 class MediaLoader:
     """Reads the images, audio and video of conversations.
 
-    allowed_hosts: hosts of http and https URLs, in lower case: names, or addresses as they are written in URLs. A name
+    allowed_hosts: hosts of http and https URLs in lower case: names, or addresses as they are written in URLs. A name
                    must resolve to public addresses only.
     """
 
@@ -53,10 +53,11 @@ class MediaLoader:
         self._allowed = frozenset(host.lower().strip("[]") for host in allowed_hosts)
 
     async def load(self, parts: Sequence[tuple[str, MediaPart]], *, lease: Lease) -> list[tuple[str, bytes]]:
-        """Return kind and file of each part. The lease counts the files.
+        """Return the kind and the file of each part. The lease counts the bytes of the files.
 
-        parts: each part with the name of its request field, for errors. Raises ApiError 400 for a URL that cannot be
-               read, 413 for too many bytes, and what Lease.add() raises.
+        parts: each part with the name of its request field, for errors.
+
+        Raises ApiError 400 if a URL cannot be read, ApiError 413 for too many bytes, and the errors of Lease.add().
         """
         if len(parts) > MAX_PARTS:
             message = f"The request has {len(parts)} images, audio and video: at most {MAX_PARTS} are allowed."
@@ -94,7 +95,7 @@ class MediaLoader:
         raise invalid_value(param, f"{shown(url)} is reached by more than {MAX_REDIRECTS} redirects")
 
     async def _target(self, url: str, *, param: str) -> _Target:
-        """Return the target from which a URL is fetched.
+        """Return the target for fetching a URL.
 
         Raises ApiError 400 if the host is not allowed or has no public address.
         """
@@ -120,10 +121,10 @@ class MediaLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The target from which a file is fetched.
+    """The target for fetching a file.
 
-    path:    path with its query.
-    address: checked IP address of the host.
+    path:    path and query of the URL.
+    address: validated IP address of the host.
     """
 
     scheme: str
@@ -133,7 +134,7 @@ class _Target:
     address: str
 
     def url(self, host: str) -> str:
-        """Return the URL of the target with `host` in place of its host name."""
+        """Return the URL of the target with `host` instead of its host name."""
         return f"{self.scheme}://{_in_url(host)}:{self.port}/{self.path.lstrip('/')}"
 
 
@@ -142,7 +143,7 @@ def _in_url(host: str) -> str:
 
 
 async def _address_of(host: str, port: int, *, param: str) -> str:
-    """Return the address to connect to. A host that is an address is allowed; a name must have a public address."""
+    """Return the address to connect to. `host` can be any IP address, or a name with public addresses only."""
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -171,9 +172,9 @@ def _is_public(address: str) -> bool:
 
 
 async def _get(target: _Target, *, maximum: int, param: str) -> bytes | str:
-    """Return the file at a URL, or the URL to which the answer redirects. Raises ApiError, httpx.HTTPError."""
+    """Return the file of a target, or the URL of a redirect. Raises ApiError, httpx.HTTPError."""
     headers = {"Host": f"{_in_url(target.host)}:{target.port}", "Accept": "*/*", "Accept-Encoding": "identity"}
-    url = target.url(target.address)  # the checked address, so the name is not resolved again
+    url = target.url(target.address)  # use the validated address, so that the name is not resolved again
     async with (
         http_client(httpx.AsyncClient, url, timeout=FETCH_SECONDS, follow_redirects=False) as client,
         client.stream("GET", url, headers=headers, extensions={"sni_hostname": target.host}) as answer,
@@ -193,7 +194,7 @@ async def _get(target: _Target, *, maximum: int, param: str) -> bytes | str:
 
 
 def _decoded(url: str, *, param: str, maximum: int) -> tuple[str, bytes]:
-    """Return media type and content of a data URL. Raises ApiError 400, 413."""
+    """Return the media type and the content of a data URL. Raises ApiError 400, 413."""
     head = _DATA_URL.match(url[:_MAX_HEAD])
     if head is None:
         raise invalid_value(param, f"{shown(url[:40])} is not a data URL: use one such as data:image/png;base64,…")

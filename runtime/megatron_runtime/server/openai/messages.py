@@ -1,6 +1,6 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for conversations.
 
-A request becomes a chat request, and its answer becomes content blocks: thinking, text, tool_use. Fields and events
+A request is converted to a chat request, and its answer to content blocks: thinking, text, tool_use. Fields and events
 follow https://docs.anthropic.com/en/api/messages.
 """
 
@@ -75,11 +75,12 @@ class ToolUseBlock(Body):
     id: Name
     name: Name
     input: JsonValue
-    """Arguments that the client assembled from a stream. They are not an object if the model wrote another value."""
+    """Arguments that the client has assembled from a stream. If the model wrote another value, they are not an object.
+    """
 
 
 class RedactedThinkingBlock(Body):
-    """Encrypted reasoning of another server, which is left out of the prompt."""
+    """Encrypted reasoning from another server. It is not included in the prompt."""
 
     type: Literal["redacted_thinking"]
 
@@ -93,7 +94,7 @@ def _as_result(value: Any) -> Any:
 
 
 def _readable_source(value: Any) -> Any:
-    """Return the source of an image in a tool result; None if it has no form that this server reads."""
+    """Return the source of an image in a tool result, or None if this server does not support its form."""
     is_known = isinstance(value, dict) and value.get("type") in ("base64", "url")
     return value if is_known and all(isinstance(member, str) for member in value.values()) else None
 
@@ -104,7 +105,7 @@ TextBlocks: TypeAlias = Annotated[
 
 
 class MediaSource(Body):
-    """The source of an image: in the request, or a URL."""
+    """The source of an image: data in the request, or a URL."""
 
     type: Literal["base64", "url"]
     media_type: StrictStr | None = None
@@ -113,7 +114,7 @@ class MediaSource(Body):
 
     @property
     def as_url(self) -> str:
-        """Return a URL of the image; "" if the source has no image."""
+        """Return a URL of the image, or "" if the source has no image."""
         if self.type == "url":
             return self.url or ""
         return f"data:{self.media_type or 'image/x'};base64,{self.data}" if self.data else ""
@@ -135,9 +136,7 @@ class ImageBlock(Body):
 
 
 class ResultPart(Body):
-    """A part of the result of a call. A part that the model does not accept, such as an image, is replaced by a
-    placeholder.
-    """
+    """A part of a call's result. If the model does not accept the part, a placeholder replaces it."""
 
     type: StrictStr
     text: StrictStr | None = None
@@ -153,7 +152,7 @@ class ResultPart(Body):
 
 
 class ToolResultBlock(Body):
-    """The result of a tool call. `is_error` has no effect: the content tells the model about an error."""
+    """The result of a tool call. `is_error` has no effect, because the content describes the error to the model."""
 
     type: Literal["tool_result"]
     tool_use_id: Name
@@ -163,7 +162,7 @@ class ToolResultBlock(Body):
 
 
 class ServerToolBlock(Body):
-    """A call of a tool that another server ran, or its result, which is left out of the prompt."""
+    """A call of a tool that another server has run, or the result of such a call. The prompt contains neither."""
 
     type: Literal[
         "server_tool_use",
@@ -191,7 +190,7 @@ def _as_content(value: Any, info: ValidationInfo) -> Any:
 
 
 class AnthropicMessage(Body):
-    """One turn of a conversation. A text is a block of type text. The content of an answer may be missing or empty."""
+    """One turn of a conversation. A plain text is one text block. In an answer, the content can be missing or empty."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[_Content], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_content)] = (
@@ -231,7 +230,7 @@ def _as_arguments(value: Any) -> Any:
 
 
 class AnthropicTool(Body):
-    """A function of the client. input_schema: JSON schema of its arguments."""
+    """A function that the client runs. input_schema: JSON schema of the arguments."""
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -241,7 +240,7 @@ class AnthropicTool(Body):
 
 
 class ServerTool(Body):
-    """A tool that Anthropic's servers run or define. It is not offered to the model."""
+    """A tool that Anthropic's servers run or define. The model is not offered this tool."""
 
     type: StrictStr
 
@@ -251,7 +250,7 @@ def _kind_of_tool(value: Any) -> str:
     return "of the client" if kind in (None, "custom") else "of a server"
 
 
-# The tags are no identifiers, so that the field names in errors leave them out.
+# The tags are not identifiers, so that error messages omit them from field names.
 _Tool: TypeAlias = Annotated[
     Annotated[AnthropicTool, Tag("of the client")] | Annotated[ServerTool, Tag("of a server")],
     Discriminator(_kind_of_tool),
@@ -259,7 +258,7 @@ _Tool: TypeAlias = Annotated[
 
 
 class AnthropicToolChoice(Body):
-    """`tool_choice`. mode, tools: members of the type allowed_tools, which OpenAI's routes have too."""
+    """`tool_choice`. mode, tools: fields of the type allowed_tools, which OpenAI's routes support too."""
 
     type: Literal["auto", "any", "tool", "none", "allowed_tools"]
     name: Name | None = None
@@ -277,7 +276,10 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """`thinking`: whether the model reasons first, if its chat template has the choice, and for how many tokens."""
+    """`thinking`: whether the model reasons first, and the maximum number of reasoning tokens.
+
+    The chat template must support the choice.
+    """
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[StrictInt, Field(ge=0, le=MAX_INT32)] | None = None
@@ -294,7 +296,7 @@ class OutputConfig(Body):
 
 
 class CountTokensRequest(ConvertedRequest):
-    """POST /v1/messages/count_tokens."""
+    """The request body of POST /v1/messages/count_tokens."""
 
     policy = COUNT_TOKENS_POLICY
     conversation_field = "messages"
@@ -331,7 +333,7 @@ class CountTokensRequest(ConvertedRequest):
     )
 
     def prepared(self) -> Self:
-        """Convert the conversation to a chat request, drop the original fields, and return the request.
+        """Convert the conversation to a chat request, drop the original fields, and return this request.
 
         Raises ApiError 400.
         """
@@ -379,7 +381,7 @@ class CountTokensRequest(ConvertedRequest):
 
 
 class MessagesRequest(CountTokensRequest):
-    """POST /v1/messages."""
+    """The request body of POST /v1/messages."""
 
     policy = MESSAGES_POLICY
 
@@ -450,7 +452,7 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 
 
 class _Answer:
-    """Collects the content blocks of one answer, and returns each step as an event of a stream."""
+    """Collects the content blocks of one answer, and converts each step to stream events."""
 
     def __init__(self, reader: AnswerReader, usage: Usage, *, model: str, prompt_tokens: int) -> None:
         self._reader = reader
@@ -460,16 +462,17 @@ class _Answer:
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Texts of the last block, in parts."""
+        """Parts of the text of the last block."""
         self._arguments = JsonPrefix()
-        """Arguments of the last call, as its deltas send them. The SDKs parse them, and raise an error if they are not
-        JSON."""
+        """Arguments of the last call, as the stream has sent them. Anthropic's SDKs parse them, and raise an error if
+        they are not JSON.
+        """
         self._is_open = False
         self._stop_reason: str | None = None
         self._stop_sequence: str | None = None
 
     def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the events of a piece."""
+        """Yield the stream events for a part of the answer."""
         for event in self._reader.read(piece):
             kind = _kind(event)
             if not self._is_open or isinstance(event, CallBegin) or self._blocks[-1]["type"] != kind:
@@ -523,7 +526,7 @@ class _Answer:
         return self._event("content_block_start", content_block=dict(block))
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """Yield the event that ends the open block, if there is one."""
+        """Yield the event that ends the open block, if a block is open."""
         if not self._is_open:
             return
         self._is_open = False
@@ -558,10 +561,10 @@ def _kind(event: Event) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. A text that is not a JSON object becomes the only member, `arguments`."""
+    """Return the arguments of a call. A text that is no JSON object becomes the value of the only key, `arguments`."""
     try:
         value = load_json(text or "{}", depth=_BLOCK_DEPTH)
-        json.dumps(value, allow_nan=False)  # json reads 1e999 as infinity
+        json.dumps(value, allow_nan=False)  # json parses 1e999 as infinity
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {"arguments": text}
@@ -577,7 +580,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
         message = f"prompt is too long: {message}"
     body: dict[str, Any] = {"type": kind, "message": message}
     if error.param == "thread":
-        body["details"] = {"error_code": "thread_unsupported_request"}  # Anthropic's SDK then resends all messages
+        body["details"] = {"error_code": "thread_unsupported_request"}  # Anthropic's SDK then sends all messages again
     return {"type": "error", "error": body}
 
 
@@ -590,4 +593,4 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Anthropic's error type by HTTP status. Other 4xx statuses are invalid_request_error, other 5xx api_error."""
+"""Anthropic's error type by HTTP status. Other 4xx: invalid_request_error. Other 5xx: api_error."""

@@ -1,6 +1,7 @@
 """Runs requests on pooling models, and serves POST /v1/score and /v1/rerank.
 
-The engine renders and tokenizes the texts, because how a pair of them becomes a prompt depends on the model.
+The engine renders and tokenizes the texts, because the way in which a pair of texts becomes a prompt depends on the
+model.
 """
 
 from __future__ import annotations
@@ -39,17 +40,18 @@ MAX_DOCUMENTS = 1000
 """Maximum number of documents in one score or rerank request."""
 TOKEN_BYTES = 4
 _SCORING_TASKS = ("classify", "embed", "token_embed")
-"""Tasks of models that score pairs of texts: directly as a pair, by the angle of two vectors, or by the angles between
-token vectors."""
+"""Tasks of models that can score pairs of texts: by classifying the pair, by the angle between the vectors of the two
+texts, or by the angles between token vectors.
+"""
 _FIELDS = frozenset(
     {
         *("dimensions", "use_activation", "truncate_prompt_tokens", "truncation_side"),
         *("max_tokens_per_query", "max_tokens_per_doc"),
     }
 )
-"""Fields that an engine's error may name as they are, because the request has the same names."""
+"""Fields that have the same names in an engine's error and in the request."""
 _TINY = np.float32(1e-8)
-"""Minimum length of a vector for which a direction is defined."""
+"""Minimum length of a vector that has a direction."""
 
 Vector = npt.NDArray[np.float32]
 Reduce = Callable[[int, Vector], Awaitable[Any]]
@@ -111,19 +113,21 @@ class ScoringRequest(ModelRequest):
 
 
 def chosen(**fields: Any) -> dict[str, Any]:
-    """Return the fields that are not None."""
+    """Return the fields whose values are not None."""
     return {name: value for name, value in fields.items() if value is not None}
 
 
 class Side(NamedTuple):
-    """One of the two text fields of POST /v1/score. texts: None if the request lacks the field."""
+    """One of the two text fields in POST /v1/score. texts: None if the request lacks this field."""
 
     name: str
     texts: str | list[str] | None
 
 
 class ScoreRequest(ScoringRequest):
-    """POST /v1/score. `queries` and `documents` are also called `queries` and `items`, `data_1` and `data_2`, or
+    """The request body of POST /v1/score.
+
+    Instead of `queries` and `documents`, the two fields can be called `queries` and `items`, `data_1` and `data_2`, or
     `text_1` and `text_2`.
     """
 
@@ -145,12 +149,13 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Return the two text fields of the request. prepared() must have been called."""
+        """Return the two text fields of the request. prepared() must have been called before."""
         return next(pair for pair in self.pairs() if all(side.texts is not None for side in pair))
 
     def prepared(self) -> Self:
-        """Return the request. Raises ApiError 400 unless it has two fields that belong together and have matching
-        lengths.
+        """Return the request after validation.
+
+        Raises ApiError 400 unless the request has two fields that belong together and have matching lengths.
         """
         super().prepared()
         given = {side.name for pair in self.pairs() for side in pair if side.texts is not None}
@@ -169,7 +174,7 @@ class ScoreRequest(ScoringRequest):
 
 
 class RerankRequest(ScoringRequest):
-    """POST /v1/rerank, which is also at /v2/rerank."""
+    """The request body of POST /v1/rerank and /v2/rerank."""
 
     query: StrictStr = Field(description="The text that is compared with each document.")
     documents: Texts = Field(description="A list of texts. The results name them by their places in it.")
@@ -197,7 +202,7 @@ class PoolingPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Upper bound of the bytes that are sent to the engine."""
+        """Upper bound for the number of bytes that are sent to the engine."""
         if not isinstance(self.content, str):
             return TOKEN_BYTES * len(self.content)
         return sum(
@@ -206,7 +211,7 @@ class PoolingPrompt:
 
     @property
     def estimated_tokens(self) -> int:
-        """Number of tokens to reserve from the key's limit. The engine later reports the exact number."""
+        """Number of tokens to reserve from the limit of the API key. The engine later reports the exact number."""
         if not isinstance(self.content, str):
             return len(self.content)
         return 1 + (len(self.content) + len(self.pooling.get("pair", ""))) // BYTES_PER_TOKEN
@@ -217,8 +222,8 @@ class PoolingRun:
     """The prompts of one request to a pooling model.
 
     model, priority, cache_salt: fields of the request.
-    tokens: number of tokens of all computed prompts.
-    labels: class names of the results, by prompt index; None: a class has no name.
+    tokens: number of tokens in all computed prompts.
+    labels: class name of the result, by prompt index; None: the class has no name.
     """
 
     service: Service
@@ -230,16 +235,17 @@ class PoolingRun:
     adapter: str = ""
     labels: dict[int, str | None] = field(default_factory=dict)
     _reservation: Reservation | None = None
-    """Reservation of tokens that count against the limit of the API key; None: no limit."""
+    """Reservation from the token limit of the API key; None: the key has no token limit."""
 
     async def collect(self, prompts: Sequence[PoolingPrompt], *, reduce: Reduce | None = None) -> list[Any]:
         """Return the model's result for each prompt. If the client disconnects, the open prompts are aborted.
 
-        reduce: awaited with the index of a prompt and its array. Its result replaces the array, which is released.
+        reduce: awaited with the index of a prompt and its array. The result replaces the array, whose memory is
+                released.
 
-        Raises ApiError 400 for a prompt that the model does not accept or prompts with too many bytes, 404 if no engine
-        has a pooling model, and 429 if too many requests are open, the server holds too many bytes, or the API key has
-        too few tokens left in this minute.
+        Raises ApiError 400 if the model does not accept a prompt or the prompts have too many bytes. Raises 404 if no
+        engine has a pooling model. Raises 429 if too many requests are open, the server holds too many bytes, or the
+        API key has too few tokens left in this minute.
         """
         service, state = self.service, self.request.state
         service.check_open(len(prompts), tenant=state.tenant)
@@ -263,7 +269,7 @@ class PoolingRun:
         tasks: list[asyncio.Task[Any]] = []
         reserved = [prompt.estimated_tokens for prompt in prompts]
         self._reservation = await service.reserve(key, prompt=0, choices=[*reserved])
-        self.request.state.body_bytes = 0  # the prompts are charged from here, so later errors must not charge the body
+        self.request.state.body_bytes = 0  # the prompts are charged now, so later errors must not charge the body
         try:
             await start_all(tasks, (self._run(place, prompt, reduce) for place, prompt in enumerate(prompts)))
             return list(await asyncio.gather(*tasks))
@@ -310,7 +316,7 @@ class PoolingRun:
         return reduced
 
     def base_fields(self, kind: str) -> dict[str, Any]:
-        """Return the members of an answer except its data, after collect(). kind: prefix of the answer's id."""
+        """Return all fields of an answer except its data. Call it after collect(). kind: prefix of the answer's id."""
         return {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "object": "list",
@@ -334,12 +340,15 @@ class PoolingRun:
 
 @contextmanager
 def _named(prompt: PoolingPrompt) -> Iterator[None]:
-    """Convert rejections of a prompt to ApiError with the name of its field; 404 if no engine has a pooling model."""
+    """Convert rejections of a prompt to ApiError with the name of the prompt's field.
+
+    If no engine has a pooling model, the status is 404.
+    """
     try:
         with rejections_as_errors({}):
             yield
     except ApiError as error:
-        if error.code == "unsupported_value" or error.param == "pair":  # for example, a classifier of several labels
+        if error.code == "unsupported_value" or error.param == "pair":  # for example, a classifier with several labels
             raise not_offered() from error
         if error.status != 400:
             raise
@@ -349,7 +358,7 @@ def _named(prompt: PoolingPrompt) -> Iterator[None]:
 
 
 def not_offered() -> ApiError:
-    """Return the 404 error for a route that needs a kind of model which no engine has."""
+    """Return the 404 error for a route whose kind of model no engine has."""
     message = (
         "This route is not offered: no engine has a pooling model for it. Serve one with vLLM engines (--backend vllm, "
         "spec.engine.backend: VLLM)."
@@ -358,7 +367,7 @@ def not_offered() -> ApiError:
 
 
 async def create_score(service: Service, request: Request) -> Response:
-    """Answer with a score for each pair of texts. Raises ApiError 404 if no engine scores pairs."""
+    """Answer with a score for each pair of texts. Raises ApiError 404 if no engine can score pairs."""
     task, *_ = await offered(service, request, _SCORING_TASKS)
     body = await service.read(request, ScoreRequest)
     first, second = body.sides
@@ -370,7 +379,7 @@ async def create_score(service: Service, request: Request) -> Response:
 
 
 async def rerank(service: Service, request: Request) -> Response:
-    """Answer with the documents by descending score. Raises ApiError 404 if no engine scores pairs."""
+    """Answer with the documents in descending order of score. Raises ApiError 404 if no engine can score pairs."""
     task, *_ = await offered(service, request, _SCORING_TASKS)
     body = await service.read(request, RerankRequest)
     documents = listed(body.documents)
@@ -390,7 +399,7 @@ async def rerank(service: Service, request: Request) -> Response:
 
 
 async def offered(service: Service, request: Request, tasks: Sequence[str]) -> list[str]:
-    """Return the members of `tasks` that the engines offer. Raises ApiError 404 if they offer none of these tasks."""
+    """Return the members of `tasks` that the engines offer. Raises ApiError 404 if they offer none of the tasks."""
     service.check_in_flight(tenant=request.state.tenant)
     served_tasks = await service.tasks()
     names = [name for name in tasks if name in served_tasks]
@@ -408,9 +417,9 @@ async def _scores(
     *,
     params: tuple[str, str],
 ) -> list[float]:
-    """Return the score of each document with its query. A single query is compared with all documents.
+    """Return the score of each document with its query. A single query is scored with every document.
 
-    params: request fields of queries and documents, for errors.
+    params: names of the request fields for queries and documents, for errors.
     """
     first, second = params
     if task == "classify":
@@ -431,19 +440,19 @@ async def _scores(
 
 
 def _alone(body: ScoringRequest, task: str, texts: list[str], *, param: str, is_query: bool) -> list[PoolingPrompt]:
-    """Return one prompt for each text, for tasks that compute the vectors of single texts."""
+    """Return one prompt per text, for tasks that compute vectors of single texts."""
     pooling = body.pooling(task, is_query=is_query)
     return [PoolingPrompt(content=text, param=f"{param}[{place}]", pooling=pooling) for place, text in enumerate(texts)]
 
 
 def _cosine(query: Vector, document: Vector) -> np.float32:
-    """Return the cosine of the angle between two vectors [D]."""
+    """Return the cosine of the angle between two vectors of shape [D]."""
     lengths = [np.maximum(np.linalg.norm(vector), _TINY) for vector in (query, document)]
     return np.float32(np.dot(query, document) / (lengths[0] * lengths[1]))
 
 
 def _best_matches(query: Vector, document: Vector) -> np.float32:
-    """Return the sum of the best cosine of each query token [n, D] with any document token [m, D].
+    """Return the sum over the query tokens [n, D] of the largest cosine with any document token [m, D].
 
     Source: ColBERT's MaxSim, Khattab and Zaharia 2020, arXiv:2004.12832.
     """

@@ -1,7 +1,8 @@
 """Tokenizes prompts and renders conversations, outside of the event loop and with fair shares for tenants.
 
-The work has three lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and tokenization of
-longer texts. So a text of a few kilobytes never waits for a text of megabytes. `BodyBudget` limits the waiting work.
+The work is divided into three lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and
+tokenization of longer texts. A text of a few kilobytes therefore never waits for a text of megabytes. `BodyBudget`
+limits the amount of waiting work.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ from megatron_runtime.tokenization.chat_template import RENDERERS
 TEXT_TOKENIZED_IN_PLACE = 4096
 """Maximum number of characters of a text that is tokenized on the event loop.
 
-Threads of `TextLanes` tokenize longer ones.
+Threads of `TextLanes` tokenize longer texts.
 """
 MAX_MEDIUM_BYTES = 64 * 1024
-"""Maximum size of a text in the lane for medium texts: it is tokenized in about 50 ms."""
+"""Maximum number of bytes of a text in the lane for medium texts. Tokenizing such a text takes about 50 ms."""
 MAX_WAIT_SECONDS = 30.0
-"""Maximum time that a request waits for a lane before it is answered with 503."""
+"""Maximum number of seconds that a request waits for a lane. The server then answers with 503."""
 TEXT_SECONDS_PER_MINUTE = 60.0
-"""Seconds of parsing, rendering and tokenization per minute that a server process gives each tenant.
+"""Maximum number of seconds per minute of parsing, rendering and tokenization for each tenant in one server process.
 
-Short texts are free.
+Short texts do not count.
 """
 _DECODED_AT_ONCE = 256
 """Number of tokens that are decoded on the event loop before other requests run."""
@@ -64,14 +65,14 @@ class TextLanes:
         )
 
     async def run(self, lane: Lane, lease: Lease, work: Callable[[], _T]) -> _T:
-        """Return the result of `work`, called in a thread of `lane`.
+        """Call `work` in a thread of `lane`, and return its result.
 
-        If the caller is cancelled while the work waits, the work is removed.
+        If the caller is cancelled while `work` is waiting, `work` is removed from the lane.
 
-        lease: lease of the request; its tenant has a fair share of the lane. Requests without a tenant have no time
-               limit.
+        lease: lease of the request. The tenant of the lease has a fair share of the lane. Requests without a tenant
+               have no time limit.
 
-        Raises ApiError 429 if the tenant has used its time, 503 if the wait was too long, and the errors of
+        Raises ApiError 429 if the tenant has used its time, ApiError 503 if the wait was too long, and the errors of
         `work`.
         """
         try:
@@ -90,17 +91,17 @@ class TextLanes:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt of a conversation. media: its images, audio and video."""
+    """The prompt for a conversation. media: images, audio and video of the conversation."""
 
     tokens: list[int]
     media: Media | None = None
 
 
 class Prompts:
-    """Turns the texts and conversations of requests into tokens, and tokens into text.
+    """Converts the texts and conversations of requests to tokens, and tokens to text.
 
     chat_format: renders conversations, and encodes the rendered text.
-    max_sequence_length: maximum number of tokens of prompt plus answer; None means the model's own limit.
+    max_sequence_length: maximum number of tokens of prompt plus answer; None means the limit of the model.
     media_hosts: as for MediaLoader.
     """
 
@@ -131,13 +132,13 @@ class Prompts:
     ) -> list[int]:
         """Return the tokens of a text.
 
-        lease:    lease of the request; the tokens are added to it.
+        lease:    lease of the request, to which the bytes of the tokens are added.
         param:    the request field that contains the text, for errors.
-        in_place: tokenize on the event loop; None: only if the text is short.
-        is_cut:   the caller truncates the prompt, so the text may exceed the sequence limit.
+        in_place: whether to tokenize on the event loop; None: only if the text is short.
+        is_cut:   whether the caller truncates the prompt, so that the text can exceed the sequence limit.
 
-        Raises ApiError 400 for a text that cannot be tokenized or certainly exceeds the sequence limit, ApiError 429 if
-        the server holds too many bytes of requests, and the errors of TextLanes.run().
+        Raises ApiError 400 if the text cannot be tokenized or is certain to exceed the sequence limit. Raises ApiError
+        429 if the server would hold too many bytes of requests, and the errors of TextLanes.run().
         """
         encode = partial(self._encode, text, param=param, add_special=add_special, is_cut=is_cut)
         if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
@@ -159,12 +160,12 @@ class Prompts:
         add_special: bool = False,
         is_cut: bool = False,
     ) -> ChatPrompt:
-        """Return the prompt of a conversation, with the tools described in it.
+        """Return the prompt for a conversation, with a description of the tools.
 
         continues:           the prompt ends within the last message, which the answer continues.
         add_special, is_cut: as for encode().
 
-        Raises ApiError 400, the errors of encode() and MediaLoader.load(), and 500 for a chat template that cannot
+        Raises ApiError 400, the errors of encode() and MediaLoader.load(), and ApiError 500 if the chat template cannot
         render any conversation.
         """
         takes = self._chat_format.takes
@@ -199,9 +200,9 @@ class Prompts:
     async def _rendered(
         self, conversation: ChatTemplateInput, messages: Sequence[ChatMessage], *, lease: Lease
     ) -> RenderedChat:
-        """Return a rendered conversation. Raises ChatTemplateError.
+        """Render a conversation. Raises ChatTemplateError.
 
-        If the template rejects media in the results of calls, placeholders replace them.
+        If the template rejects media in the results of calls, placeholders replace these media.
         """
         try:
             return await self.lanes.run("render", lease, partial(self._chat_format.render, conversation))
@@ -214,12 +215,12 @@ class Prompts:
     async def decode(
         self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True, is_whole: bool = True
     ) -> str:
-        """Return the text of tokens. Other requests run in between, however many tokens there are.
+        """Return the text of tokens. Other requests run in between, for any number of tokens.
 
-        Raises ApiError 429 if the server holds too much.
-
-        lease:    lease of the request; the text is added to it.
+        lease:    lease of the request, to which the bytes of the text are added.
         is_whole: no tokens follow, so an incomplete character at the end is returned as U+FFFD.
+
+        Raises ApiError 429 if the server would hold too many bytes.
         """
         detokenizer = self._chat_format.decoder(skip_special=skip_special)
         parts = []
@@ -230,7 +231,7 @@ class Prompts:
         return "".join([*parts, detokenizer.finish() if is_whole else ""])
 
     def truncated(self, tokens: list[int], request: GenerationRequest) -> list[int]:
-        """Return the tokens of a prompt that remain after the truncation that the request asks for."""
+        """Return the prompt tokens that remain after the truncation which the request sets."""
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens
@@ -240,11 +241,11 @@ class Prompts:
         return tokens[:kept] if request.truncation_side == "right" else tokens[max(len(tokens) - kept, 0) :]
 
     def checked(self, tokens: list[int], *, param: str, add_bos: bool | None = False) -> list[int]:
-        """Return the checked tokens of a prompt.
+        """Validate the tokens of a prompt and return them.
 
-        Raises ApiError 400 if there are none or one is outside the vocabulary.
+        Raises ApiError 400 if there are no tokens or a token is outside the vocabulary.
 
-        add_bos: prepend the model's begin-of-sequence token, if the model has one.
+        add_bos: whether to prepend the model's begin-of-sequence token, if the model has one.
         """
         first = self.tokenizer.bos_id
         if add_bos and first is not None and tokens[:1] != [first]:
@@ -270,7 +271,7 @@ class Prompts:
 
 
 def _media_parts(messages: Sequence[ChatMessage], takes: Collection[str]) -> list[tuple[str, MediaPart]]:
-    """Return the media of a prompt, each with the name of its field."""
+    """Return the media of a prompt, each with the name of its request field."""
     return [
         (f"messages[{number}].content", part)
         for number, message in enumerate(messages)

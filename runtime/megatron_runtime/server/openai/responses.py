@@ -1,6 +1,6 @@
-"""POST /v1/responses: OpenAI's newer API for conversations, without state on the server.
+"""POST /v1/responses: OpenAI's newer API for conversations. The server stores no state.
 
-A request becomes a chat request, and its answer becomes output items: reasoning, message, function calls.
+A request is converted to a chat request, and its answer to output items: reasoning, message, function calls.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ _CUSTOM_INPUT: Mapping[str, Any] = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""Parameters of the function by which a custom tool is offered to the model."""
+"""Schema of the parameters of the function that represents a custom tool."""
 
 
 class FunctionTool(Function):
-    """A function tool. Unlike in chat requests, its members are not in an inner object `function`."""
+    """A function tool. Its fields are not in an inner object `function` as they are in chat requests."""
 
     type: Literal["function"]
 
     def as_function(self) -> dict[str, Any]:
-        """Return the `function` of a tool in a chat request."""
+        """Return the `function` of this tool in a chat request."""
         return self.model_dump(exclude={"type"}, exclude_none=True)
 
 
 class CustomFormat(Body):
-    """The input format of a custom tool. It is described to the model but not enforced."""
+    """The input format of a custom tool. The model gets a description of the format, but the format is not enforced."""
 
     type: StrictStr | None = None
     syntax: StrictStr | None = None
@@ -86,7 +86,7 @@ class CustomTool(Body):
     format: CustomFormat | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """Return a function with one string parameter, `input`, for a tool in a chat request."""
+        """Return the `function` of this tool in a chat request. It has one string parameter, `input`."""
         parts = [self.description] if self.description else []
         if self.format is not None and self.format.definition:
             parts.append(f"The input follows this {self.format.syntax or ''} grammar:\n{self.format.definition}")
@@ -94,9 +94,9 @@ class CustomTool(Body):
 
 
 class OtherTool(Body):
-    """A tool that OpenAI's servers run and this server lacks.
+    """A tool that OpenAI's servers run and that this server does not support.
 
-    It is left out; a tool_choice that forces it is an error.
+    The model is not offered this tool. A tool_choice that forces it is an error.
     """
 
     type: StrictStr
@@ -107,7 +107,7 @@ def _kind_of_tool(value: Any) -> str:
     return f"a {kind}" if kind in ("function", "custom", "namespace") else "a tool"
 
 
-# The tags are no identifiers, so that the field names in errors leave them out.
+# The tags are not identifiers, so that error messages omit them from field names.
 _InnerTool = Annotated[
     Annotated[FunctionTool, Tag("a function")]
     | Annotated[CustomTool, Tag("a custom")]
@@ -136,10 +136,10 @@ _Tool = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool that the model may call, and its names for the client.
+    """A tool that the model can call, and its names for the client.
 
     function: the `function` of the tool in the chat request.
-    name:     name for the client, within its namespace.
+    name:     name for the client, without the namespace.
     """
 
     function: Mapping[str, Any]
@@ -149,12 +149,12 @@ class OfferedTool:
 
 
 def _joined(namespace: str | None, name: str) -> str:
-    """Return the name that the model sees for a function in a namespace."""
+    """Return the name by which the model calls a function in a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def _offered(tools: Sequence[FunctionTool | CustomTool | NamespaceTool | OtherTool]) -> Iterator[OfferedTool]:
-    """Yield the tools that the model may call."""
+    """Yield the tools that the model can call."""
     for tool in tools:
         namespace, inner = (tool.name, tool.tools) if isinstance(tool, NamespaceTool) else (None, [tool])
         for member in inner:
@@ -164,7 +164,7 @@ def _offered(tools: Sequence[FunctionTool | CustomTool | NamespaceTool | OtherTo
 
 
 class NamedFunctionTool(Body):
-    """`tool_choice` that names a function or a custom tool."""
+    """A `tool_choice` that names a function or a custom tool."""
 
     type: Literal["function", "custom"]
     name: Name
@@ -172,7 +172,7 @@ class NamedFunctionTool(Body):
 
 
 class TextFormat(Body):
-    """`text.format`."""
+    """The field `text.format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Name | None = None
@@ -180,7 +180,7 @@ class TextFormat(Body):
     strict: StrictBool | None = None
 
     def as_response_format(self) -> dict[str, Any] | None:
-        """Return the `response_format` of a chat request."""
+        """Return the equivalent `response_format` of a chat request."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name or "answer", "schema": self.schema_ or {}, "strict": self.strict}
@@ -196,7 +196,7 @@ class ReasoningOptions(Body):
 
 
 class ResponsesRequest(ConvertedRequest, SampledRequest):
-    """POST /v1/responses."""
+    """The request body of POST /v1/responses."""
 
     policy = RESPONSES_POLICY
     conversation_field = "input"
@@ -264,11 +264,11 @@ class ResponsesRequest(ConvertedRequest, SampledRequest):
         return value
 
     def offered(self) -> dict[str, OfferedTool]:
-        """Return the tools that the model may call, by the function names in the chat request."""
+        """Return the tools that the model can call, by their function names in the chat request."""
         return {tool.function["name"]: tool for tool in _offered(self.tools or ())}
 
     def prepared(self) -> Self:
-        """Convert the input to a chat request, drop the original fields, and return the request.
+        """Convert the input to a chat request, drop the original fields, and return this request.
 
         Raises ApiError 400.
         """
@@ -307,7 +307,9 @@ _CALLS: Mapping[str, str] = {
     "apply_patch_call": "operation",
     "tool_search_call": "arguments",
 }
-"""Types of items that are calls, with the key of their arguments. A call without a name calls the tool of its type."""
+"""Types of items that are calls, with the key of their arguments. In a call without a name, the tool has the name of
+the type.
+"""
 _OUTPUTS: Mapping[str, str] = {
     **{f"{kind}_output": "output" for kind in _CALLS if kind != "tool_search_call"},
     "tool_search_output": "tools",
@@ -318,7 +320,7 @@ _LEFT_OUT = (
     *("computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
     *("compaction", "compaction_summary", "context_compaction", "ghost_snapshot"),
 )
-"""Types of items that are left out of the prompt, because they have no text for the model."""
+"""Types of items that are not included in the prompt, because they contain no text for the model."""
 _ITEM_KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT)
 _IMAGE_TEXT = "[image]"
 """Placeholder for an image in the result of a call."""
@@ -365,7 +367,7 @@ def _call_id_of(item: dict[str, Any]) -> Any:
 
 
 def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Return the `function` of a call in a chat message."""
+    """Return the `function` of a call for a chat message."""
     arguments = item.get(_CALLS[kind])
     if kind == "custom_tool_call":
         arguments = {"input": arguments}
@@ -378,9 +380,9 @@ def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result_of(output: Any) -> Any:
-    """Return the content of the result of a call.
+    """Return the content for the result of a call.
 
-    Images become parts with a placeholder, and an object becomes JSON.
+    An image becomes a part with a placeholder, and an object becomes JSON.
     """
     if output is None or isinstance(output, str):
         return output
@@ -391,9 +393,9 @@ def _result_of(output: Any) -> Any:
 
 
 def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
-    """Return the text or the image of a content part; None for other parts.
+    """Return the text or the image in a content part; None for other parts.
 
-    is_result: the part is in a call's result.
+    is_result: whether the part belongs to the result of a call.
     """
     if not isinstance(part, dict):
         return None
@@ -407,14 +409,14 @@ def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
 
 
 def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
-    """Return whether the input ends with a message of the assistant that was truncated, which the answer continues."""
+    """Return whether the input ends with a truncated assistant message, which the answer then continues."""
     last = items[-1] if isinstance(items, list) else {}
     is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
     return is_answer and last.get("status") in ("in_progress", "incomplete")
 
 
 def _thought_of(item: dict[str, Any]) -> str:
-    """Return the text of a reasoning item; "" if it only has another server's encrypted reasoning."""
+    """Return the text of a reasoning item, or "" if it contains only the encrypted reasoning of another server."""
     parts = item.get("content") or item.get("summary") or ()
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [parts]
     return "".join(text for text in texts if isinstance(text, str))
@@ -479,7 +481,7 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 
 
 class _Answer:
-    """Collects the output items of one answer, and returns each step as an event of a stream."""
+    """Collects the output items of one answer, and converts each step to stream events."""
 
     def __init__(
         self,
@@ -490,7 +492,7 @@ class _Answer:
         model: str,
         defaults: Mapping[str, Any],
     ) -> None:
-        """Start an answer without output items. defaults: default sampling parameters of the model."""
+        """Create an answer without output items. defaults: the model's default sampling parameters."""
         self._request = request
         self._tools = request.offered()
         self._defaults = defaults
@@ -502,10 +504,10 @@ class _Answer:
         self._status = "in_progress"
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
-        """Texts of the open item, in parts."""
+        """Parts of the text of the open item."""
 
     def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the events of a piece."""
+        """Yield the stream events for a part of the answer."""
         for event in self._reader.read(piece):
             kind = self._kind(event)
             if (
@@ -518,7 +520,7 @@ class _Answer:
                 yield from self._open(event)
             if not isinstance(event, CallBegin):
                 self._texts.append(event.text)
-                if kind != "custom_tool_call":  # the input is extracted when the call is complete
+                if kind != "custom_tool_call":  # the input text is extracted when the call is complete
                     yield self._event(f"{_PREFIX[kind]}.delta", delta=event.text)
         if piece.finish_reason is not None:
             is_cut = piece.finish_reason == "length"
@@ -585,7 +587,7 @@ class _Answer:
             yield self._event("response.content_part.added", part=_part(kind, ""))
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Yield the events that complete the open item, if there is one. status: status of the item."""
+        """Yield the events that complete the open item, if an item is open. status: status of the item."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item, text = self._items[-1], "".join(self._texts)
@@ -632,7 +634,9 @@ _ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_
 
 
 def _input_of(arguments: str) -> str:
-    """Return the text in a call of a custom tool; the whole arguments if they are truncated or malformed."""
+    """Return the input text of a custom tool's call. If the arguments are truncated or malformed, return them
+    unchanged.
+    """
     try:
         value = load_json(arguments)
     except ValueError:

@@ -1,7 +1,7 @@
-"""Request bodies of the OpenAI API, including fields that this server adds, and fields that it does not offer.
+"""Request bodies of the OpenAI API, including fields that this server adds and fields that it does not offer.
 
-`fields.py` lists the other fields that a body may have. Every list and map has a maximum length, and validation stops
-at its first wrong element.
+`fields.py` lists all other fields that a body can have. Every list and map has a maximum length, and validation stops
+at the first invalid element.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_MESSAGES = 4096
 MAX_CALLS = 1024
-"""Maximum number of calls of one message, in a request or an answer."""
+"""Maximum number of calls in one message, in a request or an answer."""
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 256 * 1024
 MAX_TEMPLATE_VARIABLES = 64
 MAX_SCHEMA_KEYS = 4096
 
 FREE_JSON = "bounded by JsonScan"
-"""Marks a field that may contain any JSON. JsonScan limits its depth and size before the body is parsed."""
+"""Marks a field that can contain any JSON. JsonScan limits the depth and size before the body is parsed."""
 
 _TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
 
@@ -83,7 +83,7 @@ Number = StrictInt | StrictFloat
 Temperature = Annotated[float, within("temperature")]
 TopP = Annotated[float, within("top_p")]
 MaxTokens = Annotated[StrictInt, within("num_tokens_to_generate")]
-"""Maximum number of tokens of an answer. A larger number than the limit is reduced to the limit."""
+"""Maximum number of tokens in an answer. A number above the limit is reduced to the limit."""
 TopLogProbs = Annotated[StrictInt, within("top_n_logprobs", maximum=MAX_TOP_LOGPROBS)]
 StopTokenIds = Annotated[
     list[Annotated[StrictInt, within("stop_token_ids")]], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)
@@ -95,18 +95,18 @@ AllowedTokenIds = Annotated[
 TokenId = Annotated[StrictInt, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-"""Token ids, negative ones included: the check against the vocabulary reports ids that are out of range."""
+"""Token ids, including negative ids. The check against the vocabulary reports ids that are out of range."""
 JsonValue = Annotated[Any, FREE_JSON]
 JsonObject = Annotated[dict[str, JsonValue], Field(max_length=MAX_SCHEMA_KEYS)]
 JsonSchema = JsonObject | StrictBool
 TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
 OptionalText = Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)]
-"""A text. Values of other types, which other servers may write, become None."""
+"""A text. Values of other types, which other servers can produce, become None."""
 
 
 def only(*neutral: Any) -> BeforeValidator:
-    """Return a validator for a field that is not offered: it accepts only null and the values `neutral`."""
+    """Return a validator for a field that is not offered. The validator accepts only null and the values `neutral`."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         NotOffered(neutral).check(str(info.field_name), value)
@@ -116,7 +116,10 @@ def only(*neutral: Any) -> BeforeValidator:
 
 
 def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
-    """Return a validator that rejects a value unless the field `other`, declared before this one, is `wanted`."""
+    """Return a validator that rejects a value unless the field `other` has the value `wanted`.
+
+    `other` must be declared before the validated field.
+    """
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value and info.data.get(other) != wanted:
@@ -127,7 +130,10 @@ def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
 
 
 def without(other: str, problem: str) -> AfterValidator:
-    """Return a validator that rejects a value if the field `other`, declared before this one, is true."""
+    """Return a validator that rejects a value if the field `other` is true.
+
+    `other` must be declared before the validated field.
+    """
 
     def check(value: Any, info: ValidationInfo) -> Any:
         if value is not None and info.data.get(other):
@@ -157,18 +163,18 @@ BadWords = Annotated[
 
 
 class Body(BaseModel):
-    """Base of the objects in a request. Unknown keys are ignored."""
+    """Base class of the objects in a request. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 class ModelRequest(Body):
-    """The body of a request to the model.
+    """Base class of the bodies of requests to the model.
 
-    model: None means the model that is served.
-    token_field: name of the field that may contain a long list, of token ids.
+    model: None means the model of this server.
+    token_field: name of the field that can contain a long list of token ids.
     policy:      policy for fields that the class does not declare.
-    own_names:   field name in the converted request -> field name of this route.
+    own_names:   names of fields on this route, by their names in the converted request.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -181,13 +187,13 @@ class ModelRequest(Body):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the names of the unknown fields. prepared() must have been called."""
+        """Return the names of the unknown fields. prepared() must have been called before."""
         return tuple(self.__pydantic_extra__ or ())
 
     def prepared(self) -> Self:
         """Return the request in the form that its route uses. Raises ApiError 400 for a field that is not offered.
 
-        The process that parsed the body calls this method.
+        The process that has parsed the body calls this method.
         """
         if extra := self.__pydantic_extra__:
             self.__pydantic_extra__ = dict.fromkeys(self.policy.unknown(extra))
@@ -201,7 +207,7 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     """The `json_schema` of a response format.
 
-    It is always enforced; with `strict`, a keyword that cannot be enforced is an error.
+    The schema is always enforced. With `strict`, a keyword that cannot be enforced is an error.
     """
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
@@ -210,7 +216,7 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`. As on other servers, `json_object` may have a `schema`."""
+    """OpenAI's `response_format`. As on other servers, `json_object` can have a `schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: JsonObject | None = Field(default=None, alias="schema")
@@ -228,7 +234,7 @@ class ResponseFormat(Body):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the answer; None: it may be any object."""
+        """Return the JSON schema of the answer, or None if the answer can be any object."""
         return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
 
@@ -246,7 +252,7 @@ class StructuredOutputs(Body):
 class SampledRequest(ModelRequest):
     """The fields that have the same names and meanings on all routes that generate text, in OpenAI's API or vLLM's.
 
-    The declarations of sampling parameters add the fields for numbers and flags.
+    Fields for numbers and flags are added from the declarations of sampling parameters.
     """
 
     temperature: Temperature | None = sampled("temperature")
@@ -286,9 +292,10 @@ class SampledRequest(ModelRequest):
 class GenerationRequest(SampledRequest):
     """The common fields of completions and chat completions.
 
-    A validator can read only the fields that are declared before its own.
+    A validator can read only the fields that are declared before its own field.
 
-    answer_id, answer_object, chunk_object: prefix of the answer's `id`, and `object` of a whole answer and of an event.
+    answer_id, answer_object, chunk_object: prefix of the answer's `id`, `object` of an answer without streaming, and
+        `object` of a stream event.
     """
 
     answer_id: ClassVar[str]
@@ -330,7 +337,7 @@ class GenerationRequest(SampledRequest):
         "Another name of `streaming_interval`."
     )
 
-    # A request may have at most one of these fields.
+    # A request can have at most one of these fields.
     response_format: ResponseFormat | None = served(
         "`text`, `json_object`, or `json_schema` with `json_schema: {name, schema}`. The format is always enforced, "
         "with `strict` in [every keyword](structured-output.md#json-schemas). `json_object` may have a `schema`, too."
@@ -348,7 +355,7 @@ class GenerationRequest(SampledRequest):
 
     @property
     def answer_limit(self) -> int | None:
-        """Return the maximum number of answer tokens that the request sets; None if it sets none."""
+        """Return the maximum number of answer tokens that the request sets, or None if it sets no maximum."""
         return self.max_tokens
 
     @property
@@ -357,7 +364,10 @@ class GenerationRequest(SampledRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """POST /v1/completions. With `echo`, `max_tokens` may be 0: the answer is the prompt with its log-probabilities."""
+    """The request body of POST /v1/completions.
+
+    With `echo`, `max_tokens` can be 0. The answer is then the prompt with its log-probabilities.
+    """
 
     answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
     token_field = "prompt"
@@ -379,7 +389,7 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Return a list of prompts from a value that is one prompt or a list of prompts, as texts or token ids."""
+        """Return a list of prompts. `value` is one prompt or a list of prompts, as texts or token ids."""
         prompts = [value] if isinstance(value, str) or _is_token_ids(value) else value
         if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_PROMPTS:
             raise ValueError(f"expected a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either")
@@ -396,9 +406,9 @@ FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 
 
 class Function(Body):
-    """A function that the model may call.
+    """A function that the model can call.
 
-    If tool_choice forces the call, its arguments follow the schema; with `strict`, a keyword that cannot be enforced is
+    If tool_choice forces the call, the arguments follow the schema. With `strict`, a keyword that cannot be enforced is
     an error.
     """
 
@@ -429,7 +439,7 @@ class NamedFunction(Body):
 
 
 class NamedTool(Body):
-    """`tool_choice` that names the one function to call."""
+    """A `tool_choice` that names the function to call."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -445,13 +455,13 @@ class AllowedTool(Body):
 
     @property
     def full_name(self) -> str | None:
-        """Return the name of the function in a chat request; None for a tool that the server does not run."""
+        """Return the function name in a chat request, or None for a tool that this server does not support."""
         name = self.name if self.function is None else self.function.name
         return f"{self.namespace}__{name}" if self.namespace and name else name
 
 
 class AllowedTools(Body):
-    """`tool_choice` that names the tools which the model may call, and whether it must call one."""
+    """A `tool_choice` with the tools that the model can call, and whether the model must call one of them."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"] = "auto"
@@ -460,18 +470,21 @@ class AllowedTools(Body):
     @model_validator(mode="before")
     @classmethod
     def _without_level(cls, value: Any) -> Any:
-        """Move the members out of the inner object `allowed_tools`, in which chat requests have them."""
+        """Move the members out of the inner object `allowed_tools`, which chat requests have."""
         inner = value.get("allowed_tools") if isinstance(value, dict) else None
         return {**value, **inner} if isinstance(inner, dict) else value
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the allowed functions, as the chat request has them."""
+        """Return the names of the allowed functions, as they are in the chat request."""
         return frozenset(name for tool in self.tools if (name := tool.full_name) is not None)
 
 
 def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
-    """Return the JSON object in a string of the body, or the string itself, because a model may write any text."""
+    """Parse a string in the body as a JSON object. Return the string itself if it is no object.
+
+    A model can write any text as arguments.
+    """
     if value is None or isinstance(value, dict):
         return value or {}
     if not isinstance(value, str):
@@ -479,7 +492,7 @@ def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
     scan = info.context if isinstance(info.context, JsonScan) else None
     try:
         loaded = load_json(value or "{}", scan=scan)
-        json.dumps(loaded, allow_nan=False)  # json reads 1e999 as infinity
+        json.dumps(loaded, allow_nan=False)  # json parses 1e999 as infinity
     except ValueError:
         return value
     return loaded if isinstance(loaded, dict) else value
@@ -507,8 +520,8 @@ _MEDIA_CHARACTERS = 8192
 class ChatMessage(Body):
     """One message of a conversation.
 
-    All fields of an answer's message are accepted as input, and fields without effect are dropped. The content of an
-    assistant's message may be missing or empty.
+    All fields of an assistant message in an answer are accepted as input. Fields without effect are dropped. The
+    content of an assistant message can be missing or empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -565,23 +578,24 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        """Return the text of the content."""
+        """Return the text of the message's content."""
         return self.content if isinstance(self.content, str) else self.content.text
 
     @property
     def size(self) -> int:
-        """Return the number of characters of the message. Each image, audio or video counts as a long text."""
+        """Return the number of characters in the message. Each image, audio or video counts as a long text."""
         content = self.content
         media = 0 if isinstance(content, str) else sum(not isinstance(part, str) for part in content.parts)
         return len(self.text) + len(self.thought) + _MEDIA_CHARACTERS * media
 
     @property
     def thought(self) -> str:
-        """Return the reasoning of an assistant's message; "" if it has none."""
+        """Return the reasoning of an assistant message, or "" if it has none."""
         return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
 
     def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> dict[str, Any]:
-        """Return the message as chat templates expect it. The role `developer` becomes `system`, its older name.
+        """Return the message in the format of chat templates. The role `developer` becomes `system`, the older name of
+        the role.
 
         takes, numbers: as for MixedContent.for_template().
         """
@@ -619,13 +633,13 @@ def _continues(value: bool | None, info: ValidationInfo) -> bool | None:
 
 
 ContinueFinalMessage = Annotated[StrictBool | None, AfterValidator(_continues)]
-"""Whether the answer continues the last message, so that the prompt ends within this message."""
+"""Whether the answer continues the last message. The prompt then ends within this message."""
 
 
 class ChatRequest(GenerationRequest):
-    """POST /v1/chat/completions.
+    """The request body of POST /v1/chat/completions.
 
-    add_generation_prompt: end the prompt with the beginning of the answer's message, which is the default.
+    add_generation_prompt: end the prompt with the beginning of the answer's message (default).
     """
 
     answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -707,12 +721,12 @@ class ChatRequest(GenerationRequest):
 
     @property
     def answer_limit(self) -> int | None:
-        """Return the maximum number of answer tokens that the request sets; None if it sets none."""
+        """Return the maximum number of answer tokens that the request sets, or None if it sets no maximum."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def offered_tools(self) -> list[Tool]:
-        """Return the tools that the model may call."""
+        """Return the tools that the model can call."""
         choice, tools = self.tool_choice, self.tools or []
         if isinstance(choice, AllowedTools):
             return [tool for tool in tools if tool.function.name in choice.names]
@@ -720,13 +734,13 @@ class ChatRequest(GenerationRequest):
 
     @property
     def requires_a_call(self) -> bool:
-        """Return whether the answer must be a call of any of the tools."""
+        """Return whether the answer must be a call, of any of the tools."""
         choice = self.tool_choice
         return choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
 
 
 class ConvertedRequest(ModelRequest):
-    """A request of another API that is converted to a chat request and answered as one.
+    """Base class of requests of another API that are converted to a chat request and answered like a chat request.
 
     conversation_field: name of the field that contains the conversation.
     """
@@ -737,14 +751,14 @@ class ConvertedRequest(ModelRequest):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat request. prepared() must have been called."""
+        """Return the chat request. prepared() must have been called before."""
         assert self._chat is not None
         return self._chat
 
     def prepared(self) -> Self:
         """Create the chat request, and return this request.
 
-        Raises ApiError 400 for values that chat requests do not allow.
+        Raises ApiError 400 for values that are not allowed in chat requests.
         """
         super().prepared()
         try:
@@ -764,7 +778,7 @@ class ConvertedRequest(ModelRequest):
 
 
 class TokenizeRequest(ModelRequest):
-    """POST /v1/tokenize: either `prompt`, or `messages` and their options."""
+    """The request body of POST /v1/tokenize: either `prompt`, or `messages` and their options."""
 
     policy = TOKENIZE_POLICY
 
@@ -792,7 +806,7 @@ class TokenizeRequest(ModelRequest):
 
 
 class DetokenizeRequest(ModelRequest):
-    """POST /v1/detokenize."""
+    """The request body of POST /v1/detokenize."""
 
     token_field = "tokens"
 

@@ -1,4 +1,4 @@
-"""`Service`, the state that all routes share: open requests, bodies, tenants, readiness."""
+"""`Service`, the state that all routes share: open requests, bodies, tenants and readiness."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ _Model = TypeVar("_Model", bound=ModelRequest)
 _T = TypeVar("_T")
 
 UNNAMED_MODEL = "EMPTY"
-"""Model name that Megatron-Core's clients send. It means the model of the server."""
+"""Model name that Megatron-Core's clients send. It means the model of this server."""
 BYTES_PER_TOKEN = 4
-"""Number of bytes that count as one token in a rejected body, whose tokens are unknown."""
+"""Number of bytes that count as one token in a rejected body, whose number of tokens is unknown."""
 _CHECK_SECONDS = 0.05
-"""Seconds between two checks of a condition that a request waits for."""
+"""Seconds between two checks of a condition for which a request waits."""
 _NAMED_MODELS = 8
-"""Maximum number of adapters that the error for an unknown model names."""
+"""Maximum number of adapter names in the error for an unknown model."""
 
 
 @dataclass(slots=True)
 class Service:
     """The state of one server process.
 
-    chat_format: model-specific parts of prompts and answers.
+    chat_format: model-specific code for prompts and answers.
     tracer:      records the spans of requests; None: requests are not traced.
     """
 
@@ -71,17 +71,17 @@ class Service:
     tracer: Tracer | None = None
     draining: bool = False
     in_flight: int = 0
-    """Open HTTP requests, probes included."""
+    """Number of open HTTP requests, including probes."""
     in_flight_by_tenant: collections.Counter[str] = field(default_factory=collections.Counter)
-    """Open HTTP requests of routes that check the API key."""
+    """Number of open HTTP requests by tenant, on routes that check the API key."""
     last_request: float = -math.inf
-    """Time on the monotonic clock when the last request with a valid API key began."""
+    """Time on the monotonic clock at which the last request with a valid API key began."""
     bodies: BodyBudget = field(init=False)
     """The bytes that requests hold until they are answered."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set at the end of the drain time: requests that are still open are then answered with an error."""
+    """Set at the end of the drain time. Requests that are still open then get an error."""
     defaults: Mapping[str, Any] = field(init=False)
-    """The model's default sampling parameters. Parameters of a request take precedence."""
+    """The model's default sampling parameters. Parameters in a request take precedence."""
     rate_limits: RateLimits = field(init=False)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -96,7 +96,7 @@ class Service:
         self.bodies = BodyBudget(self.settings.max_bodies_bytes)
 
     def missing(self) -> list[str]:
-        """Return the reasons why this server is not ready, one phrase each."""
+        """Return the reasons why this server is not ready. Each reason is a short phrase."""
         missing = []
         if not self.client.connected:
             where = f" at {self.settings.coordinator}" if self.settings.coordinator else ""
@@ -107,7 +107,7 @@ class Service:
 
     @property
     def adapter_names(self) -> list[str]:
-        """The names of adapters that requests may use as their model.
+        """The names of the adapters that requests can use as their model.
 
         An adapter with the name of the base model is hidden.
         """
@@ -117,8 +117,8 @@ class Service:
     def adapter_of(self, model: str | None) -> str:
         """Return the name of the adapter that serves a model. Raises ApiError 404 if the model is not served.
 
-        The name is empty for the base model, for None and UNNAMED_MODEL, and with `any_model_name` for every unknown
-        name.
+        The result is empty for the base model, for None and for UNNAMED_MODEL. With `any_model_name`, the result is
+        also empty for every unknown name.
         """
         if model in (None, UNNAMED_MODEL, *self.settings.served_names):
             return ""
@@ -133,18 +133,19 @@ class Service:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def models_of(self, key: ApiKey) -> list[str]:
-        """Return the names of the adapters that `key` may use; "" stands for the base model."""
+        """Return the names of the adapters that `key` can use. "" stands for the base model."""
         served = self.settings.served_name
         return [name for name in ("", *self.adapter_names) if key.allows(name or served)]
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
-        """Return the validated body. Its bytes count as held until the request is answered.
+        """Read and validate the body. Its bytes count as held until the request is answered.
 
-        Raises ApiError 400, 403 for a model that the key may not use, 404 for another model, 413, 415, 429 if the
-        server holds too much or the tenant has used its time for large bodies.
+        Raises ApiError 400; 403 for a model that the key cannot use; 404 for an unknown model; 413; 415; and 429 if the
+        server would hold too many bytes or the tenant has used its time for large bodies.
         """
         is_compressed = check_content_type(request.headers)
-        # A longer list in a request is invalid: only tokens of a prompt and alternatives of a format may be this many.
+        # A longer list is invalid. Only the tokens of a prompt and the alternatives of a format can have this many
+        # elements.
         longest = max(self.prompts.sequence_limit or MAX_ELEMENTS, MAX_ALTERNATIVES)
         scan, lease = JsonScan(long_list=longest), self.lease(request)
         chunks = _decompressed(request) if is_compressed else request.stream()
@@ -164,7 +165,7 @@ class Service:
         return validated
 
     def lease(self, request: Request) -> Lease:
-        """Return the lease of a request, which is released when the request is answered."""
+        """Return the lease of a request. It is released when the request has been answered."""
         state = request.scope["state"]
         if "lease" not in state:
             state["lease"] = Lease(self.bodies, request.state.tenant)
@@ -172,9 +173,9 @@ class Service:
         return lease
 
     def check_model(self, key: ApiKey, model: str | None) -> str:
-        """Return the adapter of a model.
+        """Return the name of the adapter that serves a model.
 
-        Raises ApiError 403 if the key may not use the model, 404 if it is not served.
+        Raises ApiError 403 if the key cannot use the model, and 404 if the model is not served.
         """
         adapter = self.adapter_of(model)
         name = adapter or self.settings.served_name
@@ -186,7 +187,7 @@ class Service:
         return adapter
 
     def answer(self, request: Request, content: bytes, *, media_type: str = "application/json") -> Response:
-        """Return the response with a whole answer. Its bytes count as held until the client has read them."""
+        """Return the response with a complete answer. Its bytes count as held until the client has read them."""
         self.lease(request).force(len(content))
         return WholeAnswer(content, media_type=media_type)
 
@@ -199,10 +200,10 @@ class Service:
         *,
         token_field: str | None,
     ) -> list[bytes]:
-        """Return the parts of the body, and store its size in the state of the request for charge_rejected_body().
+        """Return the parts of the body. Store its size in the state of the request for charge_rejected_body().
 
         stream:      the decompressed body.
-        token_field: the field that an error about a too long list names.
+        token_field: the field that is named in the error about a list that is too long.
         """
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
@@ -240,7 +241,8 @@ class Service:
         return chunks
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
-        """Await the tokenization for a request. If the text is long, it is cancelled when the client disconnects.
+        """Await the tokenization for a request. If the text is long, cancel the tokenization when the client
+        disconnects.
 
         characters: length of the text.
         """
@@ -250,9 +252,9 @@ class Service:
 
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Count one HTTP request as open until the block ends.
+        """Count one HTTP request as open until the `with` block ends.
 
-        state: state of the request, in which identify() sets the tenant.
+        state: state of the request, in which identify() stores the tenant.
         """
         self.in_flight += 1
         self._idle.clear()
@@ -270,7 +272,7 @@ class Service:
                     del self.in_flight_by_tenant[tenant]
 
     def identify(self, request: Request) -> None:
-        """Store the API key and tenant of a request in its state.
+        """Store the API key and the tenant of a request in its state.
 
         Raises ApiError 401 if the request has no valid API key.
         """
@@ -284,10 +286,10 @@ class Service:
         self.in_flight_by_tenant[key.tenant] += 1
 
     async def take_request(self, key: ApiKey) -> None:
-        """Count a request against the limits of its key.
+        """Count a request against the limits of its API key.
 
-        Raises ApiError 429 if no request or token is left in this minute, and 503 if the coordinator, which keeps the
-        counts, does not answer.
+        Raises ApiError 429 if no request or no token is left in this minute. Raises ApiError 503 if the coordinator,
+        which stores the counts, does not answer.
         """
         if key.tenant:
             self.metrics.requests_by_key.labels(key.name).inc()
@@ -296,19 +298,19 @@ class Service:
                 await self.rate_limits.take_request(key)
 
     def check_prompt(self, key: ApiKey, tokens: int) -> None:
-        """Raise ApiError 429 for prompts that have more tokens than the limit of the key."""
+        """Raise ApiError 429 if prompts have more tokens than the limit of the API key."""
         with self._rejections(key):
             self.rate_limits.check_prompt(key, tokens)
 
     async def reserve(self, key: ApiKey, *, prompt: int, choices: list[int | None]) -> Reservation | None:
-        """Reserve the tokens of a request, as RateLimits.reserve() does; None if the key has no limit of tokens."""
+        """Reserve the tokens of a request with RateLimits.reserve(). Return None if the API key has no token limit."""
         if key.tokens_per_minute is None:
             return None
         with self._rejections(key):
             return await self.rate_limits.reserve(key, prompt=prompt, choices=choices)
 
     def charge_rejected_body(self, key: ApiKey, num_bytes: int) -> None:
-        """Count a rejected body against the token limit of its key, one token per BYTES_PER_TOKEN bytes."""
+        """Count a rejected body against the token limit of its API key, one token per BYTES_PER_TOKEN bytes."""
         self.add_tokens(key, num_bytes // BYTES_PER_TOKEN)
 
     @contextmanager
@@ -320,17 +322,17 @@ class Service:
             raise
 
     def count_answer(self, key: ApiKey, *, prompt: int, generated: int) -> None:
-        """Count the tokens of a finished choice in the metrics of its key.
+        """Count the tokens of a finished choice in the metrics of its API key.
 
         prompt:    number of prompt tokens; 0 for further choices of the same prompt.
-        generated: number of generated tokens known so far.
+        generated: number of generated tokens so far, as last reported by the engine.
         """
         if key.tenant:
             self.metrics.prompt_tokens_by_key.labels(key.name).inc(prompt)
             self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
 
     def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Count tokens without a generation, such as a rejected body, against the limit of a key.
+        """Count tokens that were not generated, such as the tokens of a rejected body, against the limit of an API key.
 
         One call counts at most the tokens of one minute, so that a single mistake does not use up many minutes.
         """
@@ -340,7 +342,7 @@ class Service:
             self.rate_limits.charge(key, tokens)
 
     def rate_limit_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
-        """Return the x-ratelimit headers of the answer to a request; none if its key has no limits."""
+        """Return the x-ratelimit headers of the answer to a request. The list is empty if the API key has no limits."""
         key = scope["state"].get("key")
         return [] if key is None or not key.is_limited else self.rate_limits.headers(key)
 
@@ -349,17 +351,19 @@ class Service:
             await self._idle.wait()
 
     def check_in_flight(self, *, tenant: str) -> None:
-        """Raise ApiError 429 for a new request if too many are open, including requests that wait for a coordinator."""
+        """Raise ApiError 429 for a new request if too many requests are open. Requests that wait for a coordinator
+        count as open.
+        """
         self._check_capacity(self.in_flight_by_tenant, tenant=tenant, more=0)
 
     def check_choices(self, choices: int, *, tenant: str) -> None:
-        """Raise ApiError 400 for more choices than one request may have, 429 if too many choices are open."""
+        """Raise ApiError 400 for more choices than one request can have, and 429 if too many choices are open."""
         if choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
         self.check_open(choices, tenant=tenant)
 
     def check_open(self, choices: int, *, tenant: str) -> None:
-        """Raise ApiError 429 if too many choices, or texts of pooling models, are open."""
+        """Raise ApiError 429 if too many choices, or too many texts for pooling models, are open."""
         self._check_capacity(self.metrics.open_requests, tenant=tenant, more=choices)
 
     def check_priority(self, priority: int | None) -> None:
@@ -372,12 +376,12 @@ class Service:
             raise invalid_value("priority", problem)
 
     async def until_connected(self) -> None:
-        """Wait for the coordinator, so that a restart delays requests instead of failing them. Raises ApiError 503."""
+        """Wait for the coordinator, so that its restart delays requests and does not fail them. Raises ApiError 503."""
         if not self.client.connected:
             await self._until(lambda: self.client.connected, "The coordinator has not answered")
 
     async def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the engines offer, by the names in GENERATE and POOLING_TASKS.
+        """Return the tasks that the engines offer, by their names in GENERATE and POOLING_TASKS.
 
         Waits until an engine has reported its tasks. Raises ApiError 503.
         """
@@ -386,7 +390,7 @@ class Service:
         return self.client.tasks
 
     def check_generates(self) -> None:
-        """Raise ApiError 404 if the known engines have only pooling models."""
+        """Raise ApiError 404 if all known engines have pooling models."""
         if self.client.tasks and GENERATE not in self.client.tasks:
             message = (
                 f"The model {shown(self.settings.served_name)} generates no text: it is a pooling model with the task "
@@ -406,10 +410,10 @@ class Service:
             raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
 
     def _check_capacity(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
-        """Raise ApiError 429 if `more` further requests would exceed the limit of open requests.
+        """Raise ApiError 429 if `more` additional requests would exceed the limit of open requests.
 
-        A full server still accepts requests of a tenant that has less than its fair share of the limit. So no tenant
-        can block others, and at most twice the limit is open.
+        If the limit is reached, the server still accepts requests of a tenant that has less than its fair share.
+        Therefore no tenant can block others, and at most twice the limit is open.
         """
         limit = self.settings.max_open_requests
         share = limit // len({*open_by_tenant, tenant})
@@ -419,9 +423,9 @@ class Service:
 
 
 async def _decompressed(request: Request) -> AsyncIterator[bytes]:
-    """Yield the decompressed pieces of a gzip body.
+    """Yield the decompressed chunks of a gzip body.
 
-    Other requests run in between. Raises ApiError 400 for invalid gzip.
+    Other requests run in between. Raises ApiError 400 for invalid gzip data.
     """
     gunzip = Gunzip()
     async for chunk in request.stream():

@@ -61,14 +61,14 @@ class TextsRequest(ModelRequest):
 
     @property
     def completion(self) -> CompletionRequest:
-        """Return the completion request whose prompts are the texts. prepared() must have been called."""
+        """Return the completion request whose prompts are the texts. prepared() must have been called before."""
         assert self._completion is not None
         return self._completion
 
     def prepared(self) -> Self:
         """Move the input to a completion request, and return this request.
 
-        Raises ApiError 400 for input without a text.
+        Raises ApiError 400 if the input contains no text.
         """
         super().prepared()
         try:
@@ -89,7 +89,7 @@ class TextsRequest(ModelRequest):
         return self
 
     def prompts(self, **options: Any) -> list[PoolingPrompt]:
-        """Return one prompt for each text. options: further members of the sampling parameter `pooling`."""
+        """Return one prompt per text. options: additional members of the sampling parameter `pooling`."""
         given: Sequence[str | list[int]] = self.completion.prompt
         pooling = chosen(
             **options,
@@ -104,7 +104,7 @@ class TextsRequest(ModelRequest):
 
 
 class ClassifyRequest(TextsRequest):
-    """POST /v1/classify."""
+    """The request body of POST /v1/classify."""
 
     policy = CLASSIFY_POLICY
 
@@ -112,7 +112,7 @@ class ClassifyRequest(TextsRequest):
 
 
 class PoolingRequest(TextsRequest):
-    """POST /v1/pooling."""
+    """The request body of POST /v1/pooling."""
 
     policy = POOLING_POLICY
 
@@ -130,7 +130,7 @@ class PoolingRequest(TextsRequest):
 
 
 async def classify(service: Service, request: Request) -> Response:
-    """Answer with the classes of each text. Raises ApiError 404 if no engine classifies texts."""
+    """Answer with the classes of each text. Raises ApiError 404 if no engine can classify texts."""
     await offered(service, request, ("classify",))
     body = await service.read(request, ClassifyRequest)
     run = PoolingRun(service, request, body.model, body.priority, body.cache_salt)
@@ -154,7 +154,7 @@ async def pool(service: Service, request: Request) -> Response:
     shapes: dict[int, tuple[int, ...]] = {}
 
     async def encoded(place: int, values: Vector) -> bytes:
-        """Return the bytes of an array in the answer. The lease of the request counts them."""
+        """Return the bytes of an array for the answer. The lease of the request counts these bytes."""
         shapes[place] = values.shape
         if is_json and body.encoding_format != "base64":
             return await _numbers(values, lease)
@@ -182,7 +182,7 @@ async def pool(service: Service, request: Request) -> Response:
 
 
 async def _numbers(values: Vector, lease: Lease) -> bytes:
-    """Return an array as JSON. Other requests run between its rows."""
+    """Return an array as JSON. Other requests run between the rows of the array."""
     if values.ndim == 1:
         text = to_json(values.tolist())
         lease.add(len(text))

@@ -1,4 +1,4 @@
-"""Megatron-Core names: `start_text_gen_server` and `stop_text_gen_server`, with the OpenAI server of this project."""
+"""Megatron-Core names: `start_text_gen_server` and `stop_text_gen_server`, which run this project's OpenAI server."""
 
 from __future__ import annotations
 
@@ -30,19 +30,20 @@ def start_text_gen_server(
     hostname: str | None = None,
     sock: socket.socket | None = None,
 ) -> None:
-    """Serve HTTP on a thread of this process, for every model name, until stop_text_gen_server().
+    """Start an HTTP server on a thread of this process. It accepts every model name, and runs until
+    stop_text_gen_server().
 
     coordinator_addr: address of a coordinator of this project.
-    tokenizer:        has `tokenize(text)` and `detokenize(tokens)`.
+    tokenizer:        an object with `tokenize(text)` and `detokenize(tokens)`.
     rank:             rank of the caller; has no effect.
-    parsers:          at most one name, of a tool-call parser.
-    num_replicas:     has no effect: only this process has the tokenizer.
-    hostname:         address to listen on; None: every IPv4 address.
+    parsers:          a list with at most one name of a tool-call parser.
+    num_replicas:     has no effect, because the tokenizer exists only in this process.
+    hostname:         address to listen on; None: all IPv4 addresses.
     sock:             a bound socket to use instead of hostname and server_port.
 
     Raises:
-        RuntimeError: a server runs already.
-        OSError: the port is taken.
+        RuntimeError: a server is already running.
+        OSError: the port is in use.
         CoordinatorUnreachableError: no coordinator answers.
     """
     global _running
@@ -82,7 +83,7 @@ def start_text_gen_server(
 
 
 def stop_text_gen_server() -> None:
-    """Drain open requests and close. Idempotent."""
+    """Drain open requests and close the server. Idempotent."""
     global _running
     with _lock:
         running, _running = _running, None
