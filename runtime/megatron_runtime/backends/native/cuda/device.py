@@ -26,17 +26,20 @@ class DeviceFunctions(Protocol):
     """The functions of one device. Tests replace them with functions that run on the CPU."""
 
     def recorder(self) -> Record:
-        """Return a Record whose recordings share their memory."""
+        """Return a Record. All its recordings share one memory pool."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Run launches on a second stream, after everything launched before, and wait for them at the end."""
+        """Return a context whose launches run on a second stream.
+
+        They start after all earlier launches. At its end, the context waits for them.
+        """
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """Return `size` bytes, uint8, that the device can copy at full bus bandwidth."""
+        """Return `size` bytes of host memory, uint8, which the device can copy at full bus bandwidth."""
 
 
 class CudaFunctions:
-    """Implements DeviceFunctions."""
+    """Implements DeviceFunctions for a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +76,7 @@ class CudaFunctions:
 
 
 class HostFunctions:
-    """Implements DeviceFunctions for the CPU, which has no graphs and no streams."""
+    """Implements DeviceFunctions for the CPU, which has neither graphs nor streams."""
 
     def recorder(self) -> Record:
         raise NotImplementedError("graph_rows must be 0 on a CPU, which has no CUDA graphs")

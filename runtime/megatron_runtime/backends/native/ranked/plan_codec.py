@@ -1,4 +1,4 @@
-"""Encodes step plans and their results: msgpack, with arrays as raw bytes. Decoding never runs code of the sender."""
+"""Encodes step plans and their results as msgpack with arrays as raw bytes. Decoding never runs the sender's code."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain values, arrays, plans and results. Raises TypeError for other types."""
+    """Encode plain values, arrays, plans or results. Raises TypeError for other types."""
     return msgpack.packb(value, use_bin_type=True, default=_pack_object)
 
 
 def unpack(data: bytes | memoryview, *, levels: int = _LEVELS) -> Any:
-    """Decode the bytes of pack(); arrays are read-only.
+    """Decode the bytes that pack() returned. Decoded arrays are read-only.
 
-    levels: maximum nesting of extensions. Raises MalformedMessageError.
+    levels: maximum nesting of extensions.
+
+    Raises MalformedMessageError.
     """
     return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
 
@@ -74,5 +76,5 @@ def _unpack_extension(code: int, data: bytes, *, levels: int) -> Any:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
         raise MalformedMessageError(f"an array of {name} cannot be sent between ranks")
-    # A copy that can be written: torch warns of tensors on memory that cannot.
+    # A writable copy, because torch warns of tensors on read-only memory.
     return np.frombuffer(data, dtype, offset=start).reshape(shape).copy()
