@@ -105,9 +105,9 @@ def engine_arguments(
 
     directory:       directory of the model.
     cache_events:    endpoint at which vLLM publishes changes of its prefix cache.
-    draft_directory: given a model reference, returns the directory of the draft model for speculation.
+    draft_directory: returns the directory of a draft model for speculation, given its model reference.
 
-    Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
+    Raises ValueError if a setting or the version of vLLM is not supported. The message has name, value and remedy.
     """
     check_version(vllm.__version__)
     sizes, node = settings.parallel, node_identity(settings.parallel)
@@ -132,7 +132,7 @@ def engine_arguments(
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
     sleep_level(settings)
-    # On a GPU, vLLM measures the free memory after the load, and chooses limits by the model and the device.
+    # On a GPU, vLLM measures the free memory after loading, and derives the limits from the model and the device.
     is_cpu = current_platform.is_cpu()
     requests = settings.max_requests or (DEFAULT_MAX_REQUESTS if is_cpu else None)
     tokens = settings.max_tokens or (DEFAULT_MAX_TOKENS if is_cpu else None)
@@ -180,9 +180,9 @@ def engine_arguments(
 
 
 def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = "") -> Iterator[str]:
-    """Yield an error for each argument that the installed version of vLLM lacks, or that has another type there.
+    """Yield an error for each argument that the installed version of vLLM lacks or declares with a different type.
 
-    declared: the dataclass of vLLM that has the arguments as fields.
+    declared: vLLM's dataclass that has the arguments as fields.
     parent:   name of the argument whose members are checked, followed by a dot; empty for top-level arguments.
     """
     declared_types = _declared_types(declared)
@@ -200,8 +200,9 @@ def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = ""
 
 
 def _declared_types(declared: type) -> dict[str, tuple[Any, ...]]:
-    """Return the types that each field of a dataclass accepts. An annotation that only type checkers can evaluate
-    becomes `Any`; therefore each field is evaluated separately.
+    """Return the types that each field of a dataclass accepts.
+
+    Each field is evaluated separately, because an annotation that only type checkers can evaluate becomes `Any`.
     """
     names = vars(sys.modules[declared.__module__])
     found: dict[str, tuple[Any, ...]] = {}
@@ -269,12 +270,12 @@ def _described(declared: Any) -> str:
 
 
 def logits_processor_of(config: VllmConfig) -> type | None:
-    """Return our logits processor class for the model runner that vLLM chose in `config`.
+    """Return our logits processor class for the model runner that vLLM has selected in `config`.
+
+    Returns None if vLLM accepts no logits processor. This is so for speculation with Model Runner V1, or with a version
+    of V2 that lacks the interface. vLLM fails to start if a logits processor has the interface of the other runner.
 
     config: configuration that was built without a logits processor.
-
-    vLLM fails at its start if a logits processor has the interface of the other runner. Return None if vLLM accepts no
-    logits processor: it uses speculation with Model Runner V1, or with a version of V2 without the interface.
     """
     if config.use_v2_model_runner and find_spec(V2_INTERFACE) is not None:
         # Older versions of vLLM do not have the module that it imports.
@@ -289,7 +290,7 @@ def logits_processor_of(config: VllmConfig) -> type | None:
 def _cpu_shares(ranks: int) -> str:
     """Return the CPUs of each rank in vLLM's notation. Each rank gets an equal part of the CPUs of this process.
 
-    If this is not set, vLLM divides CPUs by NUMA node only.
+    Without this setting, vLLM divides the CPUs only by NUMA node.
     """
     cpus = sorted(os.sched_getaffinity(0))
     shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
@@ -299,7 +300,7 @@ def _cpu_shares(ranks: int) -> str:
 def sleep_level(settings: EngineSettings) -> int:
     """Return vLLM's sleep level for SUSPEND. Level 2 drops the weights of draft models, which vLLM does not reload.
 
-    Raises ValueError: the settings ask for level 2 together with a draft model.
+    Raises ValueError if the settings request level 2 together with a draft model.
     """
     speculation = settings.vllm_arguments.get("speculative_config") or {}
     keeps_drafts = bool(speculation) and speculation.get("method") not in WITHOUT_DRAFT_WEIGHTS
@@ -311,7 +312,7 @@ def sleep_level(settings: EngineSettings) -> int:
 
 
 def check_version(version: str) -> None:
-    """Log a warning if this version of vLLM is newer than the supported ones.
+    """Log a warning if this version of vLLM is newer than the supported versions.
 
     Raises ValueError if it is older.
     """
