@@ -1,7 +1,7 @@
-"""Weights that a trainer publishes, received from the trainer as a checkpoint, or from an engine as it stores them.
+"""Weights that a trainer publishes, received from the trainer as a checkpoint, or from an engine in its stored form.
 
-A block is used only if its SHA-256 matches the manifest. The manifest of a trainer must match the digest in the
-reference that the coordinator sent; the manifest of an engine is authenticated by the engine's key.
+A block is used only if its SHA-256 matches the manifest. A trainer's manifest must match the digest in the reference
+that the coordinator has sent. An engine's manifest is authenticated by the engine's key.
 """
 
 from __future__ import annotations
@@ -51,13 +51,15 @@ _KEPT_BLOCKS = 8
 
 
 class WeightStream:
-    """The blocks of one session of a trainer or of an engine's rank. The constructor connects. For one thread.
+    """Receives the blocks of one session with a trainer or with a rank of an engine.
 
-    engine:   address of the rank of an engine; empty: the trainer that `source` names.
+    The constructor connects. Only one thread may use an instance.
+
+    engine:   address of an engine's rank; empty for the trainer that `source` names.
     part:     see OpenSession.
-    keys_dir: directory of engine.key, and trainer.pub or engine.pub; None: no encryption.
+    keys_dir: directory of engine.key, and of trainer.pub or engine.pub; None means no encryption.
 
-    Everything raises WeightsUnavailableError, after a deadline if the other side is stopped or cut off.
+    All methods raise WeightsUnavailableError. If the other side hangs or is unreachable, they do so after a deadline.
     """
 
     def __init__(self, source: PublishedSource, *, keys_dir: Path | None, engine: str = "", part: str = "") -> None:
@@ -86,7 +88,7 @@ class WeightStream:
         self._socket.close()
 
     def block(self, tensor: int, block: int) -> torch.Tensor:
-        """Receive and verify a block of a tensor of the manifest."""
+        """Receive and verify one block of a tensor in the manifest."""
         received = self.receive(tensor, block)
         self.verify(tensor, block, received)
         return received
@@ -108,7 +110,7 @@ class WeightStream:
         return received
 
     def verify(self, tensor: int, block: int, received: torch.Tensor) -> None:
-        """May be called on any thread."""
+        """Raise WeightsUnavailableError unless the received block matches the manifest. Any thread may call this."""
         entry = self.manifest.tensors[tensor]
         if block_digest(received) != entry.digest(block):
             raise self.unavailable(
@@ -122,10 +124,10 @@ class WeightStream:
 
 
 class PublishedCheckpoint(Checkpoint):
-    """The tensors of one session of a trainer. close() ends the connection. Blocks are received when they are read.
+    """The tensors of one session with a trainer. Blocks are received when they are read. close() ends the connection.
 
     config:   configuration of this engine's model. The trainer's tensors must fit it.
-    keys_dir, errors: see WeightStream.
+    keys_dir: see WeightStream, also for errors.
     """
 
     def __init__(self, source: str, *, config: ModelConfig, keys_dir: Path | None) -> None:
@@ -185,7 +187,7 @@ class NoValues(Checkpoint):
 
 
 def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]) -> None:
-    """Copy the tensors of an engine's rank into `targets`, its tensors by their names and in their order."""
+    """Receive the tensors of an engine's rank into `targets`, which lists them by name in the rank's order."""
     kinds = [(entry.name, entry.shape, entry.dtype) for entry in stream.manifest.tensors]
     expected = [(entry.name, entry.shape, entry.dtype) for entry in (entry_of(*target) for target in targets)]
     if kinds != expected:
@@ -203,7 +205,7 @@ def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]
 def newest(trainer: Trainer) -> PublishedSource:
     """Return the reference of the weights that a trainer has published last.
 
-    Raises WeightsUnavailableError, KeyFileError, and ValueError for another address than "HOST:PORT".
+    Raises WeightsUnavailableError, KeyFileError, and ValueError if the address is not "HOST:PORT".
     """
     host, separator, port = trainer.address.rpartition(":")
     if not separator or not port.isdigit():
@@ -213,7 +215,7 @@ def newest(trainer: Trainer) -> PublishedSource:
 
 
 def is_offered(source: str, *, keys_dir: Path | None) -> bool:
-    """Return whether the trainer answers and has the weights that `source` names."""
+    """Return whether the trainer responds and has the weights that `source` names."""
     try:
         asyncio.run(_open(PublishedSource.parse(source), keys_dir, is_question=True))
     except (WeightsUnavailableError, KeyFileError):
@@ -224,9 +226,9 @@ def is_offered(source: str, *, keys_dir: Path | None) -> bool:
 async def _open(
     source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False, engine: str = "", part: str = ""
 ) -> SessionOpened:
-    """Open a session with the trainer or an engine.
+    """Open a session with the trainer or with an engine.
 
-    Raises WeightsUnavailableError, and KeyFileError for missing keys.
+    Raises WeightsUnavailableError, and KeyFileError if keys are missing.
     """
     answer: asyncio.Future[SessionOpened] = asyncio.get_running_loop().create_future()
     connected = asyncio.Event()
