@@ -1,4 +1,7 @@
-"""Validates weights in the format of their file: computes their sum, and whether their values or scales are finite."""
+"""Validates weights in the format of their file.
+
+It computes their sum, and whether their values or scales are finite.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,10 @@ _SCALES = {
 
 
 def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
-    """Return the sum of all whole words of eight bytes, and whether all scales are finite; None for strided rows.
+    """Return the sum of all whole words of eight bytes, and whether all scales are finite. Return None for strided
+    rows.
 
-    The results equal the results of `quantized.py` and `checkpoints/checkpoint.py` in torch.
+    The results are equal to the results that `quantized.py` and `checkpoints/checkpoint.py` compute with torch.
     """
     data = stored.blocks_NB
     if not data.is_contiguous():
