@@ -1,13 +1,13 @@
-"""Compares the engine on a CUDA device with vLLM and transformers: an 8B Llama shape, random weights, one process.
+"""Compares the engine on a CUDA device with vLLM and transformers, on an 8B Llama shape with random weights.
 
     python bench/gpu_engine.py --json gpu.jsonl --seconds 120
     python bench/gpu_engine.py --with vllm --with transformers
 
-Each cell is a line of the file as soon as it is measured; the first line describes the run. All engines have the same
-shape, type and prompts, generate all tokens greedily, and take turns in each cell. The decode time is the time of a run
-of many new tokens minus the time of a run of one new token. The bound of a decode step is its weights, keys and values
-divided by the bandwidth of a large copy. The bound of a prompt is its operations divided by the rate of a large matrix
-product. Both rates are measured.
+All engines run in one process. The file gets one line per cell as soon as the cell is measured; the first line
+describes the run. All engines have the same shape, type and prompts, generate all tokens greedily, and alternate in
+each cell. The decode time is the time of a run with many new tokens minus the time of a run with one new token. The
+bound of a decode step is the size of its weights, keys and values divided by the bandwidth of a large copy. The bound
+of a prompt is its operations divided by the rate of a large matrix product. Both rates are measured.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Options:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the pages of 16 tokens that the largest cell needs."""
+        """Bytes of the KV pages (16 tokens each) that the largest cell needs."""
         decode = max(self.batch) * (-(-(self.prompt_tokens + self.new_tokens) // 16) + 1)
         pages = max(decode, -(-self.longest // 16) + 1) + 1
         return pages * self.config.kv_elements_per_token * self.dtype.itemsize * 16
@@ -73,7 +73,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of an engine: median, minimum and maximum of its turns."""
+    """An engine's tokens per second: median, minimum and maximum of its turns."""
 
     median: float
     minimum: float
@@ -86,7 +86,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Results of one cell. ratios: our median divided by the median of each peer."""
+    """The results of one cell. ratios: our median divided by the median of each peer."""
 
     cell: str
     ours: Rate
@@ -96,7 +96,7 @@ class Row:
 
 
 def our_engine(options: Options) -> Generate:
-    """Return the engine of `megatron engine`, without a coordinator."""
+    """Return a function that generates with the engine of `megatron engine`, without a coordinator."""
     config, rows, longest = options.config, max(options.batch), options.longest
     executor = CudaExecutor(
         ModelInMemory(RandomCheckpoint(config, options.dtype, options.device), name="random weights"),
@@ -130,7 +130,7 @@ def our_engine(options: Options) -> Generate:
 
 
 def vllm_engine(options: Options) -> Generate:
-    """Return vLLM's engine in this process, with random weights and CUDA graphs."""
+    """Return a function that generates with vLLM's engine in this process, with random weights and CUDA graphs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
 
@@ -145,7 +145,7 @@ def vllm_engine(options: Options) -> Generate:
             max_num_seqs=max(options.batch),
             max_num_batched_tokens=max(options.prefill_tokens, *options.batch),
             kv_cache_memory_bytes=options.kv_cache_bytes,
-            gpu_memory_utilization=0.5,  # a check at the start only: the size of the cache is given
+            gpu_memory_utilization=0.5,  # only a check at the start, because the size of the cache is set
             enable_prefix_caching=False,
         ).llm_engine
     numbers = count()
@@ -161,7 +161,7 @@ def vllm_engine(options: Options) -> Generate:
 
 
 def transformers_engine(options: Options) -> Generate:
-    """Return transformers' continuous batching."""
+    """Return a function that generates with transformers' continuous batching."""
     from transformers import GenerationConfig, LlamaForCausalLM
 
     with options.device:
@@ -207,8 +207,9 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     until: float | None = None,
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield each cell with the tokens per second of each turn, by engine. until: the monotonic time from which no cell
-    begins; None has no limit.
+    """Yield each cell with the tokens per second of each turn, by engine.
+
+    until: monotonic time after which no cell starts; None means no limit.
     """
 
     def is_over() -> bool:

@@ -3,9 +3,10 @@
     python bench/load.py --against ../before
 
 Every load runs in its own process. `total` is the time from the end of `import torch` until the engine is ready. It has
-two parts: `import_own`, the import of our modules, and `load`: the file's headers, verified and packed weights, and the
-KV cache. `cpu` is the CPU time of all threads, without the tokenizer, which an engine loads when a request needs
-text. With --against, loads of this version and of the one in that directory (its `runtime` and `kernels`) alternate.
+two parts. `import_own` is the import of our modules. `load` reads the file's headers, verifies and packs the weights,
+and allocates the KV cache. `cpu` is the CPU time of all threads. It does not include the tokenizer, which an engine
+loads when a request needs text. With --against, loads of this version alternate with loads of the version in that
+directory (its `runtime` and `kernels`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HELP = {"show_default": True}
 
 
 def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float]:
-    """Return the seconds of one load by the version in `root`."""
+    """Return the seconds of one load with the version in `root`."""
     path = os.pathsep.join(str(root / part) for part in ("runtime", "kernels"))
     done = subprocess.run(
         [sys.executable, str(_WORKER), model, dtype, str(threads)],
