@@ -75,15 +75,15 @@ def auto_ratios(rates: dict[tuple[str, str, int], float], name: str, batches: li
     """Return which format `auto` selects for each type of checkpoint, and its speed relative to the best format of
     KEEPS.
     """
-    found: dict[str, dict[str, Any]] = {}
+    selections: dict[str, dict[str, Any]] = {}
     for stored, formats in KEEPS.items():
         chosen = select_numbers("auto", getattr(torch, stored)).weights
         ratios = {
             str(batch): round(rates[chosen, name, batch] / max(rates[format, name, batch] for format in formats), 3)
             for batch in batches
         }
-        found[stored] = {"chosen": chosen, "ratio": ratios}
-    return found
+        selections[stored] = {"chosen": chosen, "ratio": ratios}
+    return selections
 
 
 def table(rates: dict[tuple[str, str, int], float], names: list[str], batches: list[int]) -> str:

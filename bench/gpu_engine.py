@@ -170,10 +170,12 @@ def transformers_engine(options: Options) -> Generate:
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
         wanted = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        found = run(inputs=prompts, generation_config=wanted, progress_bar=False)
-        short = [name for name, output in found.items() if len(output.generated_tokens) != new_tokens]
-        if len(found) != len(prompts) or short:
-            raise RuntimeError(f"transformers answered {len(found)} of {len(prompts)} prompts, {len(short)} too short")
+        outputs = run(inputs=prompts, generation_config=wanted, progress_bar=False)
+        short = [name for name, output in outputs.items() if len(output.generated_tokens) != new_tokens]
+        if len(outputs) != len(prompts) or short:
+            raise RuntimeError(
+                f"transformers answered {len(outputs)} of {len(prompts)} prompts, {len(short)} too short"
+            )
 
     return generate
 
@@ -221,11 +223,11 @@ def measure(
         return clock() - begun
 
     def in_turns(turn: Callable[[Generate], float]) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {name: [] for name in engines}
+        rates: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(RUNS):
             for name, generate in engines.items():
-                found[name].append(turn(generate))
-        return found
+                rates[name].append(turn(generate))
+        return rates
 
     for batch in options.batch:
         if is_over():
@@ -254,15 +256,15 @@ def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
     """Return the upper bound of tokens per second, by cell."""
     config, size = options.config, options.dtype.itemsize
     weights = num_parameters(config) - config.vocab_size * config.hidden_size  # a token reads one row of the embedding
-    found = {}
+    upper_bounds = {}
     for batch in options.batch:
         cached = batch * (options.prompt_tokens + options.new_tokens / 2) * config.kv_elements_per_token
-        found[f"decode b{batch}"] = batch * ceilings.bytes_per_second / ((weights + cached) * size)
+        upper_bounds[f"decode b{batch}"] = batch * ceilings.bytes_per_second / ((weights + cached) * size)
     tokens = options.prefill_tokens
     head = config.vocab_size * config.hidden_size
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens * (tokens + 1)
-    found[f"prefill {tokens}"] = tokens * ceilings.flops_per_second / (2 * (weights - head) * tokens + attention)
-    return found
+    upper_bounds[f"prefill {tokens}"] = tokens * ceilings.flops_per_second / (2 * (weights - head) * tokens + attention)
+    return upper_bounds
 
 
 def row_of(cell: str, turns: dict[str, list[float]], maximum: float) -> Row:
@@ -271,7 +273,7 @@ def row_of(cell: str, turns: dict[str, list[float]], maximum: float) -> Row:
     turns:   tokens per second of each turn, by engine.
     maximum: theoretical bound of the cell, in tokens per second.
     """
-    rates = {name: Rate.of(found) for name, found in turns.items()}
+    rates = {name: Rate.of(values) for name, values in turns.items()}
     ours = rates.pop(OURS)
     return Row(
         cell=cell,

@@ -40,8 +40,8 @@ def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float
     )
     if done.returncode:
         raise click.ClickException(f"{root}, {dtype}: {done.stderr.strip()[-300:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
@@ -77,9 +77,9 @@ def main(
         for dtype in dtypes:
             for name, root in versions.items():
                 runs.setdefault(f"{dtype}, {name}", []).append(load(root, model=model, dtype=dtype, threads=threads))
-    figures = {name: summary(found) for name, found in runs.items()}
-    for name, found in figures.items():
-        click.echo(f"{name:18}" + "  ".join(f"{key} {v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" for key, v in found.items()))
+    figures = {name: summary(values) for name, values in runs.items()}
+    for name, values in figures.items():
+        click.echo(f"{name:18}" + "  ".join(f"{key} {v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" for key, v in values.items()))
     if json_file is not None:
         options = {"model": model, "rounds": rounds, "threads": threads}
         document = {"benchmark": "load", "machine": machine(), "options": options, "seconds": figures}

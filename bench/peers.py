@@ -118,8 +118,8 @@ def main(
     files = write_forms(models, [*weights, *http_weights], model)
     for name in DTYPES:
         if rounds and name in weights:
-            found = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
-            group = [engine for engine in found if engine.name not in without]
+            supporting = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
+            group = [engine for engine in supporting if engine.name not in without]
             report.parts.append(Part(name, "engines", group))
             measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
             measure_starts(group, rounds=rounds, cpus=cpus)

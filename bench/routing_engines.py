@@ -159,7 +159,8 @@ def main(
         for server in servers.values():
             server.close()
     figures = {
-        policy: {key: round(median(row[key] for row in found), 2) for key in found[0]} for policy, found in rows.items()
+        policy: {key: round(median(row[key] for row in policy_rows), 2) for key in policy_rows[0]}
+        for policy, policy_rows in rows.items()
     }
     for key, before in figures[policies[0]].items():
         later = [

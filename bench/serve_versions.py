@@ -103,11 +103,11 @@ def instructions(process: psutil.Process, folder: Path) -> int:
     """Return the number of instructions of a process under callgrind since the last call."""
     subprocess.run(["callgrind_control", "--dump=count", str(process.pid)], check=True, capture_output=True)
     (file,) = folder.glob(f"out.{process.pid}.*")
-    found = re.search(r"^totals: (\d+)", file.read_text(), re.MULTILINE)
+    totals = re.search(r"^totals: (\d+)", file.read_text(), re.MULTILINE)
     file.unlink()
-    if found is None:
+    if totals is None:
         raise click.ClickException(f"{file}: no line `totals:`, which callgrind writes")
-    return int(found[1])
+    return int(totals[1])
 
 
 def idle_rates(server: Server, folder: Path) -> dict[str, float]:
@@ -216,21 +216,21 @@ def serve_rows(
     rounds: number of rounds after each start.
     model:  model reference; None means that echo engines answer.
     """
-    found = {load: Rounds() for load in LOADS}
+    rounds_by_load = {load: Rounds() for load in LOADS}
     for start_number in range(starts):
         servers: dict[str, Server] = {}
         try:
             for name in sorted(checkouts, reverse=start_number % 2 == 1):
                 servers[name] = start(name, checkouts[name], keys, model, None)
                 run(servers[name], 8, 8, requests=min(100, requests), seed=-1, tools=tools)  # warm-up
-            for (clients, tokens), figures in found.items():
+            for (clients, tokens), figures in rounds_by_load.items():
                 count = requests if tokens < 8 else requests // 4
                 options: dict[str, int] = {"clients": clients, "tokens": tokens, "requests": count, "tools": tools}
                 figures.measure(rounds, partial(run_named, servers, **options))
         finally:
             for server in servers.values():
                 server.close()
-    for (clients, tokens), figures in found.items():
+    for (clients, tokens), figures in rounds_by_load.items():
         yield {"clients": clients, "tokens": tokens, "has_key": keys is not None, **figures.row()}
 
 
@@ -250,7 +250,7 @@ class Rounds:
     """The figures of both checkouts in each round."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
+        self._figures: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
 
     def measure(self, rounds: int, measured: Callable[[str, int], dict[str, float]]) -> None:
         """Measure both checkouts `rounds` times, in alternating order.
@@ -258,16 +258,16 @@ class Rounds:
         measured: returns the figures of a checkout, given its name and the number of the round.
         """
         for _ in range(rounds):
-            number = len(self._found[THIS])
-            for name in sorted(self._found, reverse=number % 2 == 1):
-                self._found[name].append(measured(name, number))
+            number = len(self._figures[THIS])
+            for name in sorted(self._figures, reverse=number % 2 == 1):
+                self._figures[name].append(measured(name, number))
 
     def row(self) -> Row:
         """Return the medians of both checkouts' figures, and the ratios of each round."""
         row: Row = {}
-        for figure in self._found[THIS][0]:
-            found = (self._found[THIS], self._found[OTHER])
-            pairs = [(one[figure], two[figure]) for one, two in zip(*found, strict=True)]
+        for figure in self._figures[THIS][0]:
+            both = (self._figures[THIS], self._figures[OTHER])
+            pairs = [(one[figure], two[figure]) for one, two in zip(*both, strict=True)]
             ratios = [round(one / two, 3) for one, two in pairs if two]  # CPU time in ticks can be 0
             row[figure] = {
                 THIS: round(median(one for one, _ in pairs), 2),
@@ -282,11 +282,11 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
     """Print the figures of a row. Figures whose ratio misses the goal are marked."""
     parts = []
     for figure in figures:
-        found, ratio = row[figure], row[figure]["ratio"]
+        values, ratio = row[figure], row[figure]["ratio"]
         is_cost = "cpu_us" in figure or "instructions" in figure
         is_met = ratio is None or (ratio <= MAX_COST if is_cost else ratio >= MIN_RATIO)
         missed = "" if is_met else " (goal missed)"
-        parts.append(f"{figure} {found[THIS]:g} and {found[OTHER]:g}, ratio {found['ratio']}{missed}")
+        parts.append(f"{figure} {values[THIS]:g} and {values[OTHER]:g}, ratio {values['ratio']}{missed}")
     click.echo(f"{what}: {'; '.join(parts)}")
 
 
@@ -342,10 +342,10 @@ def main(
         for file in (None, keys):
             options: dict[str, Any] = {"rounds": rounds, "requests": requests}
             if counts:
-                found = counted_rows(checkouts, file, **options)
+                load_rows = counted_rows(checkouts, file, **options)
             else:
-                found = serve_rows(checkouts, file, starts=starts, tools=tools, model=model, **options)
-            for row in found:
+                load_rows = serve_rows(checkouts, file, starts=starts, tools=tools, model=model, **options)
+            for row in load_rows:
                 key = ", a key with limits" if row["has_key"] else ""
                 what = f"{row['clients']} clients, {row['tokens']:2} tokens{key}"
                 say(what, row, [figure for figure in row if isinstance(row[figure], dict)])

