@@ -44,10 +44,10 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 
 PREFIX_TOKENS = PROMPT_TOKENS = 512
-"""Of the shared half and of the rest of a prompt."""
+"""Number of tokens in the shared half of a prompt, and in the other half."""
 BLOCK_TOKENS = 64
 MAX_REQUESTS = 64
-"""Of an engine at once."""
+"""Maximum number of requests that an engine runs at a time."""
 ENGINES_PER_PREFIX = 2
 ENGINES_PER_OPEN_REQUEST = 2
 ONE, SHARED = "one coordinator", "one coordinator, one prefix"

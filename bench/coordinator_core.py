@@ -35,9 +35,9 @@ from megatron_runtime.protocol.request_meta import RequestMeta
 OPEN_REQUESTS = 128
 PROMPT_TOKENS, NUM_PROMPTS, NUM_PREFIXES = 1000, 512, 8
 BATCH = 250
-"""Requests of a policy before the next policy has its turn."""
+"""Number of requests per batch. The policies alternate after each batch."""
 INSTRUCTION_REQUESTS = 400
-"""Requests whose instructions are counted, which takes a hundred times as long."""
+"""Number of requests whose instructions are counted. Counting takes a hundred times as long as running."""
 CLIENT = int(Role.CLIENT), b"client"
 
 

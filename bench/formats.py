@@ -28,7 +28,7 @@ from megatron_runtime.models.weights import load_weights
 from megatron_runtime.protocol import strict_json as json
 
 KEEPS = {"float32": ("float32",), "float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32")}
-"""Type of a checkpoint -> formats that keep its values."""
+"""Map from the type of a checkpoint to the formats that keep its values."""
 
 
 def load(model: str, names: list[str]) -> dict[tuple[str, str], CppDecoder]:

@@ -45,7 +45,7 @@ RUNS = 3
 OURS = "ours"
 
 Generate = Callable[[list[list[int]], int], None]
-"""Generate a number of tokens for each prompt."""
+"""Generates a number of tokens for each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +199,7 @@ def _transformers_config(options: Options) -> Any:
 
 
 PEERS: dict[str, Callable[[Options], Generate]] = {"vllm": vllm_engine, "transformers": transformers_engine}
-"""Engines to compare with on request, by the name of their package."""
+"""Peers to compare with on request, by the name of their package."""
 
 
 def measure(

@@ -42,7 +42,7 @@ REPLAYS = 20
 T = TypeVar("T")
 
 Random = Callable[..., torch.Tensor]
-"""Returns normally distributed numbers of a shape, on the device and of the type of the measurement."""
+"""Returns normally distributed numbers of a shape, on the device and with the type of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

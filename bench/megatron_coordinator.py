@@ -53,9 +53,9 @@ from megatron_runtime.protocol.headers import Header, Role
 SIDES = ("ours", "megatron")
 CLIENTS = ("frames", "theirs", "ours")
 _FORK = multiprocessing.get_context("fork")
-"""Megatron-Core and torch are imported once."""
+"""Processes are forked, so that Megatron-Core and torch are imported only once."""
 MAX_REQUESTS = 4096
-"""Of an engine. Megatron-Core's coordinator needs it for its routing."""
+"""Maximum number of requests of an engine. The routing of Megatron-Core's coordinator needs this number."""
 BLOCK_TOKENS = 16
 SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 64
 GENERATED_TOKENS = 16

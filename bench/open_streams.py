@@ -27,12 +27,12 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.peer_link import PeerLink
 
 OPENING = 256
-"""Streams that have been submitted and not dispatched."""
+"""Maximum number of streams that have been submitted and not dispatched yet."""
 ENTRIES = 64
-"""Most streams of one message of tokens."""
+"""Maximum number of streams whose tokens are in one message."""
 MESSAGES_AHEAD = 16
 TOKENS_PER_REQUEST = 8
-"""Tokens of streams for each short request of the measurement."""
+"""Number of stream tokens that are measured for each measured short request."""
 _TOKEN = messages.tokens_to_bytes([1])
 
 

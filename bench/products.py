@@ -31,7 +31,7 @@ _FORMATS = ("float32", "bfloat16", "float16", "int8", "q5_0", "int4", "q2_k", "q
 _KINDS = {"q5_0": Q5_0, "q2_k": Q2_K, "q3_k": Q3_K, "q4_k": Q4_K, "q5_k": Q5_K, "q6_k": Q6_K}
 _CACHED_OUTPUTS = 512
 _MEMORY = 96 << 20
-"""Bytes of the matrices of one format, more than the cache of a core."""
+"""Bytes of the matrices of one format together, which exceed the cache of a core."""
 
 
 @dataclass(frozen=True, slots=True)

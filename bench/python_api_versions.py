@@ -26,7 +26,7 @@ THIS, OTHER = "this", "other"
 MODEL = "builtin:smollm2-135m"
 CALLS = ("generate", "generate, 8 prompts", "generate_stream")
 MAX_RATIO = 1.03
-"""The goal: time of this checkout over time of the other one."""
+"""The goal: maximum ratio of this checkout's time to the other checkout's time."""
 
 
 def serve() -> None:

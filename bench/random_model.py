@@ -32,7 +32,7 @@ LLAMA_8B = ModelConfig(
     tie_embeddings=False,
     eos_token_ids=(),
 )
-"""Llama 3.1 8B."""
+"""The shape of Llama 3.1 8B."""
 
 
 _ROW_STEP = 61

@@ -37,7 +37,7 @@ from megatron_runtime.process.options import FiniteRange
 from megatron_runtime.protocol import strict_json as json
 
 MAX_TOKENS, MIN_TOKENS = 4000, 2
-"""Of a prompt after it is scaled."""
+"""Maximum and minimum number of tokens of a prompt after it is scaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,18 +41,18 @@ from megatron_runtime.protocol import strict_json as json
 
 THIS, OTHER = "this", "other"
 LOADS = ((1, 2), (1, 64), (8, 2), (8, 64))
-"""Clients at once, and tokens of each answer."""
+"""Number of concurrent clients, and number of tokens of each answer."""
 MIN_RATIO, MAX_COST = 0.97, 1.03
-"""Goals for this checkout: requests per second, and CPU time for each request, as shares of the other one's."""
+"""Goals for this checkout, relative to the other: minimum requests per second, and maximum CPU time per request."""
 COMPONENTS = ("server", "coordinator")
-"""The commands of `megatron` that the measured processes run."""
+"""The `megatron` commands of the processes that are measured."""
 CALLGRIND_SERVE = Path(__file__).parent / "peer_workers/callgrind_serve.py"
 IDLE_SECONDS = 10
 KEY = "key-of-the-benchmark"
 KEYS = f"keys:\n- name: bench\n  key: {KEY}\n  requestsPerMinute: 1000000000\n  tokensPerMinute: 1000000000\n"
 REPOSITORY = Path(__file__).parents[1]
 Row: TypeAlias = dict[str, Any]
-"""Load, and of each figure: `this`, `other`, `ratio` and `ratio_by_round`."""
+"""The load, and for each figure the values `this`, `other`, `ratio` and `ratio_by_round`."""
 
 
 def start(name: str, checkout: Path, keys: Path | None, model: str | None, counts: Path | None) -> Server:

@@ -69,7 +69,7 @@ TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         _object(room={"enum": ["kitchen", "bedroom", "office"]}, color=_object(name=TEXT, level={"enum": [1, 2, 3]})),
     ),
 }
-"""Description and schema of the arguments, by name."""
+"""Description of each tool and schema of its arguments, by the tool's name."""
 TOPICS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "get_forecast": (
         ("Lima", "Oslo", "Cairo", "Perth", "Quito", "Riga", "Seoul", "Turin", "Accra", "Delhi"),
@@ -128,12 +128,12 @@ TOPICS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""Subjects and questions about them, by the tool that they call for."""
+"""Subjects and questions about them, by the tool that the questions require."""
 EARLIER: dict[str, tuple[str, dict[str, Any]]] = {
     "get_forecast": ("Is it warm in Bern today?", {"city": "Bern", "days": 1, "unit": "celsius"}),
     "set_light": ("Make the office blue.", {"room": "office", "color": {"name": "blue", "level": 2}}),
 }
-"""An earlier question and the arguments of its call, by tool. A prompt has the one of another tool."""
+"""An earlier question and the arguments of its tool call, by tool. A prompt has the entry of another tool."""
 
 
 def prompts(count: int) -> list[list[Message]]:

@@ -45,10 +45,10 @@ FIRST_TOKENS: Mapping[str, Mapping[str, Any]] = {
         "prompt": lambda text: {"messages": [{"role": "user", "content": f"Find {text}."}]},
     },
 }
-"""Requests of one client whose time to the first token is measured: arguments of measure()."""
+"""Arguments of measure() for the requests of one client whose time to the first token is measured."""
 KV_CACHE_BYTES = 1 << 30
 MIN_RATIO, MAX_MS = 0.97, 5.0
-"""The goals: throughput of ours over vLLM's, and the difference of the times to the first token."""
+"""The goals: minimum ratio of our throughput to vLLM's, and maximum difference of the times to first token in ms."""
 _IDLE_SECONDS = 5.0
 _HELP = {"show_default": True}
 

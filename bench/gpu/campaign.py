@@ -42,11 +42,11 @@ BOXES = {
     "vllm": 240.0,
     "vllm_serve": 180.0,
 }
-"""The steps in their order, with the seconds that each may take."""
+"""The steps in order, with the maximum seconds of each."""
 MIN_SHARE_OF_BOX = 0.3
-"""A step is left out if less than this share of its seconds is left."""
+"""A step is skipped if less than this share of its seconds is left."""
 SERVER_STEPS = ("server", "bench_serve", "vllm", "vllm_serve")
-"""Steps that start processes of `megatron` and need a model's file."""
+"""Steps that start `megatron` processes and need the file of a model."""
 MODEL = "builtin:smollm2-135m"
 _SUMMARY_COLUMNS = 260
 _EXIT_SECONDS = 3.0

@@ -26,7 +26,7 @@ from bench.gpu.report import ROOT
 from megatron_runtime.checkpoints.source import StoredModel, resolve
 
 EXPECTED = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "pip")
-"""Packages that the machine must have, with what they require."""
+"""Packages that the machine must already have, including their dependencies."""
 PROJECT = "megatron-inference[runtime]"
 LEFT_OUT = ("docs/", ".github/")
 """Folders of the checkout that the campaign does not read."""

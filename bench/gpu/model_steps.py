@@ -88,13 +88,13 @@ MODULES = (
     "uvloop",
     "httpx",
 )
-"""What a server on this machine imports."""
+"""Modules that a server on this machine imports."""
 CEILINGS = "ceilings.json"
 _SHORT_PROMPT = 16
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 5
 _WORKING_SET = 120_000_000
-"""Bytes of the weights that a product reads in turn, which do not fit the L2 cache."""
+"""Bytes of weights that a product reads in rotation. They do not fit into the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)

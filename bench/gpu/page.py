@@ -54,19 +54,19 @@ _SECTIONS = {
     "vllm": ("vLLM: server, verbs and the loss of an engine", "The same with engines of vLLM, without CUDA graphs."),
     "vllm_serve": ("vLLM: `megatron bench serve`", "SmolLM2 135M in bfloat16, by the number of clients."),
 }
-"""The steps whose results a page shows, with their headings and a description, in its order."""
+"""The steps whose results a page shows, in the page's order, each with a heading and a description."""
 _FAILURES = ("error", "failed")
 _HIDDEN = ("step", "name", "time", "text", "processes", "entry")
 _KERNELS = "us_of_a_step"
 """The figure that is a list of (kernel, launches, microseconds)."""
 _MIN_KERNEL_US = 5
-"""A page leaves out kernels that take less."""
+"""A page leaves out kernels that take fewer microseconds."""
 _BATCH = re.compile(r"(.+?) (b\d+|\d+ rows|\d+)(| of \d+)")
-"""A cell that is measured by the number of rows of a step, or of clients."""
+"""Name of a cell that is measured by number of rows of a step or by number of clients."""
 
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
-"""The columns of a table, and its lines."""
+"""The columns of a table, and its rows."""
 
 
 def page(rows: Sequence[Row], *, commit: str) -> str:

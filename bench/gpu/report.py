@@ -110,7 +110,7 @@ DRY_SIZES = Sizes(
     requests_per_client=2,
     answer_tokens=4,
 )
-"""On a CPU, in seconds."""
+"""Sizes for a dry run on a CPU, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,11 @@ PEERS = ("llama.cpp", "OpenVINO", "transformers", "vLLM")
 T = TypeVar("T")
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
-"""CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
+"""Maximum number of busy CPUs of an idle machine, the seconds over which it is measured, and the maximum seconds to
+wait.
+"""
 _LONG_LOAD = 20.0
-"""Seconds of a load that is measured once."""
+"""A load that takes this many seconds or more is measured once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,9 +17,12 @@ from megatron_runtime.protocol import strict_json as json
 
 _BARS, _BAR_WIDTH = 210, 420
 _STEADY = 1.07
-"""Highest ratio of the fastest to the slowest rate of the memory in a turn in which two engines met the same memory."""
+"""Maximum ratio of the memory bandwidths around a turn at which two engines count as having had the same bandwidth."""
 _MIN_TURNS = 3
-"""Turns at equal rates without which all turns count. The median of fewer is a single turn, or nearly."""
+"""Minimum number of turns at equal bandwidths.
+
+With fewer, all turns count, because a median of fewer is hardly a median.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 DTYPES = {"4-bit": "int4", "bfloat16": "bfloat16", "float32": "float32"}
-"""`--dtype` of our engine by kind of weights."""
+"""Our engine's `--dtype` for each kind of weights."""
 _BUILTIN = "builtin:smollm2-135m"
 _FILE_TYPES = {
     gguf.GGMLQuantizationType.F32: gguf.LlamaFileType.ALL_F32,
@@ -52,7 +52,9 @@ MODELS = {
         _LAYERS * (_ATTENTION + 3 * _HIDDEN * _FEED_FORWARD), _VOCABULARY * _HIDDEN, gguf.GGMLQuantizationType.Q4_0
     ),
 }
-"""The built-in model, and the shape of Llama 3.2 1B with random weights and the vocabulary of the built-in model."""
+"""The built-in model, and a model with random weights that has the shape of Llama 3.2 1B and the built-in
+vocabulary.
+"""
 
 
 def write_forms(directory: Path, weights: list[str], model: str) -> dict[str, str]:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Generate = Callable[[list[list[int]], int], float]
-"""Generate a number of tokens after each prompt, greedily, without an early end. Return the seconds until every prompt
-has its first token."""
+"""Generates a number of tokens after each prompt, greedily and without an early end.
+
+Returns the seconds until every prompt has its first token.
+"""
 
 
 def serve(load: Callable[[], tuple[Generate, int]], *, libraries: Sequence[str], platform: str | None = None) -> None:

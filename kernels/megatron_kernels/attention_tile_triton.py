@@ -9,7 +9,10 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 
 WIDEN_PRODUCTS = bool(triton.knobs.runtime.interpret)
-"""Triton's interpreter cannot multiply bfloat16 matrices. Widening the operands to float32 gives the same sums."""
+"""Whether to widen operands to float32, because Triton's interpreter cannot multiply bfloat16.
+
+The sums are the same.
+"""
 
 
 def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:

@@ -77,9 +77,9 @@ SCALES = {
     Q6_K: slice(208, 210),
     **dict.fromkeys((IQ1_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS), slice(0, 2)),
 }
-"""The bytes of a block that are float16 numbers, by quantized GGML type; all other bytes are small integers.
+"""The bytes of a block that are float16 numbers, by quantized GGML type. All other bytes are small integers.
 
-IQ1_M is missing, because parts of other bytes form its scale; its values are validated instead.
+IQ1_M is missing, because its scale consists of parts of other bytes. Its values are validated instead.
 """
 _HALF_EXPONENT = 0x7C00
 PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
@@ -172,5 +172,5 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 _FORMATS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0}
 """Dequantization function of each GGML type.
 
-In torch they are several times as fast as the gguf package, with equal values.
+These functions are several times as fast as the gguf package, and return equal values.
 """

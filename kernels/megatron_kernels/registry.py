@@ -36,7 +36,7 @@ class Backend(StrEnum):
 
 
 _MODULES = {"sample": "sampling"}
-"""Module names of the operations whose file has another name than the function."""
+"""Names of the modules of operations if they differ from the names of the functions."""
 
 
 class KernelError(ValueError):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 NOT_FINITE = -1
-"""Value that stands for the token of a row whose logits are not finite."""
+"""A value in place of the token of a row whose logits are not finite."""
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF

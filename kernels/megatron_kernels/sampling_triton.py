@@ -23,7 +23,9 @@ CANDIDATES = 4096
 
 _BITS_OF_ONE = tl.constexpr(0x3F800000)
 _CANDIDATE_BITS = tl.constexpr(0x38800000)
-"""Bits of 2^-14, the minimum weight of buffered tokens. top-k and top-p rarely keep a token with a smaller weight."""
+"""Bits of 2^-14, the minimum weight of tokens in the buffer. top-k and top-p rarely keep a token with a smaller
+weight.
+"""
 _STEP = tl.constexpr(2.0**-52)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_DOT_ROWS = 16
-"""Minimum number of rows of a tensor-core product; fewer rows are padded."""
+"""Minimum number of rows of a tensor-core product. Products with fewer rows are padded."""
 
 
 SPLIT_TOKENS = 128
-"""Minimum number of cached tokens per program of decode attention. The step `attention` of the GPU campaign
-compares other values."""
+"""Minimum number of cached tokens per program of decode attention.
+
+The step `attention` of the GPU campaign compares other values.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         **_PORTABLE,
     },
 }
-"""Machine -> instruction set -> compiler flags, as listed in operations.h. Other machines run the portable one."""
+"""Compiler flags by machine and instruction set, as listed in operations.h. Other machines use the portable variant."""
 
 
 class BuildError(OSError):

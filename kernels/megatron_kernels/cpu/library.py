@@ -14,13 +14,13 @@ from functools import cache
 from megatron_kernels.cpu import build
 
 ISA_VARIABLE = "MEGATRON_CPU_ISA"
-"""Environment variable that selects an instruction set instead of the best one of this CPU."""
+"""Environment variable that selects an instruction set instead of this CPU's best instruction set."""
 
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = range(11)
 """Number formats of a packed matrix."""
 
 PANEL = 16
-"""Number of outputs in a panel. The size of a head and the tokens of a cache page must be multiples of it."""
+"""Number of outputs in a panel. The head size and the number of tokens of a cache page must be multiples of it."""
 
 BFLOAT16_INSTRUCTION_SETS = frozenset(("amx", "avx512_bf16", "neon_i8mm"))
 """Instruction sets that can multiply bfloat16."""
@@ -148,7 +148,7 @@ _FUNCTIONS = {
     "megatron_sum_of_values": (c_int64, c_void_p, c_int64, c_uint64, c_void_p),
     "megatron_scales_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64),
 }
-"""Type of the result and types of the arguments of each function."""
+"""The result type and the argument types of each function."""
 
 
 @cache

@@ -23,7 +23,10 @@ _PROVIDED = 1 << 22
 _HUGEPAGE, _NOHUGEPAGE, _POPULATE_WRITE, _COLLAPSE = 14, 15, 23, 25
 """Values of the argument `advice` of madvise(2)."""
 _MAX_SECONDS = 2e-3
-"""Maximum CPU seconds for populating _PROVIDED bytes of large pages. If it takes longer, small pages are used."""
+"""Maximum CPU seconds for populating _PROVIDED bytes of large pages.
+
+If populating takes longer, small pages are used.
+"""
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """System call number of mbind(2) by machine."""
 _INTERLEAVE = 3
@@ -31,7 +34,7 @@ _INTERLEAVE = 3
 _MASK_WORDS = 16
 _NODES = Path("/sys/devices/system/node/online")
 _REST = 3.0
-"""Ratio of sleep to work of the thread that joins pages."""
+"""Ratio of sleeping time to working time of the thread that joins pages."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 

@@ -41,7 +41,7 @@ from megatron_kernels.quantized import (
 )
 
 BLOCK = 32
-"""Number of inputs in a block of the integer formats. In every format, the inputs of a matrix must be whole blocks."""
+"""Number of inputs in a block of the integer formats. In every format, a matrix must have whole blocks of inputs."""
 SUPER_BLOCK = 256
 """Number of inputs in a block of the K-quants."""
 PANEL_FORMATS = {

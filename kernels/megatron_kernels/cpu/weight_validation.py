@@ -16,7 +16,7 @@ from megatron_kernels.quantized import BLOCK_SIZES, SCALES, QuantizedTensor
 
 _WORD = 8
 _EXPONENTS = {FLOAT16: 0x7C00_7C00_7C00_7C00, BFLOAT16: 0x7F80_7F80_7F80_7F80, FLOAT32: 0x7F80_0000_7F80_0000}
-"""For formats whose panels contain values: mask of the exponent bits in a word of eight bytes."""
+"""Mask of the exponent bits in a word of eight bytes, for formats whose panels contain floating-point values."""
 _SCALES = {
     INT8: (512, PANEL),
     INT5: (320, 2 * PANEL),
@@ -27,7 +27,8 @@ _SCALES = {
     abi.Q5_K: (0, 2 * PANEL),
     abi.Q6_K: (0, PANEL),
 }
-"""For formats whose panels contain integers: byte offset and number of the float16 scales in a block (src/kernels.h).
+"""Byte offset and number of the float16 scales in a block (src/kernels.h), for formats whose panels contain
+integers.
 """
 
 

@@ -38,7 +38,7 @@ LARGE_VOCABULARY = 100_000
 """Minimum number of tokens of a large vocabulary. Indexing 50,000 tokens takes 0.3 s, 260,000 several seconds."""
 
 COMPILE_SECONDS_PER_MINUTE = 20.0
-"""Seconds of compile time for new grammars that each tenant gets per minute in each engine. Usual grammars are free."""
+"""Seconds of compile time for new grammars per tenant, minute and engine. Grammars that are known already are free."""
 
 LISTS_OF_BAD_WORDS = 32
 """Number of tokenized lists of bad words that are cached. The largest list takes 4 ms to tokenize."""

@@ -26,7 +26,9 @@ _SIZE = struct.Struct("<Q")
 _TOKENIZER_PREFIX = "tokenizer."
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 20
 _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 24
-"""Limits: metadata pairs and tensors per file, axes per tensor, and elements of all arrays of a file together."""
+"""Maximum numbers of metadata pairs and tensors per file, of axes per tensor, and of elements of all arrays in a
+file.
+"""
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 

@@ -54,7 +54,7 @@ _REMEDY = "write it again with megatron convert --to packed"
 _DTYPES = {**DTYPES, "U8": torch.uint8}
 _NAMES = {number: name for name, number in PANEL_FORMATS.items()}
 _STORED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Type of the values of a format, by its name. All other formats have float32."""
+"""Map from the name of a format to the type of its values. All other formats have float32 values."""
 
 
 class PackedCheckpoint(Checkpoint):

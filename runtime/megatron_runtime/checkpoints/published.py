@@ -43,11 +43,11 @@ from megatron_runtime.transport.security import TRAINER, KeyFileError, PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 
 ANSWER_SECONDS = 15.0
-"""Timeout, in seconds, for an answer of the trainer, and for the connection to an engine."""
+"""Timeout, in seconds, for an answer from the trainer, and for the connection to an engine."""
 DIGEST_SECONDS = 300.0
-"""Timeout, in seconds, for the answer of a connected engine, which may have to compute the digests of its weights."""
+"""Timeout, in seconds, for the answer from a connected engine, which may have to compute the digests of its weights."""
 _KEPT_BLOCKS = 8
-"""Number of blocks that are kept, because consecutive reads of a matrix overlap in the blocks at their ends."""
+"""Number of blocks that are kept, because consecutive reads of a matrix overlap in their first and last blocks."""
 
 
 class WeightStream:
@@ -76,7 +76,7 @@ class WeightStream:
         except (MalformedMessageError, OSError) as error:
             raise self.unavailable(str(error)) from error
         self.digest = opened.digest
-        """SessionOpened.digest."""
+        """SessionOpened.digest of this session."""
 
     def __enter__(self) -> Self:
         return self

@@ -22,8 +22,9 @@ Globals = Mapping[tuple[str, str], Any]
 
 _MAX_SIZE = 1 << 63
 _REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
-"""Rejected opcodes: they allocate the size that they state, build integers of megabytes, or read tables of this
-process.
+"""Rejected opcodes.
+
+They allocate a size that the pickle states, build integers of megabytes, or read tables of this process.
 """
 _MAX_ARGUMENTS = 64
 

@@ -46,8 +46,9 @@ INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "language_model.")
-"""Prefixes of the text model's tensors: in a causal model of transformers, in a model without a head, and in the text
-part of a multimodal model.
+"""Prefixes of the text model's tensors.
+
+They are for a causal model of transformers, for a model without a head, and for the text part of a multimodal model.
 """
 _IGNORED = re.compile(
     r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.(attn|attention)\.(masked_)?bias|.*\.[kv]_scale|mtp\..*"

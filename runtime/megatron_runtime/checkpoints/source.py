@@ -22,7 +22,9 @@ Only engines in the same process can read it.
 BUILTIN_PREFIX = "builtin:"
 _KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
 LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""The file in which Megatron-LM names the checkpoint to load, and the name for weights without training state."""
+"""The file in which Megatron-LM names the checkpoint to load, and the name that stands for weights without training
+state.
+"""
 _INDEX_FILE = ".metadata"
 _LATEST_BYTES = 64
 

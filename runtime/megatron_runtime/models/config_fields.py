@@ -28,7 +28,9 @@ Traits = dict[str, Any]
 OTHERS = "`backend: VLLM` runs others"
 """The remedy in errors for a transformers model that this runtime cannot run."""
 GGUF_OTHERS = f"{OTHERS}, from safetensors"
-"""The remedy for a GGUF file that this runtime cannot run. vLLM engines use this runtime's readers for GGUF."""
+"""The remedy for a GGUF file that this runtime cannot run. vLLM engines also use this runtime's readers for GGUF
+files.
+"""
 MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
 """Maximum numbers of layers, of experts per layer, and of all experts.
 
@@ -44,7 +46,7 @@ _MAX_SIZES = {
     **dict.fromkeys(("max_position_embeddings", "context_length"), 1 << 24),
     **dict.fromkeys(("num_attention_heads", "attention.head_count", "head_dim", "attention.key_length"), 1 << 16),
 }
-"""Maximum values of sizes that bound loops or are multiplied. MAX_SIZE is the maximum of all other sizes."""
+"""Maximum values of sizes that limit loops or are multiplied. MAX_SIZE is the maximum of all other sizes."""
 
 
 class Fields:

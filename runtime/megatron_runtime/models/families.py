@@ -338,7 +338,7 @@ _GEMMA3 = Family(
 
 
 _NO_PADDING = {"pad_token_id": None}
-"""Fields of config.json without a padding token: transformers' default is a token of one particular vocabulary."""
+"""Fields of config.json without a padding token. transformers' default is a token of one particular vocabulary."""
 
 
 def _granite_of_hf(fields: Fields) -> Traits:

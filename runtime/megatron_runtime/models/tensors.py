@@ -45,7 +45,7 @@ class Checkpoint(Protocol):
     config: ModelConfig
     kinds: Mapping[str, TensorKind]
     panels_of: str | None = None
-    """Number format of the matrices, if they are stored in the panels of the CPU kernels; None without panels."""
+    """Number format of the matrices if they are stored in the panels of the CPU kernels; otherwise None."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return the values of a tensor or of a part of it, possibly as a view of the file.

@@ -16,7 +16,7 @@ from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
 from megatron_runtime.sampling.batch import AnswerState, bits_of
 
 BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[AnswerState]]
-"""Starts to compile a grammar and returns at once. Takes the arguments of GrammarCompiler.begin()."""
+"""Starts to compile a grammar and returns immediately. The arguments are as in GrammarCompiler.begin()."""
 
 
 class AnswerGuide:

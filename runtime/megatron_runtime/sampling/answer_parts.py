@@ -49,16 +49,16 @@ class AnswerParts:
         self._budget: int | None = reasoning.get("budget")
         self._last: deque[int] = deque(maxlen=max(len(self._closing), len(self._ending)))
         self._reasoned = 0
-        """Number of tokens of the reasoning so far."""
+        """Number of reasoning tokens so far."""
         self._markers = {} if calls is None else {text.encode(): rule for text, rule in calls["markers"].items()}
         self._rule = ""
-        """The grammar rule for the rest of an answer that begins with the marker that was read."""
+        """The grammar rule for the rest of an answer, which depends on the marker with which the answer begins."""
         self._begun: list[int] = []
-        """The first tokens of the answer, while they may still be the opening of the reasoning."""
+        """The first tokens of the answer, as long as they can still be the opening of the reasoning."""
         self._text = b""
-        """The first bytes of the answer, while they may still be the beginning of a marker."""
+        """The first bytes of the answer, as long as they can still be the start of a marker."""
         self._remaining = b""
-        """The remaining part of the marker, with which the structure begins."""
+        """The part of the marker with which the structure begins."""
         self.part = (
             AnswerPart.REASONING if self._closing and (after or reasoning["is_open"]) else self._after_reasoning()
         )

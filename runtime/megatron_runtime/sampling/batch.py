@@ -22,10 +22,10 @@ Float32 = npt.NDArray[np.float32]
 
 NO_LOG_PROBS = -1
 NO_TOKEN = -1
-"""Value that stands for the token of a row that needs no token."""
+"""A value in place of the token of a row that needs no token."""
 _FIRST_CAPACITY = 256
 _MIN_TOP_P = float(np.finfo(np.float32).tiny)
-"""Minimum top_p. A smaller value is or may become 0 in float32, and 0 would keep all tokens."""
+"""Minimum top_p. A smaller value is 0, or can become 0, in float32, and 0 would keep all tokens."""
 
 
 class RowFailure(IntEnum):

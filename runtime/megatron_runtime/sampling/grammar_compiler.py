@@ -32,11 +32,11 @@ MEMORY_BYTES = 1 << 30
 COMPILE_SECONDS = 1.5
 """Timeout of the trial of one grammar, in wall-clock seconds. The largest grammars in use take 0.25 s.
 
-The engine compiles the grammar again after the trial. So a grammar may wait twice this long for another tenant's
-grammar, and in addition for the start of a trial process.
+The engine compiles the grammar again after the trial. So a grammar can wait twice this long for another tenant's
+grammar, and additionally for the start of a trial process.
 """
 MAX_COMPILED_BYTES = 32 << 20
-"""Maximum bytes of memory that a compiled grammar takes in the engine."""
+"""Maximum number of bytes of memory that a compiled grammar can take in the engine."""
 
 # The compiler enforces these limits. They limit neither its stack nor the time of `multipleOf`.
 _LIMITS = {

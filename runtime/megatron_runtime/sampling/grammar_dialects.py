@@ -18,7 +18,7 @@ _NARROWING = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     }
 )
-"""Keywords that the compiler lacks and that only narrow a schema."""
+"""Keywords that the compiler lacks and that only restrict a schema further."""
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
 )
@@ -34,7 +34,7 @@ _LOOK_AROUND = re.compile(r"\((?:\?<?[=!]|\?>|\?\()")
 _TOKEN = re.compile(r"\\(?:[pPx]\{[^}]{0,64}\}|.)|\[\^?\]?|\]|[^\\\[\]]+|\\", re.DOTALL)
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}
 _ESCAPES = frozenset("dDwWsSnrtfvaxuUpPAz")
-"""Letters and digits that a backslash may precede. Other letters and digits would be assertions or group references."""
+"""Letters and digits that can follow a backslash. Other letters and digits would be assertions or group references."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 _GBNF_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 

@@ -32,7 +32,9 @@ MAX_REPETITIONS = 10_000  # highest bound of a repetition in a regular expressio
 MAX_MULTIPLE_OF = 10_000  # the number without its decimal point; the compiler creates this many states
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
-"""Options of the compiler for JSON. They limit white space, which a small model may generate endlessly."""
+"""Options of the compiler for JSON. They limit white space, because a small model may generate white space
+endlessly.
+"""
 
 # Limits of the entries in one list or object of a JSON schema, by keyword.
 _MAX_ENTRIES = {
@@ -151,7 +153,7 @@ def _check_rules(kind: str, text: str) -> None:
     outer: list[tuple[int, str, str]] = []
     """Depth, scope and rule around each open %lark."""
     names: list[str] = []
-    """Names that were not assigned to a rule yet."""
+    """Names that are not assigned to a rule yet."""
     bodies: dict[str, list[str]] = {}
     for lexeme in _lexemes(kind, text):
         match lexeme:

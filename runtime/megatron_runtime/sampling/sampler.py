@@ -34,9 +34,9 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 _CANDIDATE_WEIGHTS = (1e-2, 1e-4, 1e-7, 0.0)
-"""Thresholds relative to the most likely token.
+"""Thresholds of weights, relative to the most likely token.
 
-Only tokens above the threshold are sorted; if these are too few to decide, the next threshold is used.
+Only tokens above the threshold are sorted. If there are too few such tokens to decide, the next threshold is used.
 """
 _BLOCK = 256
 _ROUNDS = 10  # rounds of Philox; the constants below are Philox's too

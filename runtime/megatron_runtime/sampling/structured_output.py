@@ -40,7 +40,7 @@ from megatron_runtime.sampling.grammar_limits import check_structure
 
 MASK_SECONDS = 1.0
 MASK_SECONDS_PER_TOKEN = 0.01
-"""Limit of CPU seconds for the masks of an answer: a fixed part, and a part per token.
+"""Limits of CPU seconds for the masks of an answer, as a fixed part and a part per token.
 
 Usual grammars take 0.1 ms per token.
 """
@@ -48,10 +48,10 @@ Usual grammars take 0.1 ms per token.
 _MASK_THREADS = 2
 _KEPT = 64
 _KEPT_BYTES = 256 << 20
-"""Limits of the cache of compiled grammars: their number, and their total memory."""
+"""Limits of the cache of compiled grammars: the number of grammars, and their total memory in bytes."""
 _REJECTED = 1024
 _REJECTED_SECONDS = 300.0
-"""Limits of the cache of rejected grammars: their number, and the time that an entry is valid."""
+"""Limits of the cache of rejected grammars: the number of entries, and the seconds for which an entry is valid."""
 
 Mask = npt.NDArray[np.uint32]
 
@@ -208,8 +208,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        """Cause of a rejection, and the time.monotonic() until which it is valid. It expires because the process may
-        have died for another reason."""
+        """Cause of a rejection, and the time.monotonic() until which it is valid.
+
+        An entry expires because the process may have died for another reason.
+        """
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
         """Return the grammar state after the tokens `generated`.

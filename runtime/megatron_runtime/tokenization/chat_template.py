@@ -23,9 +23,9 @@ from megatron_runtime.protocol import strict_json as json
 logger = logging.getLogger(__name__)
 
 RENDERERS = 2
-"""Maximum number of child processes. Further renderings wait."""
+"""Maximum number of child processes. Further renderings wait for a free process."""
 RENDER_SECONDS = 5.0
-"""Timeout of one compilation or rendering."""
+"""Timeout of one compilation or rendering, in seconds."""
 RENDER_MEMORY_BYTES = 512 << 20
 """Address space of each child process for templates and their output, in bytes."""
 MAX_TEMPLATE_CHARACTERS = 1 << 20
@@ -34,7 +34,7 @@ DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
-"""Seconds for which a template is not tried again after it could not render even a trivial conversation."""
+"""Seconds for which a template is not tried again after a failure to render even a trivial conversation."""
 _TRIVIAL = ({"role": "user", "content": "Hello"},)
 _RESERVED = frozenset({"messages", "tools"})
 

@@ -25,7 +25,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
 """The value of `tokenizer.ggml.model` for SentencePiece."""
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""Token ids that llama.cpp assumes for a file that does not set them."""
+"""Token ids that llama.cpp assumes if a file does not set them."""
 
 MAX_PIECE_CHARACTERS = 512
 """Maximum length of a piece, because its merges take quadratic time.
@@ -48,7 +48,7 @@ END_OF_TURN_TEXTS = frozenset(
         "</s>",
     }
 )
-"""Control tokens that end an answer in any model, because the metadata of a file can name only one of them."""
+"""Control tokens that end an answer in any model. They are listed here because a file's metadata can name only one."""
 
 
 class _TokenizerFields:

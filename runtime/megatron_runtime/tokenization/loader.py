@@ -32,19 +32,20 @@ from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
 TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
-"""Timeout for loading a tokenizer.json and encoding the trial texts: fixed, and per megabyte of the file.
+"""Timeout in seconds for loading a tokenizer.json and encoding the trial texts: a fixed part, and a part per
+megabyte.
 """
 TRIAL_MEMORY_BYTES = 4 << 30
 """Address space of the child process for the tokenizer, in bytes."""
 VLLM_SECONDS = 300
-"""Timeout for importing vLLM and reading a vocabulary, which takes about a minute on two loaded cores."""
+"""Timeout in seconds for importing vLLM and reading a vocabulary, which takes about a minute on two loaded cores."""
 VLLM_ENVIRONMENT: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_TARGET_DEVICE": "cpu",
 }
-"""Environment of child processes that use vLLM without an engine: they get no GPU and no network access."""
+"""Environment of child processes that use vLLM without an engine. They get no GPU and no network access."""
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 MAX_TOKEN_ID = (1 << 31) - 1

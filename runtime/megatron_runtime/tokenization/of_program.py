@@ -16,7 +16,7 @@ from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, Wind
 from megatron_runtime.tokenization.vocabulary import TokenBound
 
 _LONGEST_TOKEN_BYTES = 256
-"""Assumed maximum length of a token if the vocabulary is unknown, for the lower bound of a text's number of tokens."""
+"""Assumed maximum length of a token in bytes if the vocabulary is unknown, for the lower bound of token counts."""
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer:

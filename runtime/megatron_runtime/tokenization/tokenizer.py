@@ -27,14 +27,14 @@ from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTempla
 from megatron_runtime.tokenization.vocabulary import WORD_START, TokenBound, contained, piece_to_bytes
 
 MAX_SHORT_CHARACTERS = 512
-"""Maximum length of a text that is encoded by the fastest call, which holds the global interpreter lock."""
+"""Maximum length of a text that is encoded with the fastest call. This call holds the global interpreter lock."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SEARCHED_TOKENS = 256
-"""Maximum number of preceding tokens that are searched for visible ones."""
+"""Maximum number of preceding tokens in which visible tokens are searched."""
 _CONTEXT_TOKENS = 8
-"""Number of visible preceding tokens that a decoder is given as context."""
+"""Number of visible preceding tokens that a decoder gets as context."""
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """The bytes that continue a character in UTF-8."""
 
@@ -172,8 +172,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.id_limit = max(self.vocab_size, logits, max(added, default=-1) + 1)
-        """Upper bound of the token ids that the model may generate. Ids without an entry in the vocabulary have no
-        text."""
+        """Upper bound of the token ids that the model can generate. Ids that are not in the vocabulary have no text."""
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._special_starts = frozenset(added[id_].content[:1] for id_ in self.special_ids)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)

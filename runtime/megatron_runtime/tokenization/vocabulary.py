@@ -25,13 +25,16 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """The character that stands for a space in SentencePiece vocabularies."""
 
 UNKNOWN_BYTES_PER_TOKEN = 256
-"""Bytes per token that are assumed for vocabularies without a provable bound. Real text has 3 to 6 bytes per token.
+"""Assumed number of bytes per token for vocabularies without a provable bound. Real text has 3 to 6 bytes per token.
 
-In such a vocabulary the normalizer drops text, or the model makes one token of a run of unknown text.
+In such a vocabulary, the normalizer drops text, or the model makes one token of a run of unknown text.
 """
 
 _COMPOSITION_SHRINK = 8
-"""Factor by which Unicode normalization may shorten a text in UTF-8: the maximum is 4, doubled here for safety."""
+"""Factor by which Unicode normalization can shorten a text in UTF-8.
+
+The maximum is 4, which is doubled here for safety.
+"""
 
 _Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _FORMS: frozenset[str] = frozenset(get_args(_Form))
@@ -74,7 +77,7 @@ def _alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _alphabet()
-"""The alphabet of byte-level BPE: a printable character for each byte (GPT-2, Radford et al. 2019)."""
+"""The alphabet of byte-level BPE, which has a printable character for each byte (GPT-2, Radford et al. 2019)."""
 
 
 def piece_to_bytes(piece: str) -> bytes:

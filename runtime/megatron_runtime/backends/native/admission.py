@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 _LONG_VARIANT = "\0long"
-"""Suffix of an adapter's key, which never contains this character."""
+"""Suffix of an adapter's key in KV digests of long sequences. Keys of adapters never contain this character."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

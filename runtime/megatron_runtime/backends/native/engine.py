@@ -41,7 +41,7 @@ MASK_GRACE_SECONDS = 0.02
 """Maximum seconds that a step waits for the masks of grammars. A slower mask delays only its own request."""
 
 _MASK_POLL_SECONDS = 0.02
-"""Maximum seconds that a step waits if every request waits for its mask. Commands run between steps."""
+"""Maximum seconds that a step waits if every request waits for its mask. Commands can run only between steps."""
 
 _UNSUPPORTED = {
     "num_speculative_tokens": "this engine generates one token a step",
@@ -96,11 +96,11 @@ class EngineCore:
         self._continued: list[CoreRequest] = []
         """Requests that were added with generated tokens since the last step."""
         self._uses_adapters = False
-        """Whether a request named an adapter since the start."""
+        """Whether a request has named an adapter since the start."""
         self._rows: StepRows | None = None
         """The rows of the step in progress."""
         self._cache_slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """The cache slots of its tokens."""
+        """The cache slots of the tokens in the step in progress."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 

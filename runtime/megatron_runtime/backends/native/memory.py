@@ -69,7 +69,7 @@ class KVPool:
         self.cache_LPXE: torch.Tensor | None = None
         self._shape_LPXE, self._dtype, self._device = shape_LPXE, dtype, device
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Pages whose contents were kept, and their values_LNXE in host memory."""
+        """The pages whose contents are kept, and their values_LNXE in host memory."""
 
     @torch.inference_mode()
     def allocate(self) -> None:

@@ -125,7 +125,7 @@ def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:
 _MAX_TARGETS = 64
 """Number of prompt tokens of a warm-up row whose log-probabilities are computed."""
 _BIAS = LogitEdits(bias_ids=np.zeros(1, np.int32), bias=np.ones(1, np.float32))
-"""Edits of a warm-up row: the token of a row with a bias is drawn after the step, from edited logits."""
+"""Edits of a warm-up row. The token of a row with a bias is drawn after the step, from edited logits."""
 
 
 class StepLimits(NamedTuple):
@@ -137,9 +137,12 @@ class StepLimits(NamedTuple):
 
 
 CPU = StepLimits(tokens=32, rows=8, length=32)
-"""Limits on a CPU: these steps take a few seconds with a large model."""
+"""Limits on a CPU. Steps of this size take a few seconds with a large model."""
 GPU = StepLimits(tokens=8192, rows=64, length=8192)
-"""Limits on a GPU: enough to compile all variants of each kernel. Some have variants for few and for many tokens."""
+"""Limits on a GPU. Steps of this size compile all variants of each kernel.
+
+Some kernels have variants for few and for many tokens.
+"""
 FEW_TOKENS = 64
 """Number of tokens in a warm-up step of short prompts on a GPU."""
 

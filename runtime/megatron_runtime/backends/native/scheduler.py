@@ -88,7 +88,9 @@ class Scheduler:
         self._has_changed = False
         """Whether requests were added or removed since the last interleaving."""
         self._waiting_tokens = self._running_tokens = 0
-        """Prompt tokens to compute: of the waiting requests, and of the running ones after the last step."""
+        """Prompt tokens that waiting requests must compute, and prompt tokens left for running requests after the
+        last step.
+        """
         self._next_deadline = math.inf
         """Lower bound of the deadlines of all open requests."""
 

@@ -35,7 +35,9 @@ class StepRates:
 
     def __init__(self) -> None:
         self._products = np.zeros((3, 4))
-        """Weighted sums over steps: (1, prompt tokens, held tokens) times (1, prompt tokens, held tokens, seconds)."""
+        """Weighted sums over steps of (1, prompt tokens, held tokens) times (1, prompt tokens, held tokens,
+        seconds).
+        """
         self._num_steps = 0
         self._prompt: float | None = None
         self._held: float | None = None

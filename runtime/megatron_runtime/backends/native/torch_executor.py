@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Parts = list[tuple[Rows, StepResult]]
 
 LOGIT_ROWS = 64
-"""Number of prompt tokens whose logits are computed at a time: 32 MiB with a vocabulary of 128k."""
+"""Number of prompt tokens whose logits are computed at a time. They take 32 MiB with a vocabulary of 128k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

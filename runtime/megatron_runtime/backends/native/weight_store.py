@@ -72,7 +72,10 @@ class WeightStore:
         self.config = checkpoint.config
         self.source = source
         self.in_memory = source if isinstance(source, ModelInMemory) else None
-        """The model that the reference IN_MEMORY names. The program may set another one of the same architecture."""
+        """The model to which the reference IN_MEMORY refers.
+
+        The program can set another model of the same architecture.
+        """
         self.weights: DecoderWeights | None = None
         self._dtype = dtype
         self._linears = linears or LinearFactory
@@ -84,12 +87,14 @@ class WeightStore:
         self._reading = reading
         self._port: WeightPort | None = None
         self._kinds: Kinds | None = checkpoint.kinds
-        """Kinds that the tensors of files must have; None: any. The kinds of a trainer's tensors do not matter, because
-        the matrices have the engine's type."""
+        """Shapes and types that the tensors of files must have; None accepts any.
+
+        The types of a trainer's tensors do not matter, because the matrices have the engine's type.
+        """
         self._signature: Signature | None = None
         self._staged: tuple[ModelSource, DecoderWeights, Signature] | None = None
         self._kept: DecoderWeights | None = None
-        """Released weights of which there may be no other copy."""
+        """Released weights that are kept because they may be the last copy."""
 
     @property
     def num_bytes(self) -> int:

@@ -33,21 +33,29 @@ from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 26), (0, 34))
-"""Versions of vLLM: from the first, below the second. Its interface changes between minor versions."""
+"""Supported versions of vLLM: the first, and the first that is too new. vLLM's interface changes with minor
+    versions.
+"""
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-"""Since vLLM 0.31. Before that, V2 accepts no external logits processors, and vLLM chooses V1 if there is one."""
+"""A module that vLLM has since 0.31.
+
+Before, V2 accepts no external logits processor, and vLLM selects V1 if there is one.
+"""
 
 LONGEST_THAT_FITS = -1
 """Value of max_model_len in each supported version: the model's limit, or less if the KV cache is too small for it."""
 
 SHARED_GPU = 0.01
-"""Value of gpu_memory_utilization with a KV cache of a fixed size. At its start, vLLM requires this share of the GPU to
-be free. With the default of 0.92 a second engine on the GPU would not start."""
+"""Value of gpu_memory_utilization for a KV cache of a fixed size. vLLM requires this share of the GPU to be free at
+start.
+
+With the default of 0.92, a second engine on the GPU would not start.
+"""
 
 NOT_RUN = "not run"
 RUN = "docs/measurements/2026-11-27-gpu-h200.md"
-"""What has run on a GPU: Model Runner V1 of vLLM 0.26, with enforce_eager."""
+"""Record of the run on a GPU, which used Model Runner V1 of vLLM 0.26 with enforce_eager."""
 ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     "Model Runner V2 instead of V1, with vLLM 0.31 or newer": (
         "tests/vllm/test_model_runner_v2.py::test_ngram_on_v2_continues_every_answer_of_a_killed_engine",
@@ -88,8 +96,10 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     ),
     "ranks exchange tensors by NCCL": (NOT_RUN,),
 }
-"""What a GPU runs differently from the CPUs of `make test-vllm`: the tests that cover it on a GPU, and whether they
-have run on one."""
+"""Differences between a GPU and the CPUs of `make test-vllm`.
+
+The values are the tests that cover each on a GPU, and whether these tests have run on a GPU.
+"""
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -245,7 +255,7 @@ _JSON_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
     tuple: ((list,), "a list"),
     type(None): ((type(None),), "null"),
 }
-"""Python type -> the types of JSON values that it accepts, and their name in messages."""
+"""Map from a Python type to the types of JSON values that it accepts, and their name in messages."""
 
 
 def _accepts(declared: Any, value: object) -> bool:

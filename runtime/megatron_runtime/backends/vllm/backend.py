@@ -51,8 +51,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNUSED_SECONDS = 60.0
-"""A vLLM process that gets no order to load weights exits after this time. This happens in an engine that joins a
-suspended pool. The imports alone take 900 MiB."""
+"""Seconds after which a vLLM process exits that is not requested to load weights.
+
+This happens in an engine that joins a suspended pool. The imports alone take 900 MiB.
+"""
 
 CAPABILITIES = frozenset(Capability) - {
     Capability.KV_TRANSFER,
@@ -74,8 +76,10 @@ WITHOUT_FORCED_TOKENS = frozenset(
         Capability.CALL_STRUCTURE,
     }
 )
-"""Features that an engine lacks if it cannot force the tokens of an interrupted answer: Model Runner V1 with
-speculation."""
+"""Features that an engine lacks if it cannot force the tokens of an interrupted answer.
+
+This is the case for Model Runner V1 with speculation.
+"""
 WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
 """Features that vLLM rejects in combination with speculation, with both model runners."""
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -207,12 +211,12 @@ class VllmBackend(EngineBackend):
         self._running = False
         self._open: dict[int, VllmRequest] = {}
         self._held: list[RequestOutput] = []
-        """Outputs held back until unpause()."""
+        """Outputs that are kept until unpause()."""
         self._epoch = 0
         self._digest = ""
         self._staged: tuple[str, str, int] | None = None
         self._replaced: _Replaced | None = None
-        """Set while the staged weights are loaded and not committed."""
+        """Set from load_staged_weights() until the weights are committed or discarded."""
         self._adapters: dict[str, str] = {}
         """Directory of each loaded LoRA adapter, by its key."""
         self._stats: Mapping[str, float] = {}

@@ -11,7 +11,7 @@ from typing import Any
 
 FORCED = "megatron_forced_tokens"
 BAD_WORDS = "megatron_bad_words"
-"""The tokens to force, and the sequences that the answer must not contain."""
+"""Keys for the tokens to force, and for the sequences that the answer must not contain."""
 
 
 def require_token_ids(extra_args: Mapping[str, Any] | None) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 """A position before the answer, or a draft token that vLLM rejects."""
 ANY_TOKEN = -2
-"""Padding before a sequence that is shorter than the longest."""
+"""Padding in front of a sequence that is shorter than the longest sequence."""
 
 
 class AnswerRows(LogitsProcessor):
@@ -46,9 +46,9 @@ class AnswerRows(LogitsProcessor):
         self._has_forced: npt.NDArray[np.bool_] = np.zeros(slots, dtype=bool)
         self._has_words: npt.NDArray[np.bool_] = np.zeros(slots, dtype=bool)
         self._words: dict[int, Sequence[Sequence[int]]] = {}
-        """Sequences by slot."""
+        """Banned sequences by slot."""
         self._table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        """Of `_words`: slot [W], tokens before the last [W, K], last token [W]."""
+        """The contents of `_words` as tensors: slot [W], tokens before the last [W, K], last token [W]."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

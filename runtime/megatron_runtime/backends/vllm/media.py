@@ -18,10 +18,13 @@ from vllm.config import ModelConfig
 from megatron_runtime.protocol.media import data_url
 
 MAX_NAMES = 1 << 16
-"""Number of media whose names in vLLM's cache events are remembered. The least recently used one is forgotten first."""
+"""Maximum number of media whose names in vLLM's cache events are stored.
+
+The least recently used name is removed first.
+"""
 
 Item = tuple[str, bytes, bytes]
-"""Kind (protocol.media.KINDS), digest and file."""
+"""Kind (see protocol.media.KINDS), digest and content of a media file."""
 
 
 def takes_media(config: ModelConfig) -> bool:

@@ -26,9 +26,9 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from megatron_runtime.requests.sampling_params import POOLING_TASKS
 
 TASKS = {"bi-encoder": "embed", "cross-encoder": "classify", "late-interaction": "token_embed"}
-"""vLLM's score type of a model -> its task."""
+"""Map from vLLM's score type of a model to the model's task."""
 READS_ALL_AT_ONCE = "JinaForRanking"
-"""Architecture of a model whose one prompt holds the query and all documents."""
+"""Architecture of a model that reads the query and all documents in one prompt."""
 _RENDERED = (
     *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens_per_query", "max_tokens_per_doc"),
 )

@@ -37,11 +37,11 @@ PROGRAM = "megatron_runtime.backends.vllm.service"
 STARTED = 0
 """Number of the message with which the process reports that it has started."""
 SHUTDOWN_SECONDS = 30.0
-"""Time for vLLM to exit voluntarily. After it, its processes are killed."""
+"""Maximum seconds for vLLM to exit voluntarily. After that, its processes are killed."""
 LOG_SECONDS = 0.2
-"""Time for the last log lines of an exited process to arrive."""
+"""Seconds to wait for the last log lines of an exited process."""
 LOG_LINES = 400
-"""Newest lines of vLLM's log that are searched for the cause of a failure."""
+"""Number of vLLM's newest log lines that are searched for the cause of a failure."""
 
 _EXCEPTION = re.compile(r"(?:^|[\s\]])(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): (?P<text>\S.*)$")
 _CONSEQUENCE = re.compile(

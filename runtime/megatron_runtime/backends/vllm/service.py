@@ -68,12 +68,18 @@ POOLING_INTERFACE = "vllm.entrypoints.pooling.scoring"
 HEALTH_SECONDS = 1.0
 """How often an idle vLLM is checked."""
 ABORT_SECONDS, HEALTH_STEP_SECONDS = 30.0, 0.1
-"""If vLLM itself ends a request: how long to wait for the loss of a rank to show, and how often to check for it. vLLM
-waits 5 s for the other ranks before it reports the loss."""
+"""For a request that vLLM itself ends: maximum seconds to wait for the loss of a rank to show, and seconds between
+checks.
+
+vLLM waits 5 s for the other ranks before it reports the loss.
+"""
 METRICS_SECONDS = 10.0
-"""How often vLLM's metrics are sent to the engine."""
+"""Seconds between two reports of vLLM's metrics to the engine."""
 GRACE_SECONDS = 5.0
-"""Time for vLLM's processes to remove their shared memory after the engine has exited. After it, they are killed."""
+"""Seconds for vLLM's processes to remove their shared memory after the engine has exited.
+
+After that, they are killed.
+"""
 
 STATS = {
     "num_requests_running": "num_running",
@@ -85,7 +91,7 @@ STATS = {
     "prefix_cache_queries_total": "prefix_cache_queries",
     "prefix_cache_hits_total": "prefix_cache_hits",
 }
-"""Name of vLLM's metric -> field of BackendStats."""
+"""Map from the name of vLLM's metric to the field of BackendStats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +139,7 @@ class VllmService:
         self._background: list[asyncio.Task[None]] = []
         self._adapters: dict[str, LoRARequest] = {}
         self._pooling: Pooling | None = None
-        """The loaded pooling model; None if the model generates."""
+        """The loaded pooling model; None if the model generates text."""
 
     def _config(self) -> VllmConfig:
         """Return vLLM's configuration. Raises vLLM's errors."""

@@ -53,7 +53,7 @@ _CONCURRENT_FILES = 8
 """Number of files that are fetched concurrently, because one connection seldom saturates the network."""
 _COMMIT_CHARACTERS = 256
 _TOKENIZER_SUFFIX = "-tokenizer"
-"""Suffix of the manifest directory of a commit of which only the tokenizer was fetched."""
+"""Suffix of the manifest directory for a commit if only its tokenizer was fetched."""
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 AnyReference = Reference | ObjectReference
 Source = HubApi | ObjectStoreApi

@@ -33,7 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _READ_BYTES = 1 << 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""Names of the files that a model needs. consolidated*.safetensors would be the same weights in another format."""
+"""Names of the weight files that a model needs. consolidated*.safetensors has the same weights in another format."""
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
 
 

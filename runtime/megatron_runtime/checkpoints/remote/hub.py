@@ -43,9 +43,9 @@ from megatron_runtime.process.secrets import HEADER, URL
 from megatron_runtime.protocol.text import escaped, shown
 
 _PROGRAM = "megatron-inference"
-"""Prefix of the User-Agent of this module's requests.
+"""Prefix of the User-Agent in this module's requests.
 
-It distinguishes them from requests that the program itself sends through the library.
+It distinguishes these requests from other requests that the program sends through the library.
 """
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LISTING_SECONDS = 30.0
@@ -55,7 +55,7 @@ _PATH_HEADERS = ("etag", constants.HUGGINGFACE_HEADER_X_LINKED_ETAG, constants.H
 _PATH_NAME = re.compile(r'(W/)?"?[A-Za-z0-9][A-Za-z0-9._+=:-]*"?')
 _QUERY = re.compile(r"[?]\S+")
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, httpx2.HTTPError)
-"""Exceptions that the library raises for errors of the hub, and for responses that do not come from a hub."""
+"""Exceptions that the library raises for errors of the hub, and for responses from servers that are not a hub."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Environment variables by which the user sets another server. Only such a server may be used without TLS."""
+"""Environment variables with which the user sets another server. Only such a server can be used without TLS."""
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _SWITCHES = ("_SKIP_SIGNATURE", "_ALLOW_HTTP", "_VIRTUAL_HOSTED_STYLE_REQUEST", "_UNSIGNED_PAYLOAD", "_EMULATOR")
 

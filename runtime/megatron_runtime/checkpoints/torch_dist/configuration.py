@@ -48,7 +48,9 @@ _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 """Constants that Megatron uses with `use_rope_scaling`."""
 
 _NOT_ARGUMENTS = frozenset(("family", "bos_token_id", "eos_token_ids"))
-"""Fields of ModelConfig that need no argument: they do not affect the computation, and tokenizer files list the tokens.
+"""Fields of ModelConfig that need no argument.
+
+They do not affect the computation, and tokenizer files list the tokens.
 """
 
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")

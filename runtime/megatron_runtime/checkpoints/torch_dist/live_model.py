@@ -77,7 +77,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 """Fields of TransformerConfig that change the computation or the placement of layers, with their supported values."""
 
 _ATTENTION, _MLP = "*", "-"
-"""Megatron-Core's symbols of the layers of a HybridModel."""
+"""Symbols by which Megatron-Core denotes the layers of a HybridModel."""
 _HYBRID_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 _FREQUENCY_TOLERANCE = 1e-3

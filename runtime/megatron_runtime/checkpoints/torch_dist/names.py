@@ -19,7 +19,7 @@ Rows = tuple[tuple[int, int], ...]
 """Row ranges, as (first, count), in the order of the decoder's tensor."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Tensors whose rows may be followed by padding."""
+"""Tensors that can have padding after their rows."""
 
 _GLOBAL_KEYS = {"embedding": EMBEDDING, "norm": "decoder.final_layernorm.weight", "head": HEAD}
 _LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.experts."

@@ -44,7 +44,7 @@ _KNOWN_PACKAGES = ("torch", "megatron", "pathlib", "collections", "io", "_io", "
 
 _LOCAL_HEADER_BYTES = 30
 _LENGTHS_AT = 26
-"""Offset, in the header of a zip file's entry, of the lengths of the name and the extra field."""
+"""Offset of the lengths of the name and the extra field in the header of a zip file's entry."""
 
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _ZIP_ERRORS = (

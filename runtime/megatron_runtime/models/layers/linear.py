@@ -11,7 +11,7 @@ from megatron_kernels.cpu.packing import PackedMatrix
 from megatron_kernels.quantized import QuantizedTensor
 
 Weight = torch.Tensor | Sequence[QuantizedTensor] | Sequence[PackedMatrix]
-"""A dense matrix, or quantized or packed matrices, possibly of different formats, whose rows form one matrix."""
+"""A dense matrix, or quantized or packed matrices whose rows together form one matrix. Their formats can differ."""
 
 
 class Linear:

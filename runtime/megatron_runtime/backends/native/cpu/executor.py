@@ -57,7 +57,7 @@ class CpuExecutor(TorchExecutor):
         self.model: DecoderModel | None = None
         self._make_forward = make_forward
         self._run: ForwardPass | None = None
-        """The forward pass of `make_forward`; None: this module's."""
+        """The forward pass that `make_forward` returned; None means this module's forward()."""
         numbers = numbers_of(dtype, open_checkpoint(source))
         super().__init__(
             source,

@@ -14,9 +14,9 @@ import torch
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """Records the launches of a function.
 
-Returns a function that repeats the launches, and the output, which each repetition overwrites.
+Returns a function that repeats the launches, and the output of the launches. Each repetition overwrites this output.
 
-While a function is recorded, no other thread of the process may allocate memory of the device or wait for it.
+While a function is recorded, no other thread of the process may allocate device memory or wait for the device.
 """
 WARM_UP_RUNS = 2
 """Number of runs before a recording, because a recording must not compile kernels or initialise libraries."""

@@ -99,9 +99,9 @@ class StepBuffers:
             self._tensors[name] = self._device[part].view(kinds[name])
             start += size
         self._decodes: dict[int, DeviceStep] = {}
-        """The decode steps by their number of rows."""
+        """The decode steps, by number of rows."""
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
-        """Recorded after the copies of a step. Until it is reached, the host buffers must not change."""
+        """Recorded after a step's copies. The host buffers must not change before the device has reached this event."""
 
     def clear(self) -> None:
         """Fill the decode buffers with padding rows, so that a step with them writes to no cache slot."""

@@ -60,8 +60,11 @@ class PrefixCache:
         self._by_key: dict[bytes, CachedBlock] = {}
         self._by_id: dict[int, CachedBlock] = {}
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
-        """Idle blocks by id, in the order of eviction. A continuation comes before the blocks that it continues:
-        requests release it no later than these, and release() adds the blocks of one request in reverse."""
+        """Idle blocks by id, in the order of eviction.
+
+        A continuation comes before the blocks that it continues. Requests release it no later than these blocks, and
+        release() adds the blocks of one request in reverse order.
+        """
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []
         self._has_cleared = False

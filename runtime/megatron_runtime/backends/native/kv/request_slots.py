@@ -47,7 +47,7 @@ class RecordedRouting:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._shape = num_pages, page_size
         self._of_pages: Routing | None = None
-        """[pages, page_size, layers with experts, experts of a token]; None before the first record."""
+        """Shape [pages, page_size, layers with experts, experts of a token]; None before the first record."""
 
     def record(self, cache_slots: npt.NDArray[np.int64], routing: Routing) -> None:
         """Store the experts of a step's tokens. cache_slots: int64 [T], as StepPlan.slot_mapping."""
@@ -106,7 +106,7 @@ class RequestSlots:
         self._free_slots = list(range(slots))[::-1]
         self._chains: dict[int, _Chain] = {}
         self._computing: dict[bytes, int] = {}
-        """The slot that will compute a block, by the block's digest."""
+        """The slot that will compute a block, by the block's key."""
 
     # --- slots --------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ import numpy as np
 from megatron_runtime.backends.native.kv.prefix_cache import Pages, PrefixCache
 
 EXPORT_SHARE = 4
-"""Exports hold at most this fraction, a quarter, of the usable pages."""
+"""Exports hold at most 1 / EXPORT_SHARE of the usable pages."""
 
 
 class PinnedTransfers:
@@ -27,7 +27,7 @@ class PinnedTransfers:
         self._exports: dict[int, Pages] = {}
         self._imports: dict[int, tuple[Sequence[bytes], Pages]] = {}
         self._ready: dict[bytes, int] = {}
-        """The last digest of each import that is complete -> its id."""
+        """Map from the last key of each complete import to the id of the import."""
 
     def export(self, transfer: int, keys: Sequence[bytes]) -> list[bytes]:
         """Pin the cached prefix of `keys`, up to the limit for exports. Return the keys of the pinned blocks."""

@@ -52,7 +52,7 @@ CLOSE_SECONDS = 2.0
 BLAME_SECONDS = 1.0
 """Maximum seconds to wait, after a failed collective, for the detection of the lost rank that caused it."""
 WATCHDOG_MARGIN_SECONDS = 5.0
-"""Seconds from the time at which other ranks count a hung process as lost until it terminates itself."""
+"""Seconds after which a hung process terminates itself, counted from the time at which other ranks consider it lost."""
 WATCHDOG_RENEWAL_SECONDS = 2.0
 
 
@@ -137,9 +137,12 @@ class _Channel:
         """Numbers of the commands in progress."""
         self._number = 0
         self._sending = threading.RLock()
-        """Held while a message is sent: it keeps messages in order and makes the sockets safe to use on any thread."""
+        """Held while a message is sent.
+
+        This keeps messages in order and makes the sockets safe to use on any thread.
+        """
         self._welcomed = threading.Event()
-        """Set when all ranks are connected: from then on, a lost peer ends the engine."""
+        """Set when all ranks are connected. From then on, a lost peer stops the engine."""
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
 
@@ -285,7 +288,7 @@ class LeaderChannel(_Channel):
         self._missing = set(pushes)
         """Ranks that have not sent HELLO."""
         self._answers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
-        """Answers to the orders that wait for them, by number and rank."""
+        """Answers to the orders for which collect() waits, by order number and rank."""
         handlers: dict[Kind, Callable[[Message], object]] = {
             Kind.HELLO: lambda message: self._missing.discard(message.rank),
             Kind.ANSWER: lambda message: self._answers[message.number].update({message.rank: message.body}),
@@ -300,7 +303,7 @@ class LeaderChannel(_Channel):
         self._gone: set[int] = set()
         """Ranks whose connection has ended."""
         self._suspect: tuple[int, str, float] | None = None
-        """The first rank that reported a failed collective, its cause, and when."""
+        """The first rank that reported a failed collective, with the cause and the time of the report."""
 
     def start(self, *, timeout_seconds: float) -> None:
         """Wait for the HELLO of every rank, and send WELCOME. Raises RendezvousError, which names a missing rank."""

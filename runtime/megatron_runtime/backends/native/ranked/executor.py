@@ -49,12 +49,13 @@ OpenModel = Callable[[], ModelSource]
 MakePart = Callable[[ModelSource, Groups], TorchExecutor]
 
 FAILED_SECONDS = 3.0
-"""Maximum seconds that a failed rank waits for rank 0 to stop the engine with the cause."""
+"""Maximum seconds that a failed rank waits until rank 0 stops the engine with the cause."""
 _SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
 """Attributes of an executor that must be equal on all ranks."""
 ENDING_SECONDS = 1.0
-"""Seconds from the loss of a rank to the exit of this process, in which it notifies the coordinator and the other
-ranks.
+"""Seconds from the loss of a rank to the exit of this process.
+
+Meanwhile, it notifies the coordinator and other ranks.
 """
 
 

@@ -29,9 +29,9 @@ _CLASSES: dict[int, type] = {
 """The class of each extension type. An object is encoded as the list of its fields, in the order of the class."""
 _CODES = {cls: code for code, cls in _CLASSES.items()}
 _LEVELS = 5
-"""Maximum nesting of extensions: a plan, its batch, the edits of a row, their penalties, an array."""
+"""Maximum nesting of extensions, which are a plan, its batch, the edits of a row, their penalties, and an array."""
 _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
-"""Limits of a message between ranks: a step has a few values and arrays per row, and arrays are encoded as bytes."""
+"""Limits of a message between ranks. A step has a few values and arrays per row, and arrays are encoded as bytes."""
 
 
 def pack(value: Any) -> bytes:
