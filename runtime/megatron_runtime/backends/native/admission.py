@@ -94,9 +94,9 @@ class CoreRequest(BackendRequest):
 
 
 def transferable_blocks(tokens: int, block_size: int) -> int:
-    """Return the number of leading blocks that RequestSlots.match() can find for a request of `tokens` tokens.
+    """Return the number of leading prompt blocks that one KV transfer carries for a request of `tokens` tokens.
 
-    One KV transfer carries this many blocks.
+    RequestSlots.match() can find only these blocks.
     """
     return min(max(0, tokens - 2) // block_size, limits.MAX_TRANSFER_BLOCKS)
 

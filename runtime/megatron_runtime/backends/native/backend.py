@@ -73,7 +73,10 @@ class Ranks:
         """
 
     def end(self, failure: BaseException | None) -> None:
-        """Stop the other ranks: normally if `failure` is None, otherwise with `failure` as the cause. Idempotent."""
+        """Stop the other ranks. Idempotent.
+
+        failure: cause to report to them if this engine failed; None for a normal stop.
+        """
 
 
 class NativeKVTransfer(KVTransfer):
@@ -390,7 +393,7 @@ class NativeBackend(EngineBackend):
 
 
 def _without_grammar(request: EngineRequest) -> AnswerState | None:
-    """Return the grammar state of an answer without a grammar; None if any token is allowed."""
+    """Return the state of an answer whose tokens are restricted without a grammar; None if any token is allowed."""
     parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
     if parts is None:
         return None

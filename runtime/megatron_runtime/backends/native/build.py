@@ -91,7 +91,7 @@ def _executor(
 ) -> TorchExecutor:
     """Return the executor of a rank.
 
-    shard: the rank's part of the model. Only an executor that runs no step needs it, because it has no `groups`.
+    shard: the rank's part of the model, for an executor that has no `groups` because it runs no step.
     """
     require_format(source, settings.model_format, model=settings.model)
     threads = settings.threads

@@ -61,7 +61,7 @@ class EngineCore:
     pages run out, the core preempts the last running request. The request keeps its tokens, and its KV is computed
     again later. A generated token is never sampled again.
 
-    clock: returns monotonic seconds, the unit of deadlines and times.
+    clock: returns monotonic seconds; all deadlines and times of the core are on this clock.
 
     Raises InvalidConfigError for the first field of `config` that this engine does not support.
     """
@@ -136,7 +136,7 @@ class EngineCore:
     def abort_request(self, request_id: int) -> bool:
         """Remove a request that was aborted or that a stop text has ended, and free its memory.
 
-        Ends also an export or import with this id. Returns False if no request with this id is open.
+        This also ends an export or import with this id. Returns False if no request with this id is open.
         """
         self.context.transfers.release(request_id)
         request = self._scheduler.open.get(request_id)
@@ -157,7 +157,7 @@ class EngineCore:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Return the outputs, including those of requests that ended without running."""
+        """Run one step. Return its outputs and the outputs of requests that ended without running."""
         outputs = self._end_overdue() + self._end_exhausted()
         self._wait_for_masks()
         begun, computed = self._clock(), self._prompt_tokens
@@ -328,7 +328,7 @@ class EngineCore:
 
     @staticmethod
     def _finish_reason(request: CoreRequest, token: int, total_tokens: int) -> FinishReason | None:
-        """Return why a request ends whose newest token is `token`; None if the request continues."""
+        """Return why a request ends after its newest token `token`; None if the request continues."""
         if request.grammar is not None and request.grammar.failure is not None:
             return "error"
         reason = request.finish_reason(token, total_tokens)

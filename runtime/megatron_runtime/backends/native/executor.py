@@ -61,8 +61,8 @@ class StepResult:
 
     tokens:           int32 [n]; NO_TOKEN if no token was sampled. A row that fails has a RowFailure, even if it needs
                       only log-probabilities of its prompt.
-    log_probs:        by row, for the rows whose num_log_probs requests them; each has one line.
-    prompt_log_probs: by row of `sampling.prompt_targets`; one line for each target.
+    log_probs:        by row, for the rows whose num_log_probs requests them; each LogProbs has one row.
+    prompt_log_probs: by row of `sampling.prompt_targets`; each LogProbs has one row per target.
     hidden_states:    by row, float32 [D], for the sampled rows that request them.
     routing:          unsigned [T, G, J]; for each token of the plan and each of the G layers with experts, the J
                       experts by descending share. None if they are not recorded.
@@ -134,7 +134,7 @@ class Executor(Protocol):
         """Release the KV cache. load() restores the contents of `keep_pages`."""
 
     def read_pages(self, pages: Int32) -> bytes:
-        """Return the keys and values of `pages`. Requires a `kv_layout`."""
+        """Return the keys and values of `pages`. Not available if `kv_layout` is empty."""
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
         """Write the keys and values that read_pages() returned to `pages`."""

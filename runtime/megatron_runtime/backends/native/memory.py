@@ -62,7 +62,8 @@ def unset_cache_bytes(device: torch.device, *, weights: int) -> int:
 class KVPool:
     """The KV cache of one rank. Its memory can be released and reallocated; selected pages keep their contents.
 
-    cache_LPXE: shape layers, pages, tokens of a page, keys and values of one token; None while the memory is released.
+    cache_LPXE: shape (layers, pages, tokens of a page, keys and values of one token); None while the memory is
+                released.
     """
 
     def __init__(self, shape_LPXE: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:

@@ -1,8 +1,8 @@
 """Splits a step plan into the rows of each expert rank and the micro-batches of the pipeline.
 
-Every rank splits the same plan in the same way, so the ranks need no communication. The plans of `warm_up_plans` have
-no requests. The ranks run them after the first load, so that a request's first step need not compile kernels, allocate
-buffers or open connections. This module does not import torch.
+Every rank splits the same plan in the same way, so the ranks need no communication. `warm_up_plans` returns plans
+without requests. The ranks run these plans after the first load, so that a request's first step need not compile
+kernels, allocate buffers or open connections. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Ro
 
 
 def take(plan: StepPlan, rows: Rows) -> StepPlan:
-    """Return the part of a plan that has only these rows."""
+    """Return a plan that has only `rows` of `plan`."""
     if len(rows) == len(plan.query_lengths):
         return plan
     tokens = plan.tokens_of(rows)
@@ -91,7 +91,10 @@ def take(plan: StepPlan, rows: Rows) -> StepPlan:
 
 
 def merge(parts: Sequence[tuple[Rows, StepResult]], plan: StepPlan) -> StepResult:
-    """Combine the results of parts of a plan into the result of the whole plan. Each part has its row numbers."""
+    """Return the result of the whole plan, given the results of its parts.
+
+    Each part comes with its row numbers in the plan.
+    """
     num_rows = len(plan.query_lengths)
     if len(parts) == 1 and len(parts[0][0]) == num_rows:
         return parts[0][1]
@@ -148,11 +151,15 @@ FEW_TOKENS = 64
 
 
 def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
-    """Return the warm-up plans.
+    """Return the warm-up plans, which are plans of these kinds:
 
-    They are prompts with the maximum number of tokens of a step, prompts with FEW_TOKENS tokens (if that is less than
-    the maximum), several decodes, and a single decode. Every row is sampled with log-probabilities, and one row has a
-    bias. The plans read any page but write only to the dummy page.
+    - prompts with the maximum number of tokens of a step,
+    - prompts with FEW_TOKENS tokens, if that is less than the maximum,
+    - several decodes,
+    - a single decode.
+
+    Every row is sampled with log-probabilities, and one row has a bias. The plans read any page but write only to the
+    dummy page.
     """
     rows = min(limits.rows, limits.tokens)
     # The first page of the rows of each expert rank. Some ranks get no page if there are too few.

@@ -181,8 +181,9 @@ class Scheduler:
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
         """Choose the rows of the next step; return None if no row can run.
 
-        The rows are one token of each decode, then prompts by rank while tokens and pages last. These prompts are
-        partly computed or newly admitted. Every decode gets its token, because max_tokens >= max_requests.
+        The rows are one token of each decode, followed by prompts by rank while tokens and pages last. A prompt is one
+        that is partly computed, or one of a newly admitted request. Every decode gets its token, because max_tokens >=
+        max_requests.
         """
         if self._has_changed:
             self._interleave()
@@ -222,9 +223,7 @@ class Scheduler:
         return self._context.tokens_left(_slots(requests))
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
-        """Return the number of prompt tokens of a step that are assigned by rank, and the number assigned by prompt
-        size.
-        """
+        """Return the numbers of prompt tokens of a step that are assigned by rank and by prompt size."""
         budget = self._config.step_tokens - num_decodes
         if not self._config.enable_chunked_prefill:
             return budget, 0  # each prompt is computed in one step, so no prompt is split to make room for another
@@ -306,8 +305,8 @@ class Scheduler:
     def _victims(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> list[CoreRequest] | None:
         """Return the requests to preempt so that `request` can be admitted; None if that is impossible.
 
-        They are requests that give way to `request` (see _gives_way()). The last ones are chosen first, and only as
-        many as are needed.
+        Only requests that give way to `request` (see _gives_way()) are preempted. The result has the last of them, and
+        only as many as are needed.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]
@@ -326,7 +325,7 @@ class Scheduler:
     def _tokens_for(self, request: CoreRequest, count: int, *, without: Sequence[CoreRequest]) -> int:
         """Return how many of its `count` remaining tokens `request` would compute in the step.
 
-        This assumes that `request` is admitted and the requests `without` are preempted.
+        The result assumes that `request` is admitted and that the requests in `without` are preempted.
         """
         staying = [other for other in self.running if other not in without] if without else self.running
         place = bisect_left(staying, request.rank, key=_rank)
@@ -368,15 +367,18 @@ class Scheduler:
 
 
 def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
-    """Return whether `running` has lower priority than `waiting`, or exceeds its tenant's share by more."""
+    """Return whether `running` has lower priority than `waiting`, or exceeds its tenant's share by more than
+    `waiting`.
+    """
     if running.priority != waiting.priority:
         return running.priority > waiting.priority
     return running.rank[1] > waiting.rank[1] and running.tenant != waiting.tenant
 
 
 def _filled(wanted: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-    """Distribute `budget`, and return the share of each entry. In order, each gets all it wants until the budget is
-    used up.
+    """Distribute `budget` over the entries in order, and return the share of each entry.
+
+    Each entry gets all it wants until the budget is used up.
     """
     return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
 

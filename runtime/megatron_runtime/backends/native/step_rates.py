@@ -18,8 +18,9 @@ _MAX_CONDITION = 1e6
 
 
 class StepCosts(NamedTuple):
-    """The cost of a step in seconds: `step`, plus `prompt` per prompt token, plus `held` per KV cache token that it
-    reads.
+    """The cost of a step in seconds.
+
+    It is `step`, plus `prompt` per prompt token, plus `held` per KV cache token that the step reads.
     """
 
     step: float
@@ -43,7 +44,7 @@ class StepRates:
         self._held: float | None = None
 
     def observe(self, *, prompt_tokens: int, held_tokens: int, seconds: float) -> None:
-        """Record a step that took `seconds`. held_tokens: number of tokens that its requests have in the KV cache."""
+        """Record a step that took `seconds`. held_tokens: number of KV cache tokens of the step's requests."""
         row = np.array((1.0, prompt_tokens, held_tokens, seconds))
         self._products *= 0.5 ** (1 / HALF_LIFE_STEPS)
         self._products += row[:3, None] * row
@@ -61,7 +62,7 @@ class StepRates:
         return StepCosts(*(np.linalg.solve(scaled, products[:, 3] / scale) / scale).tolist())
 
     def rates(self) -> tuple[float | None, float | None]:
-        """Return the rate of prompt tokens and the rate of KV cache tokens that are read, both per second.
+        """Return two rates per second: computed prompt tokens, and KV cache tokens that are read.
 
         A rate is None if the recorded steps do not determine it.
         """

@@ -46,7 +46,8 @@ class LogitRows:
 
     order:        int64 [n]; the plan's rows, in the order in which the forward pass has their tokens.
     sampled_rows: int64 [n]; the plan's rows that need a token.
-    targets:      pairs of a row of the plan and the rows of x_TD whose logits the row's prompt targets need.
+    targets:      pairs of a row of the plan and indices of x_TD. The logits at these indices predict the row's prompt
+                  targets.
     """
 
     order: Int64
@@ -107,8 +108,9 @@ class ForwardStep:
         return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
-        """Contribute this rank's part of all logits that the sampling rank reads. Only ranks that do not sample call
-        this.
+        """Contribute this rank's part of all logits that the sampling rank reads.
+
+        Only ranks that do not sample call this.
         """
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
@@ -156,7 +158,8 @@ class TorchExecutor(ABC):
     linears:         returns a new factory for the model's matrices.
     staging:         as in WeightStore.
 
-    Raises: ValueError: an argument does not fit the model. The message names the argument and the remedy.
+    Raises:
+        ValueError: an argument does not fit the model. The message names the argument and the remedy.
     """
 
     def __init__(
@@ -313,7 +316,7 @@ class TorchExecutor(ABC):
         self._loaded = (not had_weights, not had_cache)
 
     def unload(self) -> None:
-        """Undo the last load(), because the load failed later, here or on another rank."""
+        """Undo the last load(), because a later part of the load has failed, here or on another rank."""
         (weights, cache), self._loaded = self._loaded, (False, False)
         if weights:
             self.release_weights()
@@ -344,7 +347,7 @@ class TorchExecutor(ABC):
         self._store.keys_dir = keys_dir
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Set the model to which the model reference IN_MEMORY refers from now on."""
+        """Set the model in memory that the model reference IN_MEMORY denotes from now on."""
         self._store.in_memory = model
 
     def use_source(self, source: str) -> None:
@@ -400,7 +403,7 @@ class TorchExecutor(ABC):
     # --- the experts of a step's tokens -------------------------------------------------------------------------
 
     def _new_routing(self, tokens: int) -> torch.Tensor | None:
-        """Return routing_GTJ, which contains the experts in the layers of earlier pipeline stages.
+        """Return routing_GTJ, in which the layers of earlier pipeline stages are filled already.
 
         Returns None if experts are not recorded.
         """

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class WeightStore:
-    """Verifies weights while it reads them; unverified weights are never used.
+    """The weights of one rank. They are verified while they are read, and unverified weights are never used.
 
     stage() may run during a step, on another thread. All other methods must run on the thread that runs the steps.
 
@@ -98,14 +98,14 @@ class WeightStore:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of this rank's weights."""
+        """Approximate size of this rank's weights in bytes."""
         sizes = self._shard.sizes
         values = num_parameters(self.config, expert_ranks=sizes.expert)
         return int(values * self._linears().value_bytes(self._dtype)) // (sizes.tensor * sizes.pipeline)
 
     @property
     def digest(self) -> str | None:
-        """Digest of the last loaded weights; None before the first load."""
+        """Digest of the weights that were loaded last; None before the first load."""
         return self._signature.digest if self._signature is not None else None
 
     @property

@@ -105,8 +105,8 @@ class CpuExecutor(TorchExecutor):
     def _trim_memory(self) -> None:
         """Make glibc return freed memory to the system.
 
-        Garbage collection is not needed, because weights and cache are in no reference cycle. It would delay the
-        heartbeats of an engine with a large heap.
+        This runs no garbage collection, because weights and cache are in no reference cycle. A collection would delay
+        the heartbeats of an engine with a large heap.
         """
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -176,7 +176,7 @@ def _output_of(
 
 
 def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[CppDecoder]:
-    """Return whether the C++ kernels can run the step. They read PANEL tokens of a page at a time."""
+    """Return whether the C++ kernels can run the step. The page size must be a multiple of PANEL."""
     return isinstance(model, CppDecoder) and cache_LPXE.shape[2] % PANEL == 0
 
 
@@ -191,7 +191,7 @@ class PlannedRows(LogitRows):
 
 
 def logit_rows(plan: StepPlan) -> PlannedRows:
-    """Return the tokens whose logits a plan needs, in the plan's order."""
+    """Return the tokens of a plan whose logits are needed, in the plan's order."""
     ends = plan.query_lengths.cumsum(dtype=np.int64)
     sampled_rows = np.flatnonzero(plan.needs_sample)
     rows, targets, end = [ends[sampled_rows] - 1], [], len(sampled_rows)

@@ -45,7 +45,9 @@ def draw(
     which_N: torch.Tensor | None = None,
     processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw tokens with the parameters of the step. Return int32 [N] and their log-probabilities, float32 [N].
+    """Draw one token per row of `logits_NV` with the parameters of the step.
+
+    Returns the tokens, int32 [N], and their log-probabilities, float32 [N].
 
     sample:       the sampling kernel.
     which_N:      int64 [N], the row of the step for each row of logits_NV. None means that logits_NV has all rows of
@@ -192,7 +194,7 @@ def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
 
 
 def _log_probs(logits_BV: torch.Tensor, which: Int64, tokens: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """Compute sampler.log_probs() on the device, for the rows `which` and their `tokens`, both int [W]."""
+    """Compute sampler.log_probs() on the device, for the rows `which`, int64 [W], and their tokens, int [W]."""
     device, top_n = logits_BV.device, min(top_n, logits_BV.shape[1])
     which_W, tokens_W = torch.from_numpy(np.stack([which, tokens.astype(np.int64)])).to(device)
     parts = []

@@ -1,5 +1,6 @@
-"""A step plan on the device. Each plan is copied at once to addresses that do not change, so that graphs can be
-replayed.
+"""A step plan on the device.
+
+Each plan is copied at once to addresses that do not change, so that graphs can be replayed.
 
 Shapes: T tokens, B sequences (rows), M pages of a block table.
 """
@@ -113,7 +114,7 @@ class StepBuffers:
     def stage(self, plan: StepPlan, *, later: Int64 = _NO_ROWS, decode_size: int | None = None) -> StagedStep:
         """Copy the plan to the device.
 
-        later: int64 [m]; rows of the plan that become StagedStep.later.
+        later: int64 [m]; the rows of the plan whose tokens are drawn after the step (see StagedStep.later).
         decode_size: number of rows to which a plan of decodes is padded; None adds no padding.
         """
         if self._sent is not None:

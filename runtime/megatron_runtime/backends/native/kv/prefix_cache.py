@@ -39,8 +39,9 @@ class CachedBlock:
 class PrefixCache:
     """Allocates the page ids 0 … num_pages − 2, starting with the page released last, and finds complete blocks by key.
 
-    REF_ZERO evicts a block as soon as it has no owner. LRU evicts when pages are needed, and starts with the block that
-    has been idle the longest. It never evicts a block with an owner, or a block before its continuations.
+    The policy REF_ZERO evicts a block as soon as it has no owner. The policy LRU evicts blocks when pages are needed,
+    and starts with the block that has been idle the longest. LRU never evicts a block with an owner, or a block before
+    its continuations.
 
     references: int32 [num_pages]; number of owners of each page. All pages of a block have the same owners.
     is_cached:  bool [num_pages]; whether the page belongs to a cached block. Such a page without an owner is idle, not
@@ -160,7 +161,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Evict all blocks because the weights have changed. Pages with owners keep them."""
+        """Evict all blocks because the weights have changed. Pages that have an owner stay allocated to that owner."""
         for block in self._idle.values():
             self._free_pages(block.pages)
         self.is_cached[:] = False

@@ -214,7 +214,7 @@ class RequestSlots:
         self.sampling.append(slots, tokens)
 
     def release(self, slot: int) -> None:
-        """Free the slot and its pages."""
+        """Free the slot and release its pages."""
         held = int(self.num_pages[slot])
         self._stop_computing(slot)
         del self._chains[slot]
@@ -231,8 +231,8 @@ class RequestSlots:
     def match(self, request: CoreRequest) -> tuple[list[CachedBlock], bool]:
         """Return the cached blocks at the start of the request's prompt, and whether the request should wait.
 
-        The request should wait if another slot is computing its next block now. The returned blocks always leave two or
-        more tokens to compute.
+        The request should wait if another slot is computing the request's next block now. The returned blocks always
+        leave two or more tokens to compute.
         """
         if not request.reads_cache:
             return [], False

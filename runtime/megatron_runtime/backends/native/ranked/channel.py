@@ -335,7 +335,10 @@ class LeaderChannel(_Channel):
         return number
 
     def share_state(self, state: str, *, has_joined: bool) -> None:
-        """Report the EngineState to the other ranks. has_joined: whether the engine is in the coordinator's state."""
+        """Report the EngineState to the other ranks.
+
+        has_joined: whether the engine has reached the coordinator's state.
+        """
         self._send(Kind.STATE, 0, [state, has_joined])
 
     def collect(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
@@ -378,7 +381,7 @@ class LeaderChannel(_Channel):
         self._wait_until_all_are_gone(BLAME_SECONDS)
 
     def close(self) -> None:
-        """Stop the other ranks normally, and close this end. Idempotent."""
+        """Stop the other ranks without an error, and close this end. Idempotent."""
         if self._ended:
             return
         self._closing = True
@@ -480,8 +483,9 @@ class FollowerChannel(_Channel):
         self._end_command(order.number)
 
     def fail(self, cause: str, *, is_consequence: bool) -> None:
-        """Report to rank 0 that this rank has failed. is_consequence: whether the loss of another rank can be the
-        cause.
+        """Report to rank 0 that this rank has failed.
+
+        is_consequence: whether the loss of another rank can be the cause.
         """
         self._send(Kind.FAILED, 0, [is_consequence, cause])
 

@@ -62,7 +62,8 @@ Meanwhile, it notifies the coordinator and other ranks.
 def end_with(error: RankError, *, own_rank: int | None = None) -> None:
     """Terminate this process at once, because its threads may hang in a collective that no other rank will enter.
 
-    own_rank: rank of this process. If `error` names this rank, the traceback of every thread goes to standard error.
+    own_rank: rank of this process. If `error` names this rank, a traceback of every thread is written to standard
+              error.
     """
     print(f"the engine exits: {error}", file=sys.stderr, flush=True)
     if error.rank == own_rank:
@@ -192,7 +193,10 @@ class RankedExecutor(Ranks):
         self._local.use_keys(keys_dir)
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Set this rank's model to which the model reference IN_MEMORY refers. Each rank sets its own model."""
+        """Set the model in memory that the model reference IN_MEMORY denotes on this rank.
+
+        Each rank sets its own model.
+        """
         self._local.use_memory(model)
 
     def use_source(self, source: str) -> None:
@@ -243,7 +247,7 @@ class RankedExecutor(Ranks):
         return RankResults(self.count)
 
     def share_state(self, state: str, *, has_joined: bool = False) -> None:
-        """Report the engine's EngineState to the other ranks; see FollowerChannel.on_state."""
+        """Report the engine's EngineState to the other ranks. For has_joined, see LeaderChannel.share_state()."""
         self._channel.share_state(state, has_joined=has_joined)
 
     def share_answers(self, answers: dict[str, Any]) -> None:
@@ -268,7 +272,10 @@ class RankedExecutor(Ranks):
         self._channel.on_lost = lost
 
     def end(self, failure: BaseException | None) -> None:
-        """Stop the other ranks: normally if `failure` is None, otherwise with `failure` as the cause. Idempotent."""
+        """Stop the other ranks. Idempotent.
+
+        failure: cause to report to them if this engine failed; None for a normal stop.
+        """
         if failure is None:
             self._channel.close()
         else:
@@ -278,7 +285,7 @@ class RankedExecutor(Ranks):
     def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
         """Make every rank execute an order, and return the answers by rank.
 
-        Raises the first error; the error names its rank.
+        Raises the first error of a rank. The error names the rank.
         """
         number = self._channel.post(Kind.COMMAND, [name, *arguments])
         failure: Exception | None = None

@@ -1,4 +1,7 @@
-"""Encodes step plans and their results as msgpack with arrays as raw bytes. Decoding never runs the sender's code."""
+"""Encodes step plans and their results as msgpack, in which arrays are raw bytes.
+
+Decoding never runs code of the sender.
+"""
 
 from __future__ import annotations
 
