@@ -84,7 +84,7 @@ class AnswerState(Protocol):
 class Penalties:
     """Penalties of one row, and the distinct tokens of its prompt and answer.
 
-    ids:    int32 [m].
+    ids:    int32 [m]; the distinct tokens.
     counts: int32 [m]; number of occurrences of each token in the answer.
     """
 

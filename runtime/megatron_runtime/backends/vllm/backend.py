@@ -527,7 +527,7 @@ class VllmBackend(EngineBackend):
         cached: int,
         label: str | None,
     ) -> RequestOutput:
-        """Return the output for an entry of pooling.py."""
+        """Return the output for the result of a pooling request, as pooling.py sent it."""
         output = opened.output([])
         output.pooled = np.frombuffer(values, "<f4").reshape(shape)
         output.prompt_length, output.num_cached_tokens, output.label = tokens, cached, label

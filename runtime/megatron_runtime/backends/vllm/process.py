@@ -6,9 +6,9 @@ cause. The two processes exchange messages over a pair of sockets (channel.py):
     to the process
         [number, method, arguments]                       the methods are in service.py
     from the process
-        [number, result, error]                           the reply; number 0: vLLM has started, or could not start
+        [number, result, error]                           the reply; number 0 reports the start of vLLM or its failure
         ["outputs", ...], ["cache", ...], ["metrics", ...]
-        ["progress", stage, done, total]                  before the reply to load, also before number 0
+        ["progress", stage, done, total]                  before the reply to load, and before number 0
 """
 
 from __future__ import annotations
