@@ -244,7 +244,7 @@ class DecoderModel(Decoder):
         """Return the hidden states after this rank's layers, and write the keys and values of these layers to the
         cache.
 
-        routing_GTJ: int32; receives each token's experts, by descending share, for those of this rank's layers that
+        routing_GTJ: int32; receives each token's experts, by descending share, in this rank's layers that
                      have experts.
         """
         in_full = self._rotary.rotation(positions_T, x_TD.dtype), attention
