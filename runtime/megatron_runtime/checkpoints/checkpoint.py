@@ -167,7 +167,7 @@ class VerifiedCheckpoint(Checkpoint):
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all values are finite. The device of the tensor computes this."""
+    """Return whether all values are finite. The device that holds the tensor computes this."""
     # A sum is finite only if all its terms are finite. If the sum is not finite, check each value, because the sum may
     # have overflowed.
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())

@@ -129,9 +129,9 @@ def write_text_files(
     *,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
 ) -> None:
-    """Write the tokenizer, the chat template and the tokens that end an answer.
+    """Write the tokenizer, the chat template, and the ids of the tokens that end an answer.
 
-    A GGUF tokenizer can add tokens that end an answer.
+    A GGUF tokenizer can add ids of such tokens.
     """
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         file = find_beside(source, name)
@@ -151,10 +151,10 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty directory next to `directory`.
+    """Yield an empty directory next to `directory`, in which the block writes files.
 
-    At the end of the block, the empty directory is renamed to `directory`. If the block fails, it is removed. Files of
-    a process that was killed are removed by the next process.
+    At the end of the block, the new directory is renamed to `directory`. If the block fails, it is removed. If a
+    process is killed, the next process removes its files.
 
     replace: whether to remove an existing `directory` at the end. If False, `directory` must be absent or empty.
 

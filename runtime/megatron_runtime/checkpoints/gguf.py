@@ -107,7 +107,10 @@ class GGUFCheckpoint(Checkpoint):
         }
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return the tensor's values as float32, but F16 and BF16 tensors in their own type."""
+        """Return the tensor's values.
+
+        F16 and BF16 tensors keep their type, and all other tensors are returned as float32.
+        """
         entry = self._entries[name]
         if len(entry.shape) == 1:
             values = _whole(entry)

@@ -75,7 +75,9 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
 
 
 def _one_by_one(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers saves for `tensor`. It fuses experts in memory but saves them separately."""
+    """Return the tensors that transformers saves for `tensor`. transformers fuses experts in memory but saves them
+    separately.
+    """
     layer, _, what = name.partition(".mlp.")
     if config.moe is None or what not in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
         return {name: tensor}

@@ -60,7 +60,7 @@ class UnsafeNameError(ValueError):
 
 
 def require_safe_name(name: object) -> str:
-    """Return `name` if it is a safe relative path. Joined to a directory, it must stay below that directory.
+    """Return `name` if it is a relative path that stays below the directory to which it is joined.
 
     Raises UnsafeNameError.
     """
@@ -99,7 +99,7 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 def size_of(values: Any = ()) -> tuple[int, ...]:
     """Return a shape, or the offset on each axis, from values in a file.
 
-    Raises ValueError unless it is a valid shape.
+    Raises ValueError unless the values are a valid shape.
     """
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
         raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
@@ -218,7 +218,7 @@ class ModelDirectory:
         return file
 
     def directory(self, name: str) -> ModelDirectory:
-        """Return the directory `name` below this one. Raises ModelFileError if a link leads elsewhere."""
+        """Return the directory `name` below this directory. Raises ModelFileError if a link leads elsewhere."""
         below = ModelFile(self.path / require_safe_name(name), self._root)
         below._target()
         return ModelDirectory(below.path)

@@ -59,7 +59,8 @@ class WeightStream:
     part:     see OpenSession.
     keys_dir: directory of engine.key, and of trainer.pub or engine.pub; None means no encryption.
 
-    All methods raise WeightsUnavailableError. If the other side hangs or is unreachable, they do so after a deadline.
+    The constructor and all methods can raise WeightsUnavailableError. If the other side hangs or is unreachable, they
+    raise it after a timeout.
     """
 
     def __init__(self, source: PublishedSource, *, keys_dir: Path | None, engine: str = "", part: str = "") -> None:
@@ -187,7 +188,10 @@ class NoValues(Checkpoint):
 
 
 def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]) -> None:
-    """Receive the tensors of an engine's rank into `targets`, which lists them by name in the rank's order."""
+    """Receive the tensors of an engine's rank.
+
+    targets: name and destination of each tensor, in the order of the rank.
+    """
     kinds = [(entry.name, entry.shape, entry.dtype) for entry in stream.manifest.tensors]
     expected = [(entry.name, entry.shape, entry.dtype) for entry in (entry_of(*target) for target in targets)]
     if kinds != expected:

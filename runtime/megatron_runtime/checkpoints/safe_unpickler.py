@@ -150,8 +150,8 @@ class _Reader(pickle._Unpickler):
     def _set_items(self, target: Any, items: list[Any]) -> None:
         """Set entries of a mapping.
 
-        Keys of other types than the expected ones are skipped; no caller reads such entries. The hashes of tuples and
-        long integers are predictable, so a pickle could make all keys collide.
+        Only keys of some types are set, because no caller reads other entries. The hashes of tuples and long integers
+        are predictable, so a pickle could otherwise make all keys collide.
         """
         for key, value in zip(items[::2], items[1::2], strict=True):
             if isinstance(key, self._keys) or (isinstance(key, int) and abs(key) < _MAX_SIZE):

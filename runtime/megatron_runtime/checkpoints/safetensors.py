@@ -1,4 +1,4 @@
-"""Reads and writes model directories in transformers' format, which are config.json and *.safetensors.
+"""Reads and writes model directories in transformers' format, which contain config.json and *.safetensors.
 
 A file contains the size of its header (8 bytes, little-endian), the header in JSON, and the tensors one after the
 other: https://github.com/huggingface/safetensors#format. The `safetensors` package is not used, because it cannot read
@@ -150,7 +150,7 @@ def _config_json(directory: Path) -> Fields:
 
 
 def _names(stored: Collection[str]) -> dict[str, str]:
-    """Map the names of tensors in the files to the transformers names. Only tensors of the text model are included."""
+    """Return a map from the tensor names in the files to the transformers names, for the tensors of the text model."""
     prefixes = [prefix for prefix in _TEXT_PREFIXES if prefix + _EMBEDDING in stored]
     prefix = prefixes[0] if prefixes else "model."
     names = {}

@@ -114,7 +114,9 @@ class VllmRequest(BackendRequest):
         return self.prompt_length + len(self.tokens)
 
     def submission(self) -> tuple[SamplingParams, int]:
-        """Return the sampling parameters of the next part, and how many answer tokens its prompt includes."""
+        """Return the sampling parameters of the next part, and the number of answer tokens that belong to the part's
+        prompt.
+        """
         params, parts = copy.copy(self.params), self.parts
         params.call_structure = params.reasoning = None
         if parts is None:
@@ -235,7 +237,7 @@ class VllmBackend(EngineBackend):
     def _end_unused(self) -> asyncio.Task[None]:
         """Start a task that stops vLLM's process after UNUSED_SECONDS, unless _vllm() is called before.
 
-        It is for a process that has loaded no weights.
+        This is for a process that has loaded no weights.
         """
 
         async def end() -> None:
@@ -652,7 +654,7 @@ class VllmBackend(EngineBackend):
             await self._end_replacing()
 
     async def _end_replacing(self) -> None:
-        """Finish or undo a replacement of weights: unpause the engine if load_staged_weights() paused it."""
+        """Unpause the engine if load_staged_weights() paused it, after its weights are committed or discarded."""
         replaced, self._replaced = self._replaced, None
         if replaced is not None and replaced.was_running:
             await self._unpause()

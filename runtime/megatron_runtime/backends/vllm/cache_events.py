@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Return the endpoint at which a data-parallel rank publishes events. vLLM derives it from `endpoint` in the same
-    way.
+    """Return the endpoint at which a data-parallel rank publishes events. vLLM derives it in the same way.
 
     `endpoint` must contain `inproc`. Otherwise, vLLM derives no endpoints for ranks other than rank 0.
     """

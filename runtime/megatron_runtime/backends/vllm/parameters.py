@@ -25,8 +25,7 @@ _STRUCTURES = {
 
 
 def must_force(params: SamplingParams) -> bool:
-    """Return whether vLLM must generate the existing answer tokens again, instead of getting them as part of the
-    prompt.
+    """Return whether vLLM must generate the existing answer tokens again, instead of getting them in the prompt.
 
     Penalties on generated tokens, bad words and grammars depend on which tokens are the answer. All other parameters do
     not.

@@ -129,8 +129,8 @@ class VllmProcess:
     started:     facts about the model and its configuration, from service.py.
     is_starting: whether the log is read for progress. Set it to False after load().
     kv_cache_bytes: KV cache size in bytes on the rank with the smallest cache, as measured by vLLM; 0 if not measured.
-    checks_only: whether vLLM only checks the settings. If so, the machine does not need the GPU for which they are
-                 meant.
+    checks_only: whether vLLM only checks the settings. If so, the machine need not have the GPU that the settings
+                 require.
 
     The constructor waits until the process has imported vLLM and has checked its settings, which takes ten seconds or
     more. Call it in a thread if there is an event loop.

@@ -253,7 +253,7 @@ class VllmService:
         return await asyncio.to_thread(weights_digest, Path(directory))
 
     async def stage(self, source: str, current: str) -> tuple[str, str]:
-        """Prepare other weights of the same model, and return their directory and digest.
+        """Read other weights of the same model, and return their directory and digest.
 
         current: directory of the model in use. Raises ValueError if the tensors of both models differ.
         """
@@ -283,7 +283,7 @@ class VllmService:
         await self._llm.sleep(level=level, mode="keep")
 
     async def wake_up(self) -> None:
-        """Undo sleep(). vLLM has no request then, so no step runs. After level 2, no adapter is loaded."""
+        """Undo sleep(). No step runs, because vLLM has no request at that time. After level 2, no adapter is loaded."""
         assert self._llm is not None
         if sleep_level(self._settings) == 2:
             await self._llm.wake_up(tags=["weights"])

@@ -1,4 +1,6 @@
-"""The files of a remote model: selection of the files that a model needs, their digests, and the manifest of a
+"""The files of a remote model.
+
+This module selects the files that a model needs, computes their digests, and reads and writes the manifest of a
 directory.
 """
 

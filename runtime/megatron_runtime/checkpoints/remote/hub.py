@@ -308,7 +308,7 @@ def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 def _keep_token(origin: tuple[str, str, int | None], request: httpx2.Request) -> None:
     """Remove the token from requests to hosts other than the hub.
 
-    The service for Xet tokens can be on another host.
+    For example, the service for Xet tokens can be on another host.
     """
     if _is_own(request) and _origin(request.url) != origin:
         request.headers.pop("authorization", None)

@@ -176,7 +176,7 @@ def _require_pairs(model: Any) -> None:
 
 
 def _gpt_name(name: str) -> str:
-    """Return a GPTModel's name of the tensor `name` in a HybridModel with pairs of attention and MLP."""
+    """Return the name that a GPTModel has for the tensor `name` of a HybridModel with pairs of attention and MLP."""
     if (match := _HYBRID_LAYER.fullmatch(name)) is not None:
         begin, layer, rest = match.groups()
         return f"{begin}{int(layer) // 2}{rest}"

@@ -45,8 +45,8 @@ class Layout:
     """The naming scheme of a set of tensors. The default is Megatron-Core's scheme for equal layers.
 
     mixture_norm_in_mlp: whether the norm before a mixture of experts has the same key as the norm before a dense
-                         feed-forward layer. Megatron's local layer spec, which does not use Transformer Engine, has
-                         these names.
+                         feed-forward layer. This is so in Megatron's local layer spec, which does not use Transformer
+                         Engine.
     """
 
     prefix: str = ""

@@ -1,8 +1,7 @@
-"""Reads the pickled parts of a Megatron-Core checkpoint, which are the index and each tensor, without running their
-code.
+"""Reads the pickled parts of a Megatron-Core checkpoint without running their code.
 
-The index maps each chunk of each tensor to a place in a file. The file has the chunk there in the format of
-torch.save().
+These parts are the index and each tensor. The index maps each chunk of each tensor to a place in a file, at which the
+file has the chunk in the format of torch.save().
 """
 
 from __future__ import annotations
@@ -145,12 +144,12 @@ class SavedArchive:
 
 @contextmanager
 def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int = 0) -> Iterator[SavedArchive]:
-    """Yield the torch.save() archive in `length` bytes of a file from `start` on. A `length` of 0 means the rest of the
-    file.
+    """Yield the torch.save() archive that is in `length` bytes of a file from `start` on.
 
-    where: name of the archive, for errors.
+    length: 0 means the rest of the file.
+    where:  name of the archive, for errors.
 
-    Raises ModelFileError, also in place of errors in the block.
+    Raises ModelFileError, also for errors of the archive that occur in the block.
     """
     try:
         with stored.open() as file, mmap.mmap(file.fileno(), start + length, access=mmap.ACCESS_READ) as view:
@@ -338,7 +337,7 @@ def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
 
 
 class _Metadata(SimpleNamespace):
-    """Replaces a class of torch that has only attributes. So do the following classes.
+    """Replaces a class of torch that has only attributes. The classes below do the same for other classes.
 
     The pickle sets the attributes.
     """
