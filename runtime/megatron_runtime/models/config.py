@@ -39,9 +39,9 @@ class LinearScaling:
 class YarnScaling:
     """Frequency scaling of Peng et al. 2023, arXiv:2309.00071 (transformers `rope_type: yarn`).
 
-    beta_fast, beta_slow: numbers of rotations within the original length. A rotary pair with more rotations than
-                          beta_fast keeps its frequency. If it has fewer than beta_slow, the frequency is divided by
-                          `factor`.
+    beta_fast, beta_slow: numbers of rotations within the original length. A rotary pair with more than beta_fast
+                          rotations keeps its frequency. The frequency of a pair with fewer than beta_slow rotations is
+                          divided by `factor`.
     truncate:             whether to round the bounds of the two ranges to whole pairs.
     attention_factor:     factor of queries and keys.
     """
@@ -156,7 +156,7 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor of q·k."""
+        """Factor of q·k in the attention scores."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property

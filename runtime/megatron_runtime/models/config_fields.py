@@ -52,7 +52,7 @@ _MAX_SIZES = {
 class Fields:
     """The fields of a configuration that was read from a file. where: name of the file, for messages.
 
-    All methods raise UnsupportedModelError, which names the field, its value and the supported values.
+    Every method can raise UnsupportedModelError, which names the field, its value and the supported values.
     """
 
     def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
@@ -280,7 +280,10 @@ _NAMES_OF_SCALINGS: dict[type, str] = {
 
 
 def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
-    """Return the scaling that `values` describe. model: fields of the model itself."""
+    """Return the scaling that the rope fields `values` describe; None if there is none.
+
+    model: fields of the model itself.
+    """
     kind = values.get("rope_type", values.get("type", "default"))
     # "dynamic" changes only the frequencies of sequences above the model's limit, and such sequences are rejected.
     if kind in ("default", "dynamic"):

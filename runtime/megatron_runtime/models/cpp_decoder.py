@@ -54,7 +54,10 @@ class PlannedTokens(Protocol):
 
 
 def runs_in_cpp(config: ModelConfig, weights: DecoderWeights) -> bool:
-    """Return whether the C++ kernels can run the model. Every matrix must be packed, and the head size supported."""
+    """Return whether the C++ kernels can run the model.
+
+    Every matrix must be packed, and the kernels must support the head size.
+    """
     is_packed = all(isinstance(linear, PackedLinear) for linear in weights.linears)
     return is_packed and config.head_dim % PANEL == 0
 
@@ -161,10 +164,7 @@ class CppDecoder(DecoderModel):
         return self._collectives.scatter_sums(y_AD)
 
     def _add_sums(self, step: Step, phase: int, part_TD: torch.Tensor, sums_TD: torch.Tensor) -> None:
-        """Add the result of a phase to the hidden states.
-
-        It is the sum of `part_TD` over the ranks, which goes to sums_TD.
-        """
+        """Sum `part_TD`, the result of a phase, over the ranks into sums_TD, and add the sum to the hidden states."""
         summed_TD = self._collectives.all_reduce(part_TD)
         if summed_TD is not sums_TD:
             sums_TD.copy_(summed_TD)
@@ -278,8 +278,9 @@ def _matrix(linear: Linear) -> Matrix:
 
 
 def _halves(linear: Linear) -> tuple[Matrix, Matrix]:
-    """Return the first and the second half of the outputs, as two parts of one matrix or as matrices of different
-    formats.
+    """Return the first and the second half of the outputs.
+
+    They are parts of one matrix, or two matrices with different formats.
     """
     assert isinstance(linear, PackedLinear)
     if len(linear.matrices) == 2:

@@ -669,9 +669,9 @@ def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True
 
 
 def _config(family: Family, fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """Return a configuration.
+    """Return the configuration with the sizes that `fields` contain, after they are checked against each other.
 
-    Its sizes come from `names`, their names in the file, and are checked against each other.
+    names: name in the file of each size.
     """
     hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
     for name in ("intermediate_size", "num_layers"):

@@ -90,8 +90,9 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
 
 
 class _Scratch(threading.local):
-    """Memory that a thread reuses for one weight after the other, which avoids a page fault for every page of the
-    model.
+    """Memory that a thread reuses for one weight after the other.
+
+    Without it, every page of the model would cause a page fault.
     """
 
     def __init__(self) -> None:

@@ -90,8 +90,9 @@ class AnswerGuide:
             grammar.accept(token)
 
     def _begin_calls(self, tokens: Sequence[int]) -> None:
-        """Start to compile the grammar of tool calls if the structure has begun. tokens: tokens of the structure so
-        far.
+        """Start to compile the grammar of tool calls if the structure has begun.
+
+        tokens: tokens of the structure so far.
         """
         structure = self._parts.structure
         if structure is None or not self._parts.is_best_effort:
@@ -102,8 +103,9 @@ class AnswerGuide:
             self._begun = self._begin(structure, tokens)
 
     def _current(self) -> AnswerState | None:
-        """Return the grammar state for the next token; None if no grammar applies, or if the grammar is not compiled
-        yet.
+        """Return the grammar state for the next token.
+
+        Returns None if no grammar applies, or if the grammar is not compiled yet.
         """
         if self._begun is not None and self._begun.done():
             begun, self._begun = self._begun, None

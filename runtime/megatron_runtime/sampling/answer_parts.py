@@ -65,8 +65,9 @@ class AnswerParts:
 
     @classmethod
     def of(cls, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> Self | None:
-        """Return the parts of an answer; None if the answer has only one part. token_bytes: returns the bytes of a
-        token.
+        """Return the parts of an answer; None if the answer has only one part.
+
+        token_bytes: returns the bytes of a token.
         """
         if params.reasoning is None and params.call_structure is None and params.structured_output is None:
             return None

@@ -1,4 +1,4 @@
-"""Sampling parameters: of one step by row of the batch, and of all running requests by slot.
+"""The sampling parameters of one step, by row of the batch, and of all running requests, by slot.
 
 The parameters of a step are plain arrays, so that a plan can be sent to other ranks. n rows, V vocabulary. This module
 does not import torch.
@@ -31,7 +31,7 @@ _MIN_TOP_P = float(np.finfo(np.float32).tiny)
 class RowFailure(IntEnum):
     """A value in place of the token of a row that cannot be sampled.
 
-    Only this row fails. The step and the other rows do not.
+    Only this row fails. The step and its other rows succeed.
     """
 
     MODEL = -2

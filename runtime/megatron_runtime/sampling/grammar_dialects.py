@@ -42,10 +42,10 @@ _GBNF_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Return a schema that the compiler supports, and the keywords that this schema does not enforce.
 
-    is_strict: keep `oneOf`, which the compiler rejects unless the alternatives are disjoint. Otherwise, `oneOf` becomes
-               `anyOf`.
-    closes: an object with declared properties has no other properties, unless its schema allows them. An object without
-            declared properties can have any.
+    is_strict: whether to keep `oneOf`, which the compiler rejects unless the alternatives are disjoint. If False,
+               `oneOf` becomes `anyOf`.
+    closes: whether an object with declared properties has no other properties unless its schema allows them. An object
+            without declared properties can have any properties.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)
@@ -110,8 +110,8 @@ class _Normaliser:
     def _name_of(self, key: str, schema: Mapping[str, Any]) -> str:
         """Return the keyword to write for `key`.
 
-        This is `anyOf` for `oneOf` unless `oneOf` is kept, because the compiler accepts `oneOf` only with disjoint
-        members.
+        This is `key`, except that `oneOf` becomes `anyOf` unless `oneOf` is kept. The compiler accepts `oneOf` only
+        with disjoint members.
         """
         if key == "oneOf" and not self._keeps_one_of and "anyOf" not in schema:
             self.dropped.add(key)

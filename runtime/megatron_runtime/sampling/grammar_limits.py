@@ -66,7 +66,7 @@ _Node = TypeVar("_Node", int, str)
 
 
 def check_structure(structure: Mapping[str, Any]) -> None:
-    """Check a description against the limits of this module. The time is proportional to the size of the description.
+    """Check `structure` against the limits of this module. The time is proportional to the size of `structure`.
 
     structure: as in SamplingParams.structured_output.
 
@@ -122,7 +122,7 @@ class _Lexeme(NamedTuple):
 def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
     """Yield the lexemes into which the compiler splits the text.
 
-    Raises InvalidSamplingParamsError if a part of the text is no lexeme.
+    Raises InvalidSamplingParamsError if a part of the text is not a lexeme.
     """
     at = 0
     while at < len(text):

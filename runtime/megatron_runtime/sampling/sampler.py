@@ -135,11 +135,14 @@ def sample_step(
 ) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs], dict[int, Float32]]:
     """Sample the tokens of one step.
 
-    reports_raw: as in StepLogits.sample().
+    Returns four values by row of the plan:
 
-    Returns four values by row: int32 tokens, which are NO_TOKEN if a row needs no token and a RowFailure if a row
-        fails; the requested log-probabilities of sampled tokens; the log-probabilities of prompt tokens; and float32
-        hidden states [D].
+    - int32 tokens. A row that needs no token has NO_TOKEN, and a row that fails has a RowFailure.
+    - The requested log-probabilities of sampled tokens.
+    - The requested log-probabilities of prompt tokens.
+    - The requested hidden states, float32 [D].
+
+    reports_raw: as in StepLogits.sample().
     """
     tokens = np.full(len(batch.temperature), NO_TOKEN, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
@@ -270,7 +273,7 @@ def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
 
 
 def _weights(logits_V: Float32, temperature: float) -> Float32:
-    """Return probabilities up to a common factor, by which the largest is 1. The largest logit must be finite."""
+    """Return the tokens' probabilities divided by the largest of them. The largest logit must be finite."""
     scaled_V = logits_V - logits_V.max()
     scaled_V /= np.float32(temperature)
     return np.exp(scaled_V, out=scaled_V)
@@ -297,7 +300,9 @@ def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> I
 
 
 def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, is_all: bool) -> int | None:
-    """Return the number of most likely tokens that top-k and then top-p keep; None if there are too few candidates."""
+    """Return how many of the most likely tokens top-k and then top-p keep; None if too few candidates are given to
+    decide.
+    """
     kept, mass = len(weights_C), total
     cumulative_C = weights_C.cumsum(dtype=np.float64)
     if 0 < top_k <= kept:

@@ -160,8 +160,8 @@ class GrammarState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Return a context that converts an error of the matcher, or a panic of its native code, to a failure of
-        this grammar.
+        """Return a context that converts errors of the matcher, and panics of its native code, to a failure of this
+        grammar.
         """
         try:
             yield

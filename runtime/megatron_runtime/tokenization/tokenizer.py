@@ -213,7 +213,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """The object that computes a lower bound of the number of tokens of a text."""
+        """An object that returns a lower bound of the number of tokens of a text."""
         return TokenBound.of(self._backend)
 
     def render_chat(
@@ -247,8 +247,9 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, tools=tools, variables=variables), add_special=False)
 
     def decode(self, ids: Iterable[int], *, after: Sequence[int] = (), skip_special: bool = True) -> str:
-        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD, and ids outside the vocabulary have no
-        text.
+        """Return the text of `ids`.
+
+        Bytes that are not UTF-8 become U+FFFD, and ids outside the vocabulary have no text.
 
         after: tokens that precede `ids`; see detokenizer().
         """

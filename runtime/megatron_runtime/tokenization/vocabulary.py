@@ -182,8 +182,9 @@ def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequen
 
 
 def _is_of_pieces(model: Any) -> bool:
-    """Return whether the entries of the vocabulary are plain text, without marks for the end or the inside of a
-    word.
+    """Return whether the entries of the vocabulary are plain text.
+
+    Plain text has no marks for the end or the inside of a word.
     """
     marks = (getattr(model, name, None) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     return type(model).__name__ == "BPE" and not any(marks)

@@ -151,7 +151,7 @@ FORMATS: dict[str, Numbers] = {
 
 
 def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantized: bool = False) -> Numbers:
-    """Return the number formats to compute with.
+    """Return the number formats with which an engine computes.
 
     name:         "auto" or a Format.
     stored:       type of the checkpoint's matrices. "auto" keeps float16 and bfloat16 and converts any other type to
@@ -170,7 +170,7 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
 
 
 def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
-    """Return the number formats to compute with a checkpoint.
+    """Return the number formats with which an engine computes a checkpoint's model.
 
     name: as for select_numbers(), except that "auto" keeps the format of matrices that are stored in panels. Errors are
           the same.

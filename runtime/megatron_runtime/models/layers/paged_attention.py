@@ -59,8 +59,8 @@ class RotaryEmbedding:
     """The rotary embedding of all layers of one kind.
 
     magnitude: factor of cos and sin.
-    long_frequencies_F: frequencies for long sequences; None if the model has only one set. With them, a position is
-                        twice the index in the sequence, plus 1 if the sequence is long.
+    long_frequencies_F: frequencies for long sequences; None if the model has only one set of frequencies. With two
+                        sets, a position is twice the index in the sequence, plus 1 if the sequence is long.
     """
 
     frequencies_F: torch.Tensor
@@ -89,9 +89,7 @@ class RotaryEmbedding:
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Return the rotary embedding of the layers that attend to all tokens, and the rotary embedding of the local
-    layers.
-    """
+    """Return two rotary embeddings: of the layers that attend to all tokens, and of the local layers."""
     scaling, sliding = config.rope_scaling, config.sliding
     frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -141,8 +139,8 @@ class SequenceRows:
 
     rows:    the rows of these tokens in the step.
     pages:   int64; pages of the cached and the new tokens; None if no token was cached before.
-    mask_TS: 0 for a token that is attended to, -inf for others, starting with the first token of `pages`. None means
-             that the attention is causal.
+    mask_TS: 0 for each cached token to which a new token attends, -inf for others, starting with the first token of
+             `pages`. None means that the attention is causal.
     """
 
     rows: slice
