@@ -1,5 +1,5 @@
 """The experts of a mixture: the gated feed-forward of each (token, selected expert) pair, and the weighted sum per
-    token.
+token.
 
 Shapes: T tokens, D hidden size, N experts of the model, X of them on this rank, F feed-forward width of an expert, G =
         2 F (gate and up), J selected experts of a token, R positions in the order of `moe_routing`.

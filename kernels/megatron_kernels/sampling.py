@@ -51,15 +51,17 @@ def sample(
     positions_N: torch.Tensor,
     processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens, int32 [N], and their log-probabilities, float32 [N].
+    """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N].
+
+    The log-probability of the token NOT_FINITE is NaN.
 
     temperature_N: float32; 0 selects the most likely token; of equally likely tokens, the lowest id.
     top_k_N:       int32; 0 keeps all tokens.
     top_p_N, min_p_N: float32; a top_p of 0 or 1 and a min_p of 0 keep all tokens.
-    seeds_N, positions_N: int64; the 64 bits of an element are the seed.
-    processed_NV: float32; receives the logits from which the tokens are drawn, minus the largest logit, divided by the
-                  temperature, and -inf for removed tokens. The log-probabilities are of the unchanged logits. For a row
-                  with the token NOT_FINITE, they are NaN, and processed_NV is undefined.
+    seeds_N, positions_N: int64; the 64 bits of an element of seeds_N are the seed.
+    processed_NV:  float32; receives the logits from which the tokens are drawn. They are reduced by the largest logit
+                   and divided by the temperature; removed tokens have -inf. Undefined for a row with the token
+                   NOT_FINITE.
     """
     best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers
     is_finite_N = best_N.isfinite()

@@ -120,9 +120,9 @@ def decode_tuning(
 
 
 def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
-    """Return the split of a prefill. A row is a pair (token, head of the group).
+    """Return the split of a prefill into programs.
 
-    A program has 128 rows of queries, or 64 for large heads.
+    A program has 128 rows, or 64 for large heads. A row is a pair (token, query head of the group).
     """
     rows = 128 if head_dim <= 128 else 64
     block_queries = max(1, rows // next_power_of_2(group))
@@ -140,7 +140,9 @@ def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
 
 
 def routing_rows(tokens: int) -> int | None:
-    """Return the number of rows if one program computes the whole expert routing; None if there are too many tokens."""
+    """Return the number of rows of a program that computes the whole expert routing; None if there are too many
+    tokens.
+    """
     return next((rows for rows in (16, 64) if tokens <= rows), None)
 
 
@@ -153,8 +155,7 @@ def routing_block(num_experts: int) -> int:
 
 
 def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the number of positions in a tile of the experts' products. Each expert's part of the order is aligned to
-    it.
+    """Return the number of positions in a tile of the experts' products, to which each expert's part is aligned.
 
     It is the minimum of a tensor-core product, or 64 if an expert gets 32 or more tokens on average.
     """

@@ -50,7 +50,7 @@ class _Chunk:
 
 
 class WeightMemory:
-    """Allocates the memory for loading a model once. Thread-safe.
+    """Allocates the memory of the weights while a model is loaded once. Thread-safe.
 
     Matrices share large mappings. A mapping is released with its last matrix.
 

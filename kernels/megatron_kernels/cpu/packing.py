@@ -108,7 +108,7 @@ class PackedMatrix:
         return PackedMatrix(self.format, last_row - row, last_column - column, data)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return float32 x_TK, the rows `ids_T`. Their values are the values that the format stores.
+        """Return float32 x_TK, the rows `ids_T` of the matrix, with the values that the format stores.
 
         The matrix must be contiguous.
         """
@@ -130,7 +130,7 @@ def fits(outputs: int, inputs: int) -> bool:
 
 
 def block_inputs(format: int) -> int:
-    """Return the number of inputs in a block. A matrix can be packed if its number of inputs is a multiple of it."""
+    """Return the number of inputs in a block. A matrix can be packed only if it has whole blocks of inputs."""
     return SUPER_BLOCK if format in (abi.Q2_K, abi.Q3_K, abi.Q4_K, abi.Q5_K, abi.Q6_K) else BLOCK
 
 

@@ -138,7 +138,7 @@ class AnswerParts:
         for marker, rule in self._markers.items():
             if text.startswith(marker):
                 self.part, self.free, self._rule = AnswerPart.STRUCTURE, self.tokens, rule
-                if len(text) > len(marker):  # the token ends after the marker, so the grammar describes it too
+                if len(text) > len(marker):  # the token extends beyond the marker, so the grammar describes it too
                     self.free -= 1
                     self._remaining = marker[len(before) :]
                 return

@@ -33,9 +33,7 @@ from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 26), (0, 34))
-"""Supported versions of vLLM: the first, and the first that is too new. vLLM's interface changes with minor
-    versions.
-"""
+"""The first supported version of vLLM, and the first that is too new. Minor versions change its interface."""
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 """A module that vLLM has since 0.31.
