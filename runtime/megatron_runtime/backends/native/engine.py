@@ -145,10 +145,7 @@ class EngineCore:
         return request is not None
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Discard all requests without returning outputs.
-
-        Clear the prefix cache too, unless `preserve_prefix_cache`.
-        """
+        """Discard all requests without outputs. Clear the prefix cache too, unless `preserve_prefix_cache`."""
         for request_id in list(self._scheduler.open):
             self.abort_request(request_id)
         if not preserve_prefix_cache:
@@ -186,10 +183,7 @@ class EngineCore:
         return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """End the requests that are complete when they are added, and return their outputs.
-
-        Their answer already has the maximum length or ends with a stop token.
-        """
+        """Return the outputs of requests that end when added, by the maximum length or by a stop token."""
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
@@ -403,9 +397,7 @@ class EngineCore:
         self.executor.load()
 
     def swap_weights(self, epoch: int) -> None:
-        """Use the staged weights from now on, labelled as `epoch`. Requests keep their tokens; their KV is computed
-        again.
-        """
+        """Use the staged weights, labelled as `epoch`. Requests keep their tokens, and their KV is computed again."""
         self.executor.swap_weights()
         self._scheduler.preempt_all()
         self.context.clear_prefix_cache()
