@@ -183,7 +183,7 @@ class EngineCore:
         return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """Return the outputs of requests that end when added, by the maximum length or by a stop token."""
+        """End the requests that are complete when added (maximum length or stop token). Return their outputs."""
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
