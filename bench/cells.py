@@ -1,17 +1,18 @@
-"""Routing cost and memory of one coordinator and of several, up to 10,000 engines: a simulation without sockets.
+"""Measures the routing cost and memory of one coordinator and of several, with up to 10,000 engines.
 
     python bench/cells.py --json build/cells.json
 
-Each coordinator is the real core (`megatron_runtime.coordinator.core`) with longest-prefix routing. The simulation
-passes it the messages of engines and of one client, and reads its effects. The first half of each prompt is one of
-(number of engines / 2) shared prefixes, or always the same prefix. There are three layouts: one coordinator for all
-engines; cells of --cell engines, with a router that chooses the cell by the prefix; and the same cells in rotation. If
-there are more engines than a coordinator accepts, the simulation raises this limit.
+This is a simulation without sockets. Each coordinator is the real core (`megatron_runtime.coordinator.core`) with
+longest-prefix routing. The simulation passes it the messages of engines and of one client, and reads its effects. The
+first half of each prompt is one of (number of engines / 2) shared prefixes, or always the same prefix. There are three
+layouts: one coordinator for all engines; cells of --cell engines, with a router that selects the cell by the prefix;
+and the same cells, selected in rotation. If there are more engines than a coordinator accepts, the simulation raises
+this limit.
 
 The figures of a layout are: CPU time of the core from Submit to Dispatch and for a Final, resident memory per engine,
-the share of requests that went to an engine which had received their prefix before, and the maximum number of requests
-of one engine at a time. A table (.md) and a plot (.svg) are written next to the figures. To measure the memory of one
-known block, one engine gets as many blocks as the router remembers.
+    the share of requests that went to an engine that had received their prefix before, and the maximum number of
+    requests of one engine at a time. A table (.md) and a plot (.svg) are written next to the figures. To measure the
+    memory of one known block, one engine gets the maximum number of blocks that the router stores.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 
 PREFIX_TOKENS = PROMPT_TOKENS = 512
-"""Of the shared half and of the rest of a prompt."""
+"""Number of tokens in the shared half of a prompt, and in the other half."""
 BLOCK_TOKENS = 64
 MAX_REQUESTS = 64
-"""Of an engine at once."""
+"""Maximum number of requests that an engine runs at a time."""
 ENGINES_PER_PREFIX = 2
 ENGINES_PER_OPEN_REQUEST = 2
 ONE, SHARED = "one coordinator", "one coordinator, one prefix"
@@ -63,9 +64,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 400, 40, 300, 560
 class Result:
     """The figures of one layout.
 
-    submit_us, final_us: CPU time of a coordinator per message, the median.
-    kib_per_engine: growth of the resident memory of the process since before the coordinators existed, per engine.
-    hits:           share of requests that went to an engine which had received their prefix before, 0 to 1.
+    submit_us, final_us: median CPU time of a coordinator per message, in microseconds.
+    kib_per_engine: growth of the process' resident memory since before the coordinators were created, per engine.
+    hits:           share of requests that went to an engine that had received their prefix before, 0 to 1.
     max_open:       maximum number of requests of one engine at a time; the mean is 0.5.
     """
 
@@ -89,7 +90,7 @@ class Open:
 
 
 class Cell:
-    """One coordinator's core with its engines."""
+    """The core of one coordinator with its engines."""
 
     def __init__(self, engines: int, *, seed: int) -> None:
         settings = CoordinatorSettings(routing_policy=RoutingPolicy.LONGEST_PREFIX, timing=Timing(recovery=0.0))
@@ -110,7 +111,7 @@ class Cell:
         assert sum(engine.has_room() for engine in self.core.engines) == engines, "an engine was rejected"
 
     def submit(self, uid: bytes, prompt: bytes) -> tuple[Open, float]:
-        """Submit a request. Return its dispatch, and the CPU seconds that the core took."""
+        """Submit a request. Return the dispatched request and the CPU seconds of the core."""
         frames = messages.Submit(uid, messages.RequestMeta(seed=1), prompt, b"", _PARAMS).to_frames()
         seconds, ((peer, sent),) = self._receive(_CLIENT, frames)
         dispatch = messages.decode(messages.frames_of(sent))
@@ -118,14 +119,14 @@ class Cell:
         return Open(peer, dispatch.dispatch_id, uid), seconds
 
     def finish(self, request: Open) -> float:
-        """Send the engine's answer to the core. Return the CPU seconds that the core took."""
+        """Send the engine's answer to the core. Return the CPU seconds of the core."""
         frames = messages.Final(request.dispatch_id, request.uid, _TOKEN, _REPLY).to_frames()
         seconds, ((peer, _),) = self._receive(request.peer, frames)
         assert peer == _CLIENT
         return seconds
 
     def _receive(self, peer: tuple[int, bytes], frames: list[bytes]) -> tuple[float, list[Any]]:
-        """Pass a message to the core. Return its CPU seconds and its effects."""
+        """Pass a message to the core. Return the CPU seconds and the effects of the core."""
         begun = time.thread_time()
         self.core.received(0.0, peer, frames)
         seconds = time.thread_time() - begun
@@ -134,7 +135,7 @@ class Cell:
 
 
 def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int) -> Result:
-    """Run one layout: warm-up requests first, then `requests` measured requests."""
+    """Simulate one layout, with warm-up requests first and then `requests` measured requests."""
     limits.MAX_ENGINES = max(limits.MAX_ENGINES, engines)
     process, rng = psutil.Process(), np.random.default_rng(seed)
     groups = 1 if layout == SHARED else max(1, engines // ENGINES_PER_PREFIX)
@@ -181,14 +182,14 @@ def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int
 
 
 def bytes_per_block() -> float:
-    """Return the growth of resident memory for each block that the router knows of an engine."""
+    """Return the growth of resident memory in bytes for each block that the router knows of an engine."""
     router = EngineRouter(RoutingPolicy.LONGEST_PREFIX, block_size_tokens=BLOCK_TOKENS)
     engine = Engine("engine-0", (Role.ENGINE, b"0"), 1, 0, 0.0)
     hashes = [random.Random(1).getrandbits(63) + number for number in range(MAX_KNOWN_BLOCKS)]
     before = psutil.Process().memory_info().rss
     for first in range(0, MAX_KNOWN_BLOCKS, 16):
         router.learn(engine, hashes[first : first + 16])
-    # The tables keep the numbers, which the list made.
+    # The tables keep the numbers of the list alive, so their size counts too.
     size = psutil.Process().memory_info().rss - before + sum(map(sys.getsizeof, hashes))
     return round(size / MAX_KNOWN_BLOCKS, 1)
 
@@ -213,7 +214,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Return the cost of a request and the hits against the number of engines as a plot in SVG."""
+    """Return an SVG plot of the cost of a request and the hits against the number of engines."""
     results = document["results"]
     return "\n".join(
         [
@@ -268,14 +269,14 @@ def _panel(results: list[dict[str, Any]], value: str, *, left: int, title: str) 
 )
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/cells.json")
 def main(*, engines: tuple[int, ...], cell: int, requests: int, path: Path) -> None:
-    """Simulate all layouts; write figures, a table and a plot."""
+    """Simulate all layouts, and write figures, a table and a plot."""
     spawn = multiprocessing.get_context("spawn")
     results = []
     for layout in (ONE, SHARED, AFFINE, ROTATION):
         for count in engines:
             if layout in (AFFINE, ROTATION) and count <= cell:
                 continue
-            # A new process for each, because resident memory does not shrink.
+            # Each layout runs in a new process, because resident memory does not shrink.
             with spawn.Pool(1) as pool:
                 result = pool.apply(simulate, (layout, count, cell, requests, 1))
             results.append(asdict(result))

@@ -1,10 +1,11 @@
-"""CPU time of the coordinator's core for a request, by routing policy, without sockets.
+"""Measures the CPU time of the coordinator's core per request, by routing policy, without sockets.
 
     python bench/coordinator_core.py --engines 4 --json coordinator_core.json
 
-A request has a prompt of 1,000 tokens, and half of it is one of eight. Requests of the policies alternate in this
-process, in batches, and its thread's CPU time is measured, so that other processes matter less. The number of Python
-instructions does not depend on them at all. `megatron bench coordinator` measures the whole coordinator.
+A request has a prompt of 1,000 tokens, half of which is one of eight shared prefixes. Requests of all policies
+alternate in this process, in batches. The CPU time of the process' thread is measured, so that other processes matter
+less. The number of Python instructions does not depend on other processes. `megatron bench coordinator` measures the
+whole coordinator.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from megatron_runtime.protocol.request_meta import RequestMeta
 OPEN_REQUESTS = 128
 PROMPT_TOKENS, NUM_PROMPTS, NUM_PREFIXES = 1000, 512, 8
 BATCH = 250
-"""Requests of a policy before the next policy has its turn."""
+"""Number of requests per batch. The policies alternate after each batch."""
 INSTRUCTION_REQUESTS = 400
-"""Requests whose instructions are counted, which takes a hundred times as long."""
+"""Number of requests whose instructions are counted. Counting takes a hundred times as long as running."""
 CLIENT = int(Role.CLIENT), b"client"
 
 
@@ -75,7 +76,7 @@ class Pool:
         self._reply = pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 
     def requests(self, count: int) -> list[Frames]:
-        """Return the messages of the next requests."""
+        """Return the messages of the next `count` requests."""
         meta, params = RequestMeta(seed=1), pack({"num_tokens_to_generate": 1})
         numbers = range(self._number, self._number + count)
         self._number += count
@@ -85,7 +86,7 @@ class Pool:
         ]
 
     def run(self, messages: list[Frames]) -> None:
-        """Handle requests. Each ends the oldest one, if OPEN_REQUESTS are open."""
+        """Handle requests. Each request ends the oldest request if OPEN_REQUESTS are open."""
         core, effects = self.core, self.core.context.effects
         for message in messages:
             core.received(2.0, CLIENT, message)
@@ -98,14 +99,14 @@ class Pool:
                 effects.clear()
 
     def microseconds(self) -> float:
-        """Return the CPU time of a request, from a batch of them."""
+        """Return the CPU time of a request in microseconds, as the mean over a batch."""
         messages = self.requests(BATCH)
         begun = time.thread_time_ns()
         self.run(messages)
         return (time.thread_time_ns() - begun) / BATCH / 1000
 
     def instructions(self) -> float:
-        """Return the Python instructions of a request."""
+        """Return the number of Python instructions of a request."""
         count = 0
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Measures the latency of a coordinator at a fixed rate of requests. The load itself uses no threads and no sleeps.
+"""Measures the latency of a coordinator at a fixed rate of requests. The load uses no threads and no sleeps.
 
     python bench/coordinator_latency.py --rate 1000 --json coordinator_latency.json
 
 A latency is the time from a client to an engine and back. All clients and engines share the event loop and the clock of
-this process and read their sockets themselves, so that a latency is the time of the coordinator, the kernel, and the
+this process and read their sockets themselves. So a latency is the time of the coordinator, the kernel, and the
 encoding and decoding of the messages. `megatron bench coordinator` measures the CPU time.
 """
 
@@ -29,7 +29,10 @@ WARM_UP_REQUESTS = 100
 
 
 class UnbatchedDealer(Dealer):
-    """Sends each message separately, like peers in separate processes. Batches would cost the coordinator less time."""
+    """A Dealer that sends each message separately, like peers in separate processes.
+
+    Batches would cost the coordinator less time.
+    """
 
     def send(self, message: Frames) -> bool:
         is_sent = super().send(message)
@@ -42,7 +45,7 @@ open_unbatched = partial(UnbatchedDealer, max_message_bytes=limits.MAX_ENGINE_ME
 
 
 async def measure(*, rate: int, **load: int) -> list[Figure]:
-    """Measure requests at a fixed rate. load: see Bench.start()."""
+    """Return the latencies of requests at a fixed rate. load: see Bench.start()."""
     bench = Bench.start(open_socket=open_unbatched, **load)
     sent: dict[bytes, float] = {}
     received: dict[bytes, float] = {}
@@ -56,7 +59,7 @@ async def measure(*, rate: int, **load: int) -> list[Figure]:
     try:
         async with bench.peers(bench.clients, bench.engines, on_message) as clients:
             begun = time.perf_counter()
-            # The load does not sleep between requests, because the time to wake it would be measured too.
+            # The load does not sleep between requests, because its wake-up time would be measured too.
             for number in range(WARM_UP_REQUESTS + bench.requests):
                 while (now := time.perf_counter()) < begun + number / rate:  # noqa: ASYNC110
                     await asyncio.sleep(0)

@@ -1,9 +1,9 @@
-"""Measures the decode speed of the number formats on this CPU by instruction set. `dtype: auto` follows the results.
+"""Measures the decode speed of each number format on this CPU, by instruction set. `dtype: auto` follows the results.
 
     python bench/formats.py --instruction-sets amx,avx512,avx2 --json build/formats.json
 
-One process loads all formats and instruction sets. Each round measures every cell, so that a change of the machine's
-speed affects all of them. A cell is the best step of all rounds.
+One process loads the model in all formats for all instruction sets. Each round measures every cell, so that a change of
+the machine's speed affects all of them. The figure of a cell is the fastest step of all rounds.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from megatron_runtime.models.weights import load_weights
 from megatron_runtime.protocol import strict_json as json
 
 KEEPS = {"float32": ("float32",), "float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32")}
-"""Type of a checkpoint -> formats that keep its values."""
+"""Map from the type of a checkpoint to the formats that keep its values."""
 
 
 def load(model: str, names: list[str]) -> dict[tuple[str, str], CppDecoder]:
-    """Return a decoder for each format and instruction set. Decoders of the same format share weights."""
+    """Return a decoder for each format and instruction set. Decoders with the same format share weights."""
     checkpoint, decoders = open_checkpoint(resolve(model)), {}
     for format in FORMATS:
         linears = PackedLinears(format)  # type: ignore[arg-type]
         if format == "int8":
-            # Convert a file's blocks to int8 instead of using them.
+            # Convert the blocks of a file to int8 instead of using them directly.
             linears.quantized_kinds = frozenset()
         weights = load_weights(checkpoint, torch.float32, linears=linears)
         for name in names:
@@ -52,7 +52,7 @@ def load(model: str, names: list[str]) -> dict[tuple[str, str], CppDecoder]:
 def measure(
     decoders: dict[tuple[str, str], CppDecoder], batches: list[int], *, context: int, rounds: int, steps: int
 ) -> dict[tuple[str, str, int], float]:
-    """Return the seconds of the best step by format, instruction set and batch."""
+    """Return the seconds of the fastest step by format, instruction set and batch."""
     config = next(iter(decoders.values())).config
     pages = max(batches) * -(-context // PAGE)
     shape = (config.num_layers, pages, PAGE, 2 * config.num_kv_heads * config.head_dim)
@@ -72,16 +72,18 @@ def measure(
 
 
 def auto_ratios(rates: dict[tuple[str, str, int], float], name: str, batches: list[int]) -> dict[str, dict[str, Any]]:
-    """Return what `auto` chooses by type of the checkpoint, and its speed relative to the best format of KEEPS."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return which format `auto` selects for each type of checkpoint, and its speed relative to the best format of
+    KEEPS.
+    """
+    selections: dict[str, dict[str, Any]] = {}
     for stored, formats in KEEPS.items():
         chosen = select_numbers("auto", getattr(torch, stored)).weights
         ratios = {
             str(batch): round(rates[chosen, name, batch] / max(rates[format, name, batch] for format in formats), 3)
             for batch in batches
         }
-        found[stored] = {"chosen": chosen, "ratio": ratios}
-    return found
+        selections[stored] = {"chosen": chosen, "ratio": ratios}
+    return selections
 
 
 def table(rates: dict[tuple[str, str, int], float], names: list[str], batches: list[int]) -> str:

@@ -1,13 +1,13 @@
-"""Compares the engine on a CUDA device with vLLM and transformers: an 8B Llama shape, random weights, one process.
+"""Compares the engine on a CUDA device with vLLM and transformers, on an 8B Llama shape with random weights.
 
     python bench/gpu_engine.py --json gpu.jsonl --seconds 120
     python bench/gpu_engine.py --with vllm --with transformers
 
-Each cell is a line of the file as soon as it is measured; the first line describes the run. All engines have the same
-shape, type and prompts, generate all tokens greedily, and take turns in each cell. The decode time is the time of a run
-of many new tokens minus the time of a run of one new token. The bound of a decode step is its weights, keys and values
-divided by the bandwidth of a large copy. The bound of a prompt is its operations divided by the rate of a large matrix
-product. Both rates are measured.
+All engines run in one process. The file gets one line per cell as soon as the cell is measured; the first line
+describes the run. All engines have the same shape, type and prompts, generate all tokens greedily, and alternate in
+each cell. The decode time is the time of a run with many new tokens minus the time of a run with one new token. The
+bound of a decode step is the size of its weights, keys and values divided by the bandwidth of a large copy. The bound
+of a prompt is its operations divided by the rate of a large matrix product. Both rates are measured.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RUNS = 3
 OURS = "ours"
 
 Generate = Callable[[list[list[int]], int], None]
-"""Generate a number of tokens for each prompt."""
+"""Generates a number of tokens for each prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +65,7 @@ class Options:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the pages of 16 tokens that the largest cell needs."""
+        """Bytes of the KV pages (16 tokens each) that the largest cell needs."""
         decode = max(self.batch) * (-(-(self.prompt_tokens + self.new_tokens) // 16) + 1)
         pages = max(decode, -(-self.longest // 16) + 1) + 1
         return pages * self.config.kv_elements_per_token * self.dtype.itemsize * 16
@@ -73,7 +73,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Tokens per second of an engine: median, minimum and maximum of its turns."""
+    """An engine's tokens per second: median, minimum and maximum of its turns."""
 
     median: float
     minimum: float
@@ -86,7 +86,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """Results of one cell. ratios: our median divided by the median of each peer."""
+    """The results of one cell. ratios: our median divided by the median of each peer."""
 
     cell: str
     ours: Rate
@@ -96,7 +96,7 @@ class Row:
 
 
 def our_engine(options: Options) -> Generate:
-    """Return the engine of `megatron engine`, without a coordinator."""
+    """Return a function that generates with the engine of `megatron engine`, without a coordinator."""
     config, rows, longest = options.config, max(options.batch), options.longest
     executor = CudaExecutor(
         ModelInMemory(RandomCheckpoint(config, options.dtype, options.device), name="random weights"),
@@ -130,7 +130,7 @@ def our_engine(options: Options) -> Generate:
 
 
 def vllm_engine(options: Options) -> Generate:
-    """Return vLLM's engine in this process, with random weights and CUDA graphs."""
+    """Return a function that generates with vLLM's engine in this process, with random weights and CUDA graphs."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     import vllm
 
@@ -145,7 +145,7 @@ def vllm_engine(options: Options) -> Generate:
             max_num_seqs=max(options.batch),
             max_num_batched_tokens=max(options.prefill_tokens, *options.batch),
             kv_cache_memory_bytes=options.kv_cache_bytes,
-            gpu_memory_utilization=0.5,  # a check at the start only: the size of the cache is given
+            gpu_memory_utilization=0.5,  # only a check at the start, because the size of the cache is set
             enable_prefix_caching=False,
         ).llm_engine
     numbers = count()
@@ -161,7 +161,7 @@ def vllm_engine(options: Options) -> Generate:
 
 
 def transformers_engine(options: Options) -> Generate:
-    """Return transformers' continuous batching."""
+    """Return a function that generates with transformers' continuous batching."""
     from transformers import GenerationConfig, LlamaForCausalLM
 
     with options.device:
@@ -170,10 +170,12 @@ def transformers_engine(options: Options) -> Generate:
 
     def generate(prompts: list[list[int]], new_tokens: int) -> None:
         wanted = GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-        found = run(inputs=prompts, generation_config=wanted, progress_bar=False)
-        short = [name for name, output in found.items() if len(output.generated_tokens) != new_tokens]
-        if len(found) != len(prompts) or short:
-            raise RuntimeError(f"transformers answered {len(found)} of {len(prompts)} prompts, {len(short)} too short")
+        outputs = run(inputs=prompts, generation_config=wanted, progress_bar=False)
+        short = [name for name, output in outputs.items() if len(output.generated_tokens) != new_tokens]
+        if len(outputs) != len(prompts) or short:
+            raise RuntimeError(
+                f"transformers answered {len(outputs)} of {len(prompts)} prompts, {len(short)} too short"
+            )
 
     return generate
 
@@ -197,7 +199,7 @@ def _transformers_config(options: Options) -> Any:
 
 
 PEERS: dict[str, Callable[[Options], Generate]] = {"vllm": vllm_engine, "transformers": transformers_engine}
-"""Engines to compare with on request, by the name of their package."""
+"""Peers to compare with on request, by the name of their package."""
 
 
 def measure(
@@ -207,8 +209,9 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     until: float | None = None,
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield each cell with the tokens per second of each turn, by engine. until: the monotonic time from which no cell
-    begins; None has no limit.
+    """Yield each cell with the tokens per second of each turn, by engine.
+
+    until: monotonic time after which no cell starts; None means no limit.
     """
 
     def is_over() -> bool:
@@ -220,11 +223,11 @@ def measure(
         return clock() - begun
 
     def in_turns(turn: Callable[[Generate], float]) -> dict[str, list[float]]:
-        found: dict[str, list[float]] = {name: [] for name in engines}
+        rates: dict[str, list[float]] = {name: [] for name in engines}
         for _ in range(RUNS):
             for name, generate in engines.items():
-                found[name].append(turn(generate))
-        return found
+                rates[name].append(turn(generate))
+        return rates
 
     for batch in options.batch:
         if is_over():
@@ -253,15 +256,15 @@ def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
     """Return the upper bound of tokens per second, by cell."""
     config, size = options.config, options.dtype.itemsize
     weights = num_parameters(config) - config.vocab_size * config.hidden_size  # a token reads one row of the embedding
-    found = {}
+    upper_bounds = {}
     for batch in options.batch:
         cached = batch * (options.prompt_tokens + options.new_tokens / 2) * config.kv_elements_per_token
-        found[f"decode b{batch}"] = batch * ceilings.bytes_per_second / ((weights + cached) * size)
+        upper_bounds[f"decode b{batch}"] = batch * ceilings.bytes_per_second / ((weights + cached) * size)
     tokens = options.prefill_tokens
     head = config.vocab_size * config.hidden_size
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * tokens * (tokens + 1)
-    found[f"prefill {tokens}"] = tokens * ceilings.flops_per_second / (2 * (weights - head) * tokens + attention)
-    return found
+    upper_bounds[f"prefill {tokens}"] = tokens * ceilings.flops_per_second / (2 * (weights - head) * tokens + attention)
+    return upper_bounds
 
 
 def row_of(cell: str, turns: dict[str, list[float]], maximum: float) -> Row:
@@ -270,7 +273,7 @@ def row_of(cell: str, turns: dict[str, list[float]], maximum: float) -> Row:
     turns:   tokens per second of each turn, by engine.
     maximum: theoretical bound of the cell, in tokens per second.
     """
-    rates = {name: Rate.of(found) for name, found in turns.items()}
+    rates = {name: Rate.of(values) for name, values in turns.items()}
     ours = rates.pop(OURS)
     return Row(
         cell=cell,

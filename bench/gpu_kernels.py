@@ -1,11 +1,12 @@
-"""Times every kernel and its torch reference on a CUDA device and prints the percentage of the bound that it reaches.
+"""Times every kernel and its torch reference on a CUDA device, and prints the percentage of the bound that it reaches.
 
     python bench/gpu_kernels.py --json kernels.json
 
-The bound is the larger of bytes over bandwidth and operations over rate. Both rates are measured on the device first,
-with a large copy and a large matrix product. A kernel is timed in a CUDA graph, as in a captured decode step, over sets
-of inputs that together do not fit the L2 cache. Its reference, which may synchronise with the device, is timed call by
-call. Every result is compared with the result of the reference before it is timed.
+The bound on the time is the larger of bytes divided by bandwidth and operations divided by rate. Both rates are
+measured on the device first, with a large copy and a large matrix product. A kernel is timed in a CUDA graph, as in a
+captured decode step, over sets of inputs that together do not fit into the L2 cache. Its reference, which may
+synchronise with the device, is timed call by call. Before a kernel is timed, its result is compared with the
+reference's result.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ REPLAYS = 20
 T = TypeVar("T")
 
 Random = Callable[..., torch.Tensor]
-"""Returns normally distributed numbers of a shape, on the device and of the type of the measurement."""
+"""Returns normally distributed numbers of a shape, on the device and with the type of the measurement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelShape:
-    """Sizes of Llama 3.1 8B, with the experts of Qwen3 30B."""
+    """The sizes of Llama 3.1 8B, with the experts of Qwen3 30B."""
 
     hidden: int = 4096
     heads: int = 32
@@ -60,7 +61,10 @@ class ModelShape:
     page_size: int = 16
 
     def products(self) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of the products of a layer and of the head: they read nearly all bytes of a step."""
+        """Return (outputs, inputs) of the matrix products of a layer and of the head.
+
+        They read nearly all bytes of a step.
+        """
         attention = self.heads * self.head_dim
         return {
             "qkv": (attention + 2 * self.kv_heads * self.head_dim, self.hidden),
@@ -91,7 +95,7 @@ class Case:
 class Result:
     """The time and the error of one case.
 
-    error: norm of the difference divided by the norm of the reference, or the share of integers that differ.
+    error: norm of the difference divided by the norm of the reference. For integers, the share that differs.
     """
 
     operation: str
@@ -161,7 +165,7 @@ def _routing_case(model: ModelShape, count: int, random: Random) -> Case:
 
 
 def _experts_case(model: ModelShape, count: int, random: Random) -> Case:
-    """Return a case whose tokens choose as many different experts as possible."""
+    """Return a case whose tokens select as many different experts as possible."""
     places = expert_places(tokens=count, top_k=model.top_k, num_experts=model.experts)
 
     def make() -> Any:
@@ -207,7 +211,7 @@ def _append_case(model: ModelShape, count: int, random: Random) -> Case:
 
 
 def _cached(model: ModelShape, lengths: Sequence[int], random: Random) -> tuple[torch.Tensor, ...]:
-    """Return pages in random order, block tables and lengths."""
+    """Return a cache, block tables with its pages in random order, and the lengths of the sequences."""
     pages = [-(-length // model.page_size) for length in lengths]
     cache = random(sum(pages), model.page_size, 2 * model.kv_heads * model.head_dim)
     order = torch.randperm(sum(pages), device=cache.device, dtype=torch.int32)
@@ -253,7 +257,7 @@ def _prefill_case(model: ModelShape, queries: Sequence[int], lengths: Sequence[i
 
 
 def _sampling_case(model: ModelShape, rows: int, random: Random) -> Case:
-    """Return a case with a quarter of the rows each for greedy, all tokens, top-k and top-p, min-p."""
+    """Return a case with four groups of equally many rows: greedy, all tokens, top-k with top-p, and min-p."""
 
     def make() -> Any:
         logits = 2.5 * random(rows, model.vocabulary)
@@ -281,7 +285,7 @@ def _sampling_case(model: ModelShape, rows: int, random: Random) -> Case:
 
 
 def difference(case: Case, function: Any, reference: Any) -> float:
-    """Return the largest error of a tensor of the function, compared with the reference on the same inputs."""
+    """Return the largest error of any output tensor of `function`, compared with the reference on the same inputs."""
     torch.manual_seed(1)
     actual = case.run(function, case.make())
     torch.manual_seed(1)
@@ -297,7 +301,7 @@ def _difference(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def milliseconds(calls: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds of `calls`: between two events on a CUDA device, by the clock on a CPU."""
+    """Return the duration of `calls` in milliseconds, from two events on a CUDA device or from the clock on a CPU."""
     if device.type != "cuda":
         begun = time.perf_counter()
         calls()
@@ -311,7 +315,7 @@ def milliseconds(calls: Callable[[], object], device: torch.device) -> float:
 
 
 def time_in_graph(call: Callable[[T], object], inputs: Sequence[T], device: torch.device) -> float:
-    """Return the median microseconds of a call, with `inputs` in turn, inside a CUDA graph.
+    """Return the median microseconds of a call inside a CUDA graph. The calls use `inputs` in rotation.
 
     On a CPU, which has no graphs, one call is timed.
     """
@@ -331,14 +335,14 @@ def time_in_graph(call: Callable[[T], object], inputs: Sequence[T], device: torc
 
 
 def time_captured(case: Case, function: Any, device: torch.device) -> float:
-    """Return the median microseconds of a call inside a CUDA graph, over inputs that do not fit the L2 cache."""
+    """Return the median microseconds of a call inside a CUDA graph, over inputs that do not fit into the L2 cache."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     inputs = [case.make() for _ in range(min(GRAPH_CALLS, 1 + 2 * cache // max(1, case.bytes_moved)))]
     return time_in_graph(lambda item: case.run(function, item), inputs, device)
 
 
 def time_eager(case: Case, function: Any, device: torch.device) -> float:
-    """Return the median microseconds of a call by itself."""
+    """Return the median microseconds of a single call outside a graph."""
     inputs = case.make()
     case.run(function, inputs)
     return statistics.median(milliseconds(lambda: case.run(function, inputs), device) for _ in range(3)) * 1e3
@@ -348,21 +352,25 @@ def time_eager(case: Case, function: Any, device: torch.device) -> float:
 class Ceilings:
     """Measured rates of the device.
 
-    bytes_per_second: bytes read plus bytes written by a copy.
-    flops_per_second: operations of a matrix product.
+    bytes_per_second: bytes that a copy reads plus bytes that it writes.
+    flops_per_second: floating-point operations of a matrix product.
     """
 
     bytes_per_second: float
     flops_per_second: float
 
     def bound(self, case: Case) -> tuple[str, float]:
-        """Return the rate that limits an operation, and the lower bound of its time in microseconds."""
+        """Return the name of the rate that limits an operation, and the lower bound of its time in microseconds."""
         memory, compute = case.bytes_moved / self.bytes_per_second, case.flops / self.flops_per_second
         return ("memory", memory * 1e6) if memory >= compute else ("compute", compute * 1e6)
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, elements: int = 2**28, side: int = 8192) -> Ceilings:
-    """Measure the rates of a device. elements: size of a copy in float32. side: size of the square matrices."""
+    """Measure the rates of a device.
+
+    elements: size of the copy, in float32 elements.
+    side:     size of the square matrices.
+    """
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)
     copy_ms = statistics.median(milliseconds(lambda: target.copy_(source), device) for _ in range(10))

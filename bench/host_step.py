@@ -1,10 +1,10 @@
-"""Host time of a decode step of the native engine on a GPU, measured without a GPU.
+"""Measures the host time of a decode step of the native engine on a GPU, without a GPU.
 
     python bench/host_step.py --rows 1,64,256 --json host.json
 
-The device computes nothing: a replay of a graph leaves the output of its capture as it is. What remains is the work of
-the host: the scheduler, the copies of the plan, sampling, log-probabilities, the answers. Operations that would be
-launches run on the CPU, with a small vocabulary, so that they take little more than a launch.
+The device computes nothing. A replay of a graph leaves the output of its capture unchanged. So only the work of the
+host is measured: the scheduler, the copies of the plan, sampling, log-probabilities and answers. Operations that would
+be launches run on the CPU with a small vocabulary, so that they take little more time than a launch.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ WARM_UP_STEPS = 20
 
 
 class IdleDevice(HostFunctions):
-    """A device whose replays take no time."""
+    """A device whose graph replays take no time."""
 
     def recorder(self) -> Record:
         return lambda run: ((lambda: None), run())
 
 
 def engine(rows: int, longest: int) -> EngineCore:
-    """Return an engine with `rows` slots and sequences of at most `longest` tokens."""
+    """Return an engine with `rows` slots and a maximum sequence length of `longest` tokens."""
     device = torch.device("cpu")
     executor = CudaExecutor(
         ModelInMemory(RandomCheckpoint(SMALL, torch.float32, device), name="random weights"),
@@ -83,12 +83,12 @@ def engine(rows: int, longest: int) -> EngineCore:
 
 
 def _first_token(logits_NV: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take as long as a launch, in place of the sampling kernel."""
+    """Replace the sampling kernel. This takes about as long as a launch."""
     return torch.zeros(len(logits_NV), dtype=torch.int32), torch.zeros(len(logits_NV))
 
 
 def microseconds(core: EngineCore, rows: int, steps: int, fields: dict[str, Any]) -> list[float]:
-    """Return the microseconds of each of `steps` steps with `rows` requests."""
+    """Return the duration of each of `steps` steps with `rows` requests, in microseconds."""
     nothing = np.empty(0, np.int32)
     tokens = steps + WARM_UP_STEPS + 8
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=tokens, termination_id=IGNORE_EOS, **fields)

@@ -3,9 +3,10 @@
     python bench/load.py --against ../before
 
 Every load runs in its own process. `total` is the time from the end of `import torch` until the engine is ready. It has
-two parts: `import_own`, the import of our modules, and `load`: the file's headers, verified and packed weights, and the
-KV cache. `cpu` is the CPU time of all threads, without the tokenizer, which an engine loads when a request needs
-text. With --against, loads of this version and of the one in that directory (its `runtime` and `kernels`) alternate.
+two parts. `import_own` is the import of our modules. `load` reads the file's headers, verifies and packs the weights,
+and allocates the KV cache. `cpu` is the CPU time of all threads. It does not include the tokenizer, which an engine
+loads when a request needs text. With --against, loads of this version alternate with loads of the version in that
+directory (its `runtime` and `kernels`).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _HELP = {"show_default": True}
 
 
 def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float]:
-    """Return the seconds of one load by the version in `root`."""
+    """Return the seconds of one load with the version in `root`."""
     path = os.pathsep.join(str(root / part) for part in ("runtime", "kernels"))
     done = subprocess.run(
         [sys.executable, str(_WORKER), model, dtype, str(threads)],
@@ -39,8 +40,8 @@ def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float
     )
     if done.returncode:
         raise click.ClickException(f"{root}, {dtype}: {done.stderr.strip()[-300:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
 
 
 def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
@@ -76,9 +77,9 @@ def main(
         for dtype in dtypes:
             for name, root in versions.items():
                 runs.setdefault(f"{dtype}, {name}", []).append(load(root, model=model, dtype=dtype, threads=threads))
-    figures = {name: summary(found) for name, found in runs.items()}
-    for name, found in figures.items():
-        click.echo(f"{name:18}" + "  ".join(f"{key} {v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" for key, v in found.items()))
+    figures = {name: summary(values) for name, values in runs.items()}
+    for name, values in figures.items():
+        click.echo(f"{name:18}" + "  ".join(f"{key} {v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" for key, v in values.items()))
     if json_file is not None:
         options = {"model": model, "rounds": rounds, "threads": threads}
         document = {"benchmark": "load", "machine": machine(), "options": options, "seconds": figures}

@@ -1,4 +1,4 @@
-"""python load_worker.py MODEL DTYPE THREADS: load a model once, and print the seconds."""
+"""`python load_worker.py MODEL DTYPE THREADS` loads a model once, and prints the seconds."""
 
 from __future__ import annotations
 

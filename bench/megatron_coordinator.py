@@ -1,17 +1,17 @@
-"""Compares this coordinator with Megatron-Core's, in interleaved rounds, with clients and engines that do almost
-nothing.
+"""Compares this coordinator with Megatron-Core's, in interleaved rounds. Clients and engines do almost no work.
 
     python bench/megatron_coordinator.py --json megatron_coordinator.json
     python bench/megatron_coordinator.py --client frames --engines 32 --open 1024 --prompt-tokens 512
 
 A cell is a combination of a client, a number of engines, a prompt length, a routing policy (prefix or load) and a
-number of open requests. After each answer, the client sends another request. There are three clients: raw frames, which
-are neither packed nor unpacked; Megatron-Core's InferenceClient; and the InferenceClient of this project. One process
-contains all engines. An engine answers all requests that it has read with one message of Megatron-Core's format.
+number of open requests. After each answer, the client sends another request. There are three clients: one that sends
+raw frames, which are neither packed nor unpacked; Megatron-Core's InferenceClient; and the InferenceClient of this
+project. One process contains all engines. An engine answers all requests that it has read with one message in
+Megatron-Core's format.
 
-The client, the coordinator and the engines are processes. Each round runs both coordinators, in alternating order,
-while the processes of the other one are stopped. On a loaded machine, compare the CPU time per request, which includes
-all threads of the coordinator.
+The client, the coordinator and the engines are processes. Each round runs both coordinators in alternating order. While
+one coordinator runs, the processes of the other are stopped. On a loaded machine, compare the CPU time per request,
+which includes all threads of the coordinator.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from megatron_runtime.protocol.headers import Header, Role
 SIDES = ("ours", "megatron")
 CLIENTS = ("frames", "theirs", "ours")
 _FORK = multiprocessing.get_context("fork")
-"""Megatron-Core and torch are imported once."""
+"""Processes are forked, so that Megatron-Core and torch are imported only once."""
 MAX_REQUESTS = 4096
-"""Of an engine. Megatron-Core's coordinator needs it for its routing."""
+"""Maximum number of requests of an engine. The routing of Megatron-Core's coordinator needs this number."""
 BLOCK_TOKENS = 16
 SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 64
 GENERATED_TOKENS = 16
@@ -75,7 +75,7 @@ class Cell:
         return f"{self.client}, {self.engines} engines, {self.prompt_tokens} tokens, by {routing}, {self.open} open"
 
     def prompts(self) -> list[list[int]]:
-        """Return the prompts. The first half of each is one of SHARED_PREFIXES prefixes."""
+        """Return the prompts. The first half of each prompt is one of SHARED_PREFIXES prefixes."""
         rng, half = random.Random(1), self.prompt_tokens // 2
         shared = [[rng.randrange(50_000) for _ in range(half)] for _ in range(SHARED_PREFIXES)]
         return [
@@ -85,7 +85,9 @@ class Cell:
 
 
 class Tokenizer:
-    """Detokenizes in a few microseconds, so that the measured time is the time of the coordinator."""
+    """A tokenizer that detokenizes in a few microseconds, so that the coordinator's time dominates the measured
+    time.
+    """
 
     eod = -1
 
@@ -124,7 +126,10 @@ def serve_megatron(pipe: Connection, cell: Cell) -> None:
 
 
 def serve_engines(address: str, pipe: Connection, cell: Cell) -> None:
-    """Register engines of Megatron-Core, and answer all requests of each that have arrived with one message."""
+    """Register engines of Megatron-Core, and answer the requests.
+
+    An engine answers all that have arrived with one message.
+    """
     request = DynamicInferenceRequest(
         request_id=0,
         prompt_tokens=torch.zeros(cell.prompt_tokens, dtype=torch.int64),
@@ -143,7 +148,7 @@ def serve_engines(address: str, pipe: Connection, cell: Cell) -> None:
             dealer.connect(address)
             dealer.send(b"")
             poller.register(dealer, zmq.POLLIN)
-        time.sleep(1)  # nothing confirms the registration
+        time.sleep(1)  # the coordinator does not confirm the registration
         pipe.send("registered")
         while True:
             for dealer, _ in poller.poll():
@@ -161,7 +166,7 @@ def received(dealer: zmq.Socket[bytes]) -> Iterator[bytes]:
 
 
 def number_of(message: bytes) -> bytes | None:
-    """Return the packed id of a SUBMIT_REQUEST; None for another message."""
+    """Return the packed id of a SUBMIT_REQUEST; None for other messages."""
     if message[1] != Header.SUBMIT_REQUEST:
         return None
     unpacker = msgpack.Unpacker()
@@ -290,7 +295,7 @@ class Side:
         }
 
     def _count(self) -> tuple[int, float, float]:
-        """Return the number of answers, the time of the count, and the CPU time of the coordinator."""
+        """Return the number of answers, the time of this count, and the coordinator's CPU time in seconds."""
         self._client.send("count")
         answers, at = self._client.recv()
         times = psutil.Process(self._coordinator.pid).cpu_times()
@@ -298,7 +303,7 @@ class Side:
 
 
 def measure(cell: Cell, *, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure both coordinators in one cell. The ratios of rates and of CPU times are ours / Megatron's."""
+    """Measure both coordinators in one cell. Ratios of rates and of CPU times are ours divided by Megatron's."""
     with contextlib.ExitStack() as stack:
         sides = {side: Side(side, stack, cell) for side in SIDES}
         runs = [
@@ -343,7 +348,7 @@ def main(
     seconds: float,
     json_file: Path | None,
 ) -> None:
-    """Measure both coordinators in every cell of the given values. Each option may be repeated."""
+    """Measure both coordinators in every combination of the values. Each option can be repeated."""
     logging.disable(logging.INFO)
     results = []
     for values in itertools.product(client, engines, prompt_tokens, routing, open):

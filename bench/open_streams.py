@@ -1,10 +1,10 @@
-"""Requests per second of one coordinator by the number of open streams.
+"""Measures the requests per second of one coordinator by the number of open streams.
 
     python bench/open_streams.py --json build/open_streams.json
 
-A new coordinator process with longest-prefix routing is started for each number of streams. Clients open the streams,
-and engines send the first token of each. Then short requests run in a closed loop while no stream gets a token. Then
-all streams get tokens in turn. Clients and engines do almost no work and run in this process.
+For each number of streams, a new coordinator process with longest-prefix routing starts. Clients open the streams, and
+engines send the first token of each stream. Then short requests run in a closed loop while no stream gets a token. Then
+all streams get tokens, one after the other. Clients and engines do almost no work and run in this process.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.transport.peer_link import PeerLink
 
 OPENING = 256
-"""Streams that have been submitted and not dispatched."""
+"""Maximum number of streams that have been submitted and not dispatched yet."""
 ENTRIES = 64
-"""Most streams of one message of tokens."""
+"""Maximum number of streams whose tokens are in one message."""
 MESSAGES_AHEAD = 16
 TOKENS_PER_REQUEST = 8
-"""Tokens of streams for each short request of the measurement."""
+"""Number of stream tokens that are measured for each measured short request."""
 _TOKEN = messages.tokens_to_bytes([1])
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The figures of one number of streams. All times are CPU time of all threads of the coordinator.
+    """The figures for one number of streams. All times are CPU times of all threads of the coordinator.
 
-    mib: resident memory when all streams are open and idle.
+    mib: resident memory in MiB when all streams are open and idle.
     requests_per_second, us_per_request: rate and CPU time of the short requests.
-    tokens_per_second, us_per_token: rate and CPU time of the tokens of streams.
+    tokens_per_second, us_per_token: rate and CPU time of the streams' tokens.
     """
 
     streams: int
@@ -55,7 +55,7 @@ class Result:
 
 @dataclass
 class Group:
-    """Streams of one client at one engine, whose tokens are sent in one message."""
+    """Streams of one client at one engine. Their tokens are sent in one message."""
 
     engine: PeerLink
     dispatches: list[messages.Dispatch]
@@ -69,7 +69,7 @@ class Group:
 
 
 class Streams:
-    """Open streams, and the windows of the load."""
+    """The open streams, and the window that limits the load."""
 
     def __init__(self) -> None:
         self.window = asyncio.Semaphore(0)
@@ -95,7 +95,7 @@ class Streams:
 
 
 async def measure(streams: int, *, clients: int, engines: int, requests: int, prompt_tokens: int) -> Result:
-    """Measure one number of streams."""
+    """Return the figures for one number of streams."""
     load = {"clients": clients, "engines": engines, "requests": requests, "streams": streams}
     bench, state = Bench.start(prompt_tokens=prompt_tokens, **load), Streams()
     async with bench.peers(clients, engines, state.receive) as links:
@@ -123,7 +123,7 @@ async def measure(streams: int, *, clients: int, engines: int, requests: int, pr
             count=steps,
             size=MESSAGES_AHEAD,
         )
-        # Engines that leave with open streams would pass them to the others.
+        # If engines left with open streams, the coordinator would dispatch these streams to the other engines.
         running = [(group.engine, dispatch) for group in groups for dispatch in group.dispatches]
         await bench.closed_loop(lambda number: answer(*running[number]), loop(OPENING), count=streams, size=OPENING)
     bench.coordinator.stop()

@@ -2,11 +2,11 @@
 
     python bench/peers.py --venv build/peers/venv --vllm-venv build/peers/vllm
 
-Each engine is a process that waits while another one is measured. All processes are pinned to the same CPUs. In each
-round, the engines run each cell one after the other. The figure of a cell is the median of the rounds. Peers have their
-own virtual environments (see docs/development/benchmarks.md). If a peer does not start, the file has its error. Figures
-are written after each round of engines and each cell of servers. The file has one part per kind of weights and of
-process (engines or servers). One run measures a part completely, so its figures come from one machine and one hour.
+Each engine is a process that waits while another engine is measured. All processes are pinned to the same CPUs. In each
+round, the engines run each cell one after the other. The figure of a cell is the median over the rounds. Peers have
+their own virtual environments (see docs/development/benchmarks.md). If a peer does not start, the file has its error.
+Figures are written after each round of engines and each cell of servers. The file has one part per kind of weights and
+of process (engines or servers). One run measures a part completely, so its figures come from one machine and one hour.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MEASURED_FOR_MEMORY = (OURS, "llama.cpp")
 
 
 def float32_operations_per_second() -> float:
-    """Return the rate of a matrix product by torch, the best of five measurements."""
+    """Return the rate of a matrix product in torch, as the best of five measurements."""
     matrix, best = torch.ones(_MATRIX, _MATRIX), 0.0
     for _ in range(5):
         begun = time.perf_counter()
@@ -55,7 +55,7 @@ def commit() -> str:
 
 
 def _end(*_: object) -> None:
-    """End all servers. A second SIGTERM is ignored."""
+    """Exit the process, which stops all servers. A second SIGTERM is ignored."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(1)
 
@@ -99,9 +99,9 @@ def main(
     models: Path,
     path: Path,
 ) -> None:
-    """Compare the engine and its server with others. Write build/peers.json, and a plot next to it.
+    """Compare the engine and its server with others. Write build/peers.json and a plot next to it.
 
-    Parts of the file that this run does not measure stay as they are.
+    Parts of the file that this run does not measure are kept.
     """
     signal.signal(signal.SIGTERM, _end)
     cpus = set(sorted(os.sched_getaffinity(0))[:threads])
@@ -118,8 +118,8 @@ def main(
     files = write_forms(models, [*weights, *http_weights], model)
     for name in DTYPES:
         if rounds and name in weights:
-            found = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
-            group = [engine for engine in found if engine.name not in without]
+            supporting = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
+            group = [engine for engine in supporting if engine.name not in without]
             report.parts.append(Part(name, "engines", group))
             measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
             measure_starts(group, rounds=rounds, cpus=cpus)

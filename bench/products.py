@@ -3,9 +3,9 @@
     python bench/products.py --formats bfloat16,int4 --instruction-sets avx2,avx512_bf16 --json build/products.json
 
 One thread computes. Products with fewer than --cached-from rows read each weight from memory, because the matrices
-together exceed the cache. Products with more rows repeat one matrix with 512 outputs, which stays in the cache, and so
-show the arithmetic rate. A cell is the minimum CPU time of the thread over many runs, which other processes hardly
-disturb. Bytes are the size of the packed weights.
+together exceed the cache. Products with more rows repeat one matrix with 512 outputs, which stays in the cache, so they
+measure the arithmetic rate. The figure of a cell is the minimum CPU time of the thread over many runs, because other
+processes hardly affect it. Bytes are the size of the packed weights.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _FORMATS = ("float32", "bfloat16", "float16", "int8", "q5_0", "int4", "q2_k", "q
 _KINDS = {"q5_0": Q5_0, "q2_k": Q2_K, "q3_k": Q3_K, "q4_k": Q4_K, "q5_k": Q5_K, "q6_k": Q6_K}
 _CACHED_OUTPUTS = 512
 _MEMORY = 96 << 20
-"""Bytes of the matrices of one format, more than the cache of a core."""
+"""Bytes of the matrices of one format together, which exceed the cache of a core."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """Speed of one product: 10^9 bytes of weights and 10^9 operations per second."""
+    """The speed of one product: 10^9 bytes of weights per second, and 10^9 operations per second."""
 
     format: str
     instruction_set: str
@@ -46,7 +46,7 @@ class Cell:
 
 
 def best_seconds(run: Callable[[], object], seconds: float) -> float:
-    """Return the minimum CPU time of this thread per call, over the calls made in `seconds`."""
+    """Return the minimum CPU time of this thread per call. `run` is called repeatedly for `seconds`."""
     end, best = time.perf_counter() + seconds, float("inf")
     while time.perf_counter() < end:
         begun = time.thread_time()
@@ -61,13 +61,16 @@ def random_matrix(format: str, outputs: int, inputs: int) -> PackedMatrix:
     kind = _KINDS[format]
     values, size = BLOCK_SIZES[kind]
     blocks = torch.randint(256, (outputs, inputs // values, size), dtype=torch.uint8)
-    # Random bytes are finite scales only by chance.
+    # Random bytes are rarely finite scales.
     blocks[..., SCALES[kind]] = 0x20
     return pack(QuantizedTensor(kind, (outputs, inputs), blocks.view(outputs, -1)), "int4")
 
 
 def measure(pool: ThreadPool, matrices: list[Matrix], batch: int, seconds: float) -> float:
-    """Return the minimum CPU time of a product with `batch` rows. The matrices are used one after the other."""
+    """Return the minimum CPU time in seconds of a product with `batch` rows.
+
+    The matrices are used one after the other.
+    """
     x, y = torch.randn(batch, matrices[0].inputs), torch.empty(batch, matrices[0].outputs)
     following = itertools.cycle(matrices)
     return best_seconds(

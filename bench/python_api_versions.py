@@ -1,10 +1,10 @@
-"""Compares the time of `MegatronLLM.generate` and `generate_stream` in direct mode with another checkout.
+"""Compares the time of `MegatronLLM.generate` and `generate_stream` in direct mode between this checkout and another.
 
     python bench/python_api_versions.py --against ../other --json python_api_versions.json
 
-Each checkout runs in one process, with its own virtual environment .venv; while one is measured, the other is idle.
-Each round makes the same calls in both, in alternating order. Figures are compared within a round: wall-clock time, and
-CPU time of the process.
+Each checkout runs in one process, with its own virtual environment .venv. While one process is measured, the other is
+idle. Each round makes the same calls in both, in alternating order. Within a round, the wall-clock times and the CPU
+times of the processes are compared.
 """
 
 from __future__ import annotations
@@ -26,11 +26,14 @@ THIS, OTHER = "this", "other"
 MODEL = "builtin:smollm2-135m"
 CALLS = ("generate", "generate, 8 prompts", "generate_stream")
 MAX_RATIO = 1.03
-"""The goal: time of this checkout over time of the other one."""
+"""The goal: maximum ratio of this checkout's time to the other checkout's time."""
 
 
 def serve() -> None:
-    """Run as the process of a checkout: read a call per line, write its seconds. Uses the public interface only."""
+    """Run as the process of a checkout: read one call per line, and write its seconds.
+
+    Uses only the public interface.
+    """
     import psutil
 
     from megatron_runtime.requests.config import InferenceConfig
@@ -83,7 +86,7 @@ def checkout(path: Path, model: str, threads: int) -> Any:
 
 
 def compare(calls: dict[str, Callable[..., list[float]]], call: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the results of one call: medians, and the ratio of each round."""
+    """Return the results of one call, which are medians and the ratio of each round."""
     measured: dict[str, list[list[float]]] = {THIS: [], OTHER: []}
     for number in range(rounds):
         for name in sorted(calls, reverse=number % 2 == 1):
@@ -114,7 +117,7 @@ def compare(calls: dict[str, Callable[..., list[float]]], call: str, tokens: int
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
 )
 def main(*, against: Path, model: str, rounds: int, tokens: int, threads: int, json_file: Path | None) -> None:
-    """Compare the time of calls of the Python API in two checkouts."""
+    """Compare the time of Python API calls between this checkout and another."""
     from peers import commit
 
     from megatron_runtime.cli.bench.report import machine

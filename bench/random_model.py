@@ -32,7 +32,7 @@ LLAMA_8B = ModelConfig(
     tie_embeddings=False,
     eos_token_ids=(),
 )
-"""Llama 3.1 8B."""
+"""The shape of Llama 3.1 8B."""
 
 
 _ROW_STEP = 61
@@ -41,7 +41,7 @@ _MAX_OFFSET = 1 << 16
 
 @dataclass(frozen=True)
 class RandomCheckpoint(Checkpoint):
-    """A checkpoint with random weights. On one type of device, each read of a tensor returns the same values.
+    """A checkpoint with random weights. On the same type of device, each read of a tensor returns the same values.
 
     All tensors are views of one random vector, so a read generates no numbers. Each row of a matrix begins _ROW_STEP
     values after the previous row.
@@ -66,7 +66,9 @@ class RandomCheckpoint(Checkpoint):
 
     @cached_property
     def _scaled(self) -> dict[int, torch.Tensor]:
-        """Return the random vector, scaled so that a matrix with this many columns preserves the variance."""
+        """Return a copy of the random vector by number of columns, scaled so that a matrix with these columns
+        preserves variance.
+        """
         widths = {kind.shape[1] for kind in self.kinds.values() if len(kind.shape) > 1}
         return {width: (self._vector * width**-0.5).to(self.dtype) for width in widths}
 

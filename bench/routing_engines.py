@@ -1,9 +1,9 @@
-"""Routing policies with native engines on this machine, on one trace of `megatron bench routing`.
+"""Compares routing policies with native engines on this machine, on one trace of `megatron bench routing`.
 
     python bench/routing_engines.py --json routing_engines.json
 
 Each policy has its own `megatron serve` with the same engines. Each round sends one trace to every server, one server
-at a time, in alternating order. Requests are sent at their times of arrival, whether earlier ones are answered or not.
+at a time, in alternating order. Requests are sent at their arrival times, whether earlier requests are answered or not.
 The token counts of the trace are multiplied by --scale, so that a CPU computes the longest prompt within seconds. The
 first tenth of the requests is not measured. The servers share the CPUs, so use an idle machine.
 """
@@ -37,7 +37,7 @@ from megatron_runtime.process.options import FiniteRange
 from megatron_runtime.protocol import strict_json as json
 
 MAX_TOKENS, MIN_TOKENS = 4000, 2
-"""Of a prompt after it is scaled."""
+"""Maximum and minimum number of tokens of a prompt after it is scaled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,10 @@ class Load:
 
 
 async def run(server: Server, load: Load) -> dict[str, float]:
-    """Send the requests at their times of arrival. Return percentiles in milliseconds of the time to first token, of
-    all prompts and of those under SHORT_TOKENS before they are scaled, and of the gaps between tokens.
+    """Send the requests at their arrival times. Return percentiles in milliseconds.
+
+    The percentiles are of the time to first token for all prompts, the same for prompts under SHORT_TOKENS before
+    scaling, and of the time between tokens.
 
     Raises httpx.HTTPError if a request fails.
     """
@@ -142,7 +144,7 @@ def main(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Compare routing policies with native engines on this machine. The first policy is the one to compare with."""
+    """Compare routing policies with native engines on this machine. The others are compared with the first policy."""
     rows: dict[str, list[dict[str, float]]] = {policy: [] for policy in policies}
     servers: dict[str, Server] = {}
     try:
@@ -157,7 +159,8 @@ def main(
         for server in servers.values():
             server.close()
     figures = {
-        policy: {key: round(median(row[key] for row in found), 2) for key in found[0]} for policy, found in rows.items()
+        policy: {key: round(median(row[key] for row in policy_rows), 2) for key in policy_rows[0]}
+        for policy, policy_rows in rows.items()
     }
     for key, before in figures[policies[0]].items():
         later = [

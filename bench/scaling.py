@@ -1,12 +1,12 @@
-"""Time and memory of a decode step by batch and by context.
+"""Measures the time and memory of a decode step by batch and by context.
 
     python bench/scaling.py --dtype int4 --json build/scaling.json
 
-One engine runs in this process. A cell is the median time of --steps steps on a KV cache of the given length, all of
-which was written before. Linear fits give the cost of one more sequence and of one more cached token. The lower bound
-is the time to read their bytes at the memory bandwidth that the same run measures. A table (.md) and a plot (.svg) are
-written next to the figures. Cells with more than --max-tokens tokens are skipped: a token of the built-in model takes
-23 KB.
+One engine runs in this process. The figure of a cell is the median time of --steps steps on a KV cache of the cell's
+length that has been written completely. Linear fits determine the cost of one more sequence and of one more cached
+token. The lower bound is the time to read their bytes at the memory bandwidth that the same run measures. A table (.md)
+and a plot (.svg) are written next to the figures. Cells with more than --max-tokens tokens are skipped. A token of the
+built-in model takes 23 KB.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 480, 40, 340, 600
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A step of `batch` sequences of `context` tokens.
+    """A decode step of `batch` sequences with `context` tokens each.
 
     bound_ms:  time to read the weights and the cache once.
     rss_mib:   resident memory of the process, with the largest cache so far.
-    bound_mib: sum of the process before the load, the weights and the cache.
+    bound_mib: sum of the memory of the process before the load, the weights and the cache.
     """
 
     batch: int
@@ -60,7 +60,7 @@ class Cell:
 
 
 class Bench:
-    """Decode steps of a model on a KV cache of at most `max_tokens` tokens."""
+    """Runs decode steps of a model on a KV cache of at most `max_tokens` tokens."""
 
     def __init__(self, model: str, *, dtype: str, threads: int, max_tokens: int) -> None:
         source = resolve(model)
@@ -79,7 +79,10 @@ class Bench:
 
     @torch.inference_mode()
     def write_cache(self, tokens: int) -> None:
-        """Write the pages of `tokens` tokens, because reads of memory never written would all hit one page of zeros."""
+        """Write the pages of `tokens` tokens.
+
+        Otherwise, reads of memory that was never written would all hit one page of zeros.
+        """
         pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE
         if not self._written:
@@ -90,7 +93,7 @@ class Bench:
             self._written = pages
 
     def milliseconds(self, batch: int, context: int, *, steps: int) -> float:
-        """Return the median time of a step for one token of each of `batch` sequences of `context` tokens."""
+        """Return the median milliseconds of a step for one token of each of `batch` sequences of `context` tokens."""
         plan = decode_plan(batch, context, self.executor.vocab_size)
         taken = []
         for _ in range(steps + 1):
@@ -107,7 +110,7 @@ def _rss_mib() -> float:
 
 
 def decode_plan(batch: int, context: int, vocabulary: int) -> StepPlan:
-    """Return a step of one token for each sequence, the last of its context."""
+    """Return the plan of a step with one token per sequence, which is the last token of its context."""
     pages = -(-context // PAGE)
     tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
     return StepPlan(
@@ -129,7 +132,7 @@ def _slope(points: list[tuple[float, float]]) -> float | None:
 
 
 def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: float) -> dict[str, Any]:
-    """Return the cost of one more sequence and of one more cached token, measured and as a lower bound."""
+    """Return the cost of one more sequence and of one more cached token, as measured and as a lower bound."""
     shortest = min(cell.context for cell in cells)
     by_tokens = {
         batch: _slope([(cell.tokens, cell.ms) for cell in cells if cell.batch == batch])
@@ -148,7 +151,7 @@ def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: fl
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return milliseconds and memory by batch and context, and the slopes, in Markdown."""
+    """Return a Markdown table of milliseconds and memory by batch and context, and of the slopes."""
     fitted, which = document["fitted"], f"{document['model']}, {document['dtype']}"
     shortest = min(cell["context"] for cell in document["cells"])
     lines = [
@@ -188,7 +191,10 @@ def _grid(document: dict[str, Any], value: str, bound: str, *, digits: int) -> l
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Return time and memory against context by batch as a plot in SVG, on logarithmic scales; dashes: the bound."""
+    """Return an SVG plot of time and memory against context by batch, on logarithmic scales.
+
+    Dashed lines are the bounds.
+    """
     cells, which = document["cells"], document["dtype"]
     return "\n".join(
         [
@@ -256,13 +262,13 @@ def main(
     max_tokens: int,
     path: Path,
 ) -> None:
-    """Measure decode steps; write figures, a table and a plot."""
+    """Measure decode steps, and write figures, a table and a plot."""
     torch.set_num_threads(threads)
     bandwidth = memory_bandwidth()
-    # In order of size, because resident memory never shrinks.
+    # Ascending by size, because resident memory never shrinks.
     sizes = sorted(itertools.product(batches, contexts), key=lambda size: size[0] * size[1])
     sizes = [(batch, context) for batch, context in sizes if batch * context <= max_tokens]
-    # One page more for each sequence, because a context may not be a multiple of a page.
+    # Each sequence has one more page, because a context need not be a multiple of a page.
     capacity = max(batch * (context + PAGE) for batch, context in sizes)
     bench = Bench(model, dtype=dtype, threads=threads, max_tokens=capacity)
     cells = []

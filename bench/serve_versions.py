@@ -1,19 +1,19 @@
-"""Compares the cost of a request in server and coordinator with another checkout. Echo engines answer.
+"""Compares the cost of a request in server and coordinator between this checkout and another. Echo engines answer.
 
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
-Each checkout runs `megatron serve` in its virtual environment .venv, with an echo engine: tests/support/echo_serve.py,
-or `--backend echo` in a checkout that lacks this file. Then one server is loaded while the other is idle. Each round
-sends the same streamed requests to both, in alternating order. Each request has its own connection. Ratios differ
-between two starts by more than the goals, so both start several times.
+Each checkout runs `megatron serve` in its virtual environment .venv, with an echo engine. The echo engine is
+tests/support/echo_serve.py, or `--backend echo` in a checkout that lacks this file. While one server is loaded, the
+other is idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
+connection. Two starts of the same server can differ by more than the goals, so both servers start several times.
 
-First the servers have no API keys, then one key with limits that the load does not reach. Then `megatron bench
-coordinator` of both runs in turn. Figures are compared within a round.
+First, the servers have no API keys. Then they have one key with limits that the load does not reach. Then `megatron
+bench coordinator` runs in both, in alternation. Figures are compared within a round.
 
-With --instructions, server and coordinator run under valgrind's callgrind, and the figures are instructions in user
+With --instructions, server and coordinator run under valgrind's callgrind. The figures are then instructions in user
 space in place of CPU time. They repeat within 1 %, whatever else the machine does.
 
-With --tools, the requests are chats with tools, which the model of --model may call.
+With --tools, the requests are chats with tools that the model of --model may call.
 """
 
 from __future__ import annotations
@@ -41,26 +41,26 @@ from megatron_runtime.protocol import strict_json as json
 
 THIS, OTHER = "this", "other"
 LOADS = ((1, 2), (1, 64), (8, 2), (8, 64))
-"""Clients at once, and tokens of each answer."""
+"""Number of concurrent clients, and number of tokens of each answer."""
 MIN_RATIO, MAX_COST = 0.97, 1.03
-"""Goals for this checkout: requests per second, and CPU time for each request, as shares of the other one's."""
+"""Goals for this checkout, relative to the other: minimum requests per second, and maximum CPU time per request."""
 COMPONENTS = ("server", "coordinator")
-"""The commands of `megatron` that the measured processes run."""
+"""The `megatron` commands of the processes that are measured."""
 CALLGRIND_SERVE = Path(__file__).parent / "peer_workers/callgrind_serve.py"
 IDLE_SECONDS = 10
 KEY = "key-of-the-benchmark"
 KEYS = f"keys:\n- name: bench\n  key: {KEY}\n  requestsPerMinute: 1000000000\n  tokensPerMinute: 1000000000\n"
 REPOSITORY = Path(__file__).parents[1]
 Row: TypeAlias = dict[str, Any]
-"""Load, and of each figure: `this`, `other`, `ratio` and `ratio_by_round`."""
+"""The load, and for each figure the values `this`, `other`, `ratio` and `ratio_by_round`."""
 
 
 def start(name: str, checkout: Path, keys: Path | None, model: str | None, counts: Path | None) -> Server:
     """Start `megatron serve` of a checkout.
 
-    keys:   its file of API keys.
-    model:  None: echo engines answer.
-    counts: a folder of callgrind's files; None: no instructions are counted.
+    keys:   file of the server's API keys.
+    model:  model reference; None means that echo engines answer.
+    counts: folder for callgrind's files; None means that no instructions are counted.
     """
     serve, environment = checkout / "tests/support/echo_serve.py", checkout / ".venv/bin"
     if counts is not None:
@@ -83,7 +83,7 @@ def start(name: str, checkout: Path, keys: Path | None, model: str | None, count
 
 
 def component(server: Server, command: str) -> psutil.Process:
-    """Return the process of a component: `megatron serve` starts each one as a process."""
+    """Return the process of a component. `megatron serve` starts each component as a process."""
     assert server.process is not None
     for process in psutil.Process(server.process.pid).children(recursive=True):
         if command in process.cmdline():
@@ -92,25 +92,28 @@ def component(server: Server, command: str) -> psutil.Process:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """Return the CPU time of all threads of a process, from its CPU clock: /proc counts ticks of 10 ms."""
-    return time.clock_gettime(~process.pid << 3 | 2)  # as clock_getcpuclockid() makes it
+    """Return the CPU seconds of all threads of a process.
+
+    They are read from its CPU clock, because /proc has ticks of 10 ms.
+    """
+    return time.clock_gettime(~process.pid << 3 | 2)  # the same clock id as from clock_getcpuclockid()
 
 
 def instructions(process: psutil.Process, folder: Path) -> int:
-    """Return the instructions of a process under callgrind since the last call."""
+    """Return the number of instructions of a process under callgrind since the last call."""
     subprocess.run(["callgrind_control", "--dump=count", str(process.pid)], check=True, capture_output=True)
     (file,) = folder.glob(f"out.{process.pid}.*")
-    found = re.search(r"^totals: (\d+)", file.read_text(), re.MULTILINE)
+    totals = re.search(r"^totals: (\d+)", file.read_text(), re.MULTILINE)
     file.unlink()
-    if found is None:
+    if totals is None:
         raise click.ClickException(f"{file}: no line `totals:`, which callgrind writes")
-    return int(found[1])
+    return int(totals[1])
 
 
 def idle_rates(server: Server, folder: Path) -> dict[str, float]:
     """Return the instructions per second of each component without requests.
 
-    They are the instructions of timers, whose rate callgrind does not slow down.
+    These are the instructions of timers. Callgrind does not slow down their rate.
     """
     processes = {name: component(server, name) for name in COMPONENTS}
     for process in processes.values():
@@ -122,7 +125,7 @@ def idle_rates(server: Server, folder: Path) -> dict[str, float]:
 def counted_run(
     server: Server, folder: Path, idle: dict[str, float], clients: int, tokens: int, *, requests: int, seed: int
 ) -> dict[str, float]:
-    """Return the instructions of each component for each request. Instructions of timers are subtracted."""
+    """Return the number of instructions of each component per request. The instructions of timers are subtracted."""
     processes = {name: component(server, name) for name in COMPONENTS}
     for process in processes.values():
         instructions(process, folder)
@@ -141,7 +144,7 @@ def load(server: Server, clients: int, tokens: int, *, requests: int, seed: int,
 
 
 def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, tools: int) -> dict[str, float]:
-    """Return requests per second of the load, and CPU microseconds of each component for each request."""
+    """Return requests per second of the load, and CPU microseconds of each component per request."""
     processes = {name: component(server, name) for name in COMPONENTS}
     before = {name: cpu_seconds(process) for name, process in processes.items()}
     answers = load(server, clients, tokens, requests=requests, seed=seed, tools=tools)
@@ -152,7 +155,7 @@ def run(server: Server, clients: int, tokens: int, *, requests: int, seed: int, 
 
 
 def chat(text: str, *, tools: int) -> dict[str, Any]:
-    """Return the fields of a request body for a chat with tools and an earlier tool call."""
+    """Return the request body fields of a chat with tools and an earlier tool call."""
     properties = {word: {"type": "string", "maxLength": 40} for word in WORDS}
     schema = {"type": "object", "properties": properties, "required": list(WORDS[:3])}
     names = [f"find_{number}" for number in range(tools)]
@@ -208,22 +211,26 @@ def serve_rows(
     tools: int,
     model: str | None,
 ) -> Iterator[Row]:
-    """Yield the figures of the servers under each load. rounds: after each start. model: None: echo engines answer."""
-    found = {load: Rounds() for load in LOADS}
+    """Yield the figures of the servers under each load.
+
+    rounds: number of rounds after each start.
+    model:  model reference; None means that echo engines answer.
+    """
+    rounds_by_load = {load: Rounds() for load in LOADS}
     for start_number in range(starts):
         servers: dict[str, Server] = {}
         try:
             for name in sorted(checkouts, reverse=start_number % 2 == 1):
                 servers[name] = start(name, checkouts[name], keys, model, None)
                 run(servers[name], 8, 8, requests=min(100, requests), seed=-1, tools=tools)  # warm-up
-            for (clients, tokens), figures in found.items():
+            for (clients, tokens), figures in rounds_by_load.items():
                 count = requests if tokens < 8 else requests // 4
                 options: dict[str, int] = {"clients": clients, "tokens": tokens, "requests": count, "tools": tools}
                 figures.measure(rounds, partial(run_named, servers, **options))
         finally:
             for server in servers.values():
                 server.close()
-    for (clients, tokens), figures in found.items():
+    for (clients, tokens), figures in rounds_by_load.items():
         yield {"clients": clients, "tokens": tokens, "has_key": keys is not None, **figures.row()}
 
 
@@ -243,24 +250,24 @@ class Rounds:
     """The figures of both checkouts in each round."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
+        self._figures: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
 
     def measure(self, rounds: int, measured: Callable[[str, int], dict[str, float]]) -> None:
-        """Measure both checkouts in alternating order, `rounds` times.
+        """Measure both checkouts `rounds` times, in alternating order.
 
         measured: returns the figures of a checkout, given its name and the number of the round.
         """
         for _ in range(rounds):
-            number = len(self._found[THIS])
-            for name in sorted(self._found, reverse=number % 2 == 1):
-                self._found[name].append(measured(name, number))
+            number = len(self._figures[THIS])
+            for name in sorted(self._figures, reverse=number % 2 == 1):
+                self._figures[name].append(measured(name, number))
 
     def row(self) -> Row:
-        """Return medians of the figures of both, and the ratios of each round."""
+        """Return the medians of both checkouts' figures, and the ratios of each round."""
         row: Row = {}
-        for figure in self._found[THIS][0]:
-            found = (self._found[THIS], self._found[OTHER])
-            pairs = [(one[figure], two[figure]) for one, two in zip(*found, strict=True)]
+        for figure in self._figures[THIS][0]:
+            both = (self._figures[THIS], self._figures[OTHER])
+            pairs = [(one[figure], two[figure]) for one, two in zip(*both, strict=True)]
             ratios = [round(one / two, 3) for one, two in pairs if two]  # CPU time in ticks can be 0
             row[figure] = {
                 THIS: round(median(one for one, _ in pairs), 2),
@@ -275,11 +282,11 @@ def say(what: str, row: Row, figures: Sequence[str]) -> None:
     """Print the figures of a row. Figures whose ratio misses the goal are marked."""
     parts = []
     for figure in figures:
-        found, ratio = row[figure], row[figure]["ratio"]
+        values, ratio = row[figure], row[figure]["ratio"]
         is_cost = "cpu_us" in figure or "instructions" in figure
         is_met = ratio is None or (ratio <= MAX_COST if is_cost else ratio >= MIN_RATIO)
         missed = "" if is_met else " (goal missed)"
-        parts.append(f"{figure} {found[THIS]:g} and {found[OTHER]:g}, ratio {found['ratio']}{missed}")
+        parts.append(f"{figure} {values[THIS]:g} and {values[OTHER]:g}, ratio {values['ratio']}{missed}")
     click.echo(f"{what}: {'; '.join(parts)}")
 
 
@@ -325,7 +332,7 @@ def main(
     coordinator_requests: int,
     json_file: Path | None,
 ) -> None:
-    """Compare requests per second and CPU time of servers and coordinators of two checkouts."""
+    """Compare requests per second and CPU time of servers and coordinators between this checkout and another."""
     checkouts = {THIS: REPOSITORY, OTHER: against.absolute()}
     facts = machine() | {"commit": commit()}
     rows: list[Row] = []
@@ -335,10 +342,10 @@ def main(
         for file in (None, keys):
             options: dict[str, Any] = {"rounds": rounds, "requests": requests}
             if counts:
-                found = counted_rows(checkouts, file, **options)
+                load_rows = counted_rows(checkouts, file, **options)
             else:
-                found = serve_rows(checkouts, file, starts=starts, tools=tools, model=model, **options)
-            for row in found:
+                load_rows = serve_rows(checkouts, file, starts=starts, tools=tools, model=model, **options)
+            for row in load_rows:
                 key = ", a key with limits" if row["has_key"] else ""
                 what = f"{row['clients']} clients, {row['tokens']:2} tokens{key}"
                 say(what, row, [figure for figure in row if isinstance(row[figure], dict)])

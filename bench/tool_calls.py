@@ -1,12 +1,12 @@
-"""Compares how many tool calls of a small model are valid under `tool_choice: auto` with another checkout.
+"""Compares how many tool calls of a small model are valid under `tool_choice: auto`, between this checkout and another.
 
     python bench/tool_calls.py --against ../other --json tool_calls.json
 
-`megatron serve` of each checkout starts once, with the virtual environment .venv of its checkout and the same model.
-Each prompt goes to all servers, in alternating order: five tools, an earlier call of another tool, which small models
-need to write calls at all, and a question that calls for one tool. Answers are greedy. An answer `calls` if it has a
-call, `parses` if each of its calls names a tool and has a JSON object as arguments, and `fits` if these arguments are
-valid by the schema of the tool.
+`megatron serve` of each checkout starts once, with the checkout's own virtual environment .venv and the same model.
+Each prompt goes to all servers, in alternating order. A prompt has five tools, an earlier call of another tool (without
+which small models write no calls), and a question that requires one tool. Answers are greedy. An answer `calls` if it
+has a call. It `parses` if each call names a tool and has a JSON object as arguments. It `fits` if these arguments are
+valid by the tool's schema.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
         _object(room={"enum": ["kitchen", "bedroom", "office"]}, color=_object(name=TEXT, level={"enum": [1, 2, 3]})),
     ),
 }
-"""Description and schema of the arguments, by name."""
+"""Description of each tool and schema of its arguments, by the tool's name."""
 TOPICS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "get_forecast": (
         ("Lima", "Oslo", "Cairo", "Perth", "Quito", "Riga", "Seoul", "Turin", "Accra", "Delhi"),
@@ -128,25 +128,25 @@ TOPICS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""Subjects and questions about them, by the tool that they call for."""
+"""Subjects and questions about them, by the tool that the questions require."""
 EARLIER: dict[str, tuple[str, dict[str, Any]]] = {
     "get_forecast": ("Is it warm in Bern today?", {"city": "Bern", "days": 1, "unit": "celsius"}),
     "set_light": ("Make the office blue.", {"room": "office", "color": {"name": "blue", "level": 2}}),
 }
-"""An earlier question and the arguments of its call, by tool. A prompt has the one of another tool."""
+"""An earlier question and the arguments of its tool call, by tool. A prompt has the entry of another tool."""
 
 
 def prompts(count: int) -> list[list[Message]]:
-    """Return conversations, each tool in turn."""
+    """Return `count` conversations, which use the tools in rotation."""
     by_tool = [
         [conversation(tool, question.format(subject)) for question, subject in product(questions, subjects)]
         for tool, (subjects, questions) in TOPICS.items()
     ]
-    return [found[place] for place in range(len(by_tool[0])) for found in by_tool][:count]
+    return [conversations[place] for place in range(len(by_tool[0])) for conversations in by_tool][:count]
 
 
 def conversation(tool: str, question: str) -> list[Message]:
-    """Return a conversation whose last question calls for `tool`."""
+    """Return a conversation whose last question requires `tool`."""
     name = next(name for name in EARLIER if name != tool)
     earlier, arguments = EARLIER[name]
     call = {"id": "abcdefghi", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
@@ -158,7 +158,7 @@ def conversation(tool: str, question: str) -> list[Message]:
 
 
 def judged(message: Message) -> dict[str, bool]:
-    """Return which of the conditions FIGURES the message of an answer fulfils."""
+    """Return which of the conditions in FIGURES the message of an answer fulfils."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     values = []
     for call in calls:
@@ -207,7 +207,7 @@ def answer(server: Server, messages: list[Message], max_tokens: int) -> Message:
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
 )
 def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens: int, json_file: Path | None) -> None:
-    """Compare the calls that a model chooses to make."""
+    """Compare the tool calls that a model decides to make."""
     checkouts = {THIS: REPOSITORY, **({} if against is None else {OTHER: against.absolute()})}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     servers: dict[str, Server] = {}
@@ -217,8 +217,10 @@ def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens
         for number, messages in enumerate(prompts(count)):
             for name in sorted(servers, reverse=number % 2 == 1):
                 message = answer(servers[name], messages, max_tokens)
-                found = {"prompt": messages[-1]["content"], **judged(message)}
-                answers[name].append({**found, "content": message["content"], "calls_made": message.get("tool_calls")})
+                judgement = {"prompt": messages[-1]["content"], **judged(message)}
+                answers[name].append(
+                    {**judgement, "content": message["content"], "calls_made": message.get("tool_calls")}
+                )
     finally:
         for server in servers.values():
             server.close()

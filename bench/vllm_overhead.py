@@ -1,13 +1,13 @@
-"""Measures the overhead of our coordinator and server: `megatron serve --backend vllm` against vLLM's OpenAI server.
+"""Measures the overhead of our coordinator and server, by `megatron serve --backend vllm` against vLLM's OpenAI server.
 
     build/vllm/bin/python bench/vllm_overhead.py --json vllm_overhead.json
 
 Both servers run from this Python environment, with the same weights, the same engine arguments and the same number of
-threads. Both start once; then one is loaded while the other is idle. Each round sends the same streamed requests to
-both, in alternating order; no prompt is sent to a server twice. Throughput is compared within a round.
+threads. Both start once. While one is loaded, the other is idle. Each round sends the same streamed requests to both,
+in alternating order. No prompt is sent to a server twice. Throughput is compared within a round.
 
-vLLM's processes wait by polling and keep every CPU busy that they may use. `--compute-cpus` reserves CPUs for them, as
-a node with a GPU does: the servers and the clients then run on the others.
+vLLM's processes wait by polling and keep busy every CPU that they may use. `--compute-cpus` reserves CPUs for them. The
+servers and the clients then run on the other CPUs, as on a node with a GPU.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ FIRST_TOKENS: Mapping[str, Mapping[str, Any]] = {
         "prompt": lambda text: {"messages": [{"role": "user", "content": f"Find {text}."}]},
     },
 }
-"""Requests of one client whose time to the first token is measured: arguments of measure()."""
+"""Arguments of measure() for the requests of one client whose time to the first token is measured."""
 KV_CACHE_BYTES = 1 << 30
 MIN_RATIO, MAX_MS = 0.97, 5.0
-"""The goals: throughput of ours over vLLM's, and the difference of the times to the first token."""
+"""The goals: minimum ratio of our throughput to vLLM's, and maximum difference of the times to first token in ms."""
 _IDLE_SECONDS = 5.0
 _HELP = {"show_default": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Engine arguments of both servers. arguments: further arguments, by their names in vLLM's AsyncEngineArgs."""
+    """Engine arguments of both servers. arguments: additional arguments, by their names in vLLM's AsyncEngineArgs."""
 
     dtype: str
     max_sequence_length: int = 1024
@@ -102,29 +102,29 @@ def vllm_command(directory: Path, sizes: Sizes) -> list[str]:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """Return command line options as a format string with doubled braces, in which Server.start() replaces {port}."""
-    found: list[str] = []
+    """Return command line options with doubled braces, because Server.start() formats them to replace {port}."""
+    flags: list[str] = []
     for name, value in options.items():
         if isinstance(value, bool):
-            found.append(f"--{name}" if value else f"--no-{name}")
+            flags.append(f"--{name}" if value else f"--no-{name}")
         elif value == "{port}":
-            found += [f"--{name}", value]
+            flags += [f"--{name}", value]
         else:
             text = json.dumps(value) if isinstance(value, (dict, list)) else str(value)
-            found += [f"--{name}", text.replace("{", "{{").replace("}", "}}")]
-    return found
+            flags += [f"--{name}", text.replace("{", "{{").replace("}", "}}")]
+    return flags
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the variables of both servers."""
-    # By default vLLM reserves a CPU for other work.
-    found = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    """Return the environment variables of both servers."""
+    # By default, vLLM reserves a CPU for other work.
+    variables = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
-    return {**found, "LD_PRELOAD": str(openmp)} if openmp.exists() else found
+    return {**variables, "LD_PRELOAD": str(openmp)} if openmp.exists() else variables
 
 
 def model_directory(folder: Path, dtype: str) -> Path:
-    """Return the weights in `dtype`, converted once."""
+    """Return the directory of the weights in `dtype`. They are converted once."""
     directory = folder / dtype
     if not (directory / "config.json").exists():
         convert(SOURCE, directory, dtype=dtype, replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
@@ -132,7 +132,7 @@ def model_directory(folder: Path, dtype: str) -> Path:
 
 
 def process_name(process: psutil.Process) -> str:
-    """Return what a process of a server runs: a Python module with its command, or the title that vLLM sets."""
+    """Return what a server's process runs, either a Python module with its command or the title that vLLM sets."""
     match process.cmdline():
         case [title]:
             return title
@@ -143,18 +143,20 @@ def process_name(process: psutil.Process) -> str:
 
 
 def cpu_seconds(server: Server) -> dict[str, float]:
-    """Return the CPU time so far of each process of a server, by what it runs."""
+    """Return the CPU seconds of each process of a server, keyed by process_name()."""
     assert server.process is not None
     root = psutil.Process(server.process.pid)
-    found: dict[str, float] = {}
+    seconds_by_name: dict[str, float] = {}
     for process in [root, *root.children(recursive=True)]:
         name = process_name(process)
-        found[name] = found.get(name, 0.0) + sum(process.cpu_times()[:2])
-    return found
+        seconds_by_name[name] = seconds_by_name.get(name, 0.0) + sum(process.cpu_times()[:2])
+    return seconds_by_name
 
 
 def pin(server: Server, compute: set[int], others: set[int]) -> None:
-    """Let vLLM's engine and worker processes run on the CPUs `compute` only, and the rest of the server on `others`."""
+    """Let vLLM's engine and worker processes run only on the CPUs `compute`, and the rest of the server only on
+    `others`.
+    """
     assert server.process is not None
     root = psutil.Process(server.process.pid)
     for process in [root, *root.children(recursive=True)]:
@@ -164,14 +166,14 @@ def pin(server: Server, compute: set[int], others: set[int]) -> None:
 
 
 def idle_cpu_percent(server: Server) -> float:
-    """Return the CPU time of an idle server and its children, in percent of one CPU."""
+    """Return the CPU time of an idle server and its children, as a percentage of one CPU."""
     before, begun = sum(cpu_seconds(server).values()), time.perf_counter()
     time.sleep(_IDLE_SECONDS)  # the load of the other processes is what is measured
     return 100 * (sum(cpu_seconds(server).values()) - before) / (time.perf_counter() - begun)
 
 
 def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
-    """Compare tokens per second. ours, vllm: values of the same rounds."""
+    """Compare tokens per second. ours, vllm: values from the same rounds."""
     ratios = [own / other for own, other in zip(ours, vllm, strict=True)]
     return {
         OURS: round(median(ours), 1),
@@ -182,12 +184,15 @@ def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
 
 
 def first_token(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
-    """Compare times to the first token. ours, vllm: seconds of all requests. Percentiles are measured values, in ms."""
-    found: dict[str, Any] = {"requests": len(ours)}
+    """Compare times to the first token. Percentiles are measured values, in milliseconds.
+
+    ours, vllm: seconds of all requests.
+    """
+    comparison: dict[str, Any] = {"requests": len(ours)}
     for name, percent in (("median", 50), ("p90", 90)):
         own, other = (1000 * float(np.percentile(seconds, percent, method="higher")) for seconds in (ours, vllm))
-        found[name] = {OURS: round(own, 2), VLLM: round(other, 2), "difference": round(own - other, 2)}
-    return found
+        comparison[name] = {OURS: round(own, 2), VLLM: round(other, 2), "difference": round(own - other, 2)}
+    return comparison
 
 
 def installed() -> dict[str, str]:
@@ -202,7 +207,7 @@ def installed() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Results of one server in one round: its answers, and the CPU seconds of each of its processes."""
+    """The results of one server in one round: its answers, and the CPU seconds of each process."""
 
     answers: Answers
     cpu_seconds: Mapping[str, float]
@@ -222,7 +227,7 @@ def measure_rounds(
     servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
 ) -> dict[str, dict[Load, list[Loaded]]]:
     """Return the results by server and load, one entry per round."""
-    found: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
+    results: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
     of_first = {"requests": first_token_requests, "new_tokens": 8}
     sizes: dict[Load, dict[str, Any]] = {
         **{kind: {"clients": 1, **options, **of_first} for kind, options in FIRST_TOKENS.items()},
@@ -233,7 +238,7 @@ def measure_rounds(
     }
     for number in range(rounds):
         for load, size in sizes.items():
-            # Each server is the first one in every second round.
+            # Each server is first in every second round.
             for name in sorted(servers, reverse=number % 2 == 1):
                 server = servers[name]
                 before = cpu_seconds(server)
@@ -241,9 +246,9 @@ def measure_rounds(
                     url=server.url, model=server.model, api_key=None, prompt_words=64, seed=number + 1, **size
                 )
                 spent = {process: seconds - before[process] for process, seconds in cpu_seconds(server).items()}
-                found[name].setdefault(load, []).append(Loaded(answers, spent))
+                results[name].setdefault(load, []).append(Loaded(answers, spent))
                 click.echo(f"round {number + 1}, {load:11}, {name:8}: {answers.tokens_per_second:7.1f} tokens/s")
-    return found
+    return results
 
 
 @click.command()
@@ -284,8 +289,10 @@ def main(
     models: Path,
     json_file: Path | None,
 ) -> None:
-    """Compare our server with vLLM's own: throughput at 8 and 32 clients, time to the first token at one client, of
-    completions and of chats."""
+    """Compare our server with vLLM's own.
+
+    Measures throughput at 8 and 32 clients, and the time to the first token of completions and chats at one client.
+    """
     facts = machine() | {"commit": commit(), **installed()}
     sizes = Sizes(dtype, arguments=json.loads(vllm_arguments))
     directory = model_directory(models.absolute(), dtype)
@@ -304,7 +311,7 @@ def main(
         for name, server in servers.items():
             server.start(set(cpus))
             click.echo(f"{name} is ready")
-        # Warm-up. Our server is ready before its engine: only after the first answers do all processes exist.
+        # Warm-up. Our server is ready before its engine, so all processes exist only after the first answers.
         options: dict[str, Any] = {"api_key": None, "requests": 64, "prompt_words": 16, "new_tokens": 4, "seed": -1}
         for server in servers.values():
             for kind in FIRST_TOKENS.values():
@@ -373,8 +380,8 @@ def main(
             "cpu_us_per_token": {str(load): row for load, row in cpu.items()},
             "idle_cpu_percent": idle,
             "retries": {
-                name: sum(one.answers.retries for runs in found.values() for one in runs)
-                for name, found in measured.items()
+                name: sum(one.answers.retries for runs in server_results.values() for one in runs)
+                for name, server_results in measured.items()
             },
         }
         json_file.write_text(json.dumps(document, indent=2).replace(f"{sys.prefix}/", "") + "\n")

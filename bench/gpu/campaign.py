@@ -1,10 +1,13 @@
-"""Runs all tests and benchmarks that need a GPU within a time limit, the most valuable first. See bench/gpu/README.md.
+"""Runs all tests and benchmarks that need a GPU, within a time limit. The most valuable run first.
+
+See bench/gpu/README.md.
 
     python -m bench.gpu.campaign --out FOLDER
     python -m bench.gpu.campaign --out FOLDER --dry
 
-Each step is a process with a time limit. FOLDER/results.jsonl has a line per result as soon as it exists: step, name,
-figures. FOLDER/<step>.log has the output of a step. `--dry` runs the same steps on a CPU with small shapes.
+Each step is a process with a time limit. Each result is written to FOLDER/results.jsonl as soon as it exists, as a line
+with step, name and figures. FOLDER/<step>.log has the output of a step. `--dry` runs the same steps on a CPU with small
+shapes.
 """
 
 from __future__ import annotations
@@ -39,18 +42,18 @@ BOXES = {
     "vllm": 240.0,
     "vllm_serve": 180.0,
 }
-"""The steps in their order, with the seconds that each may take."""
+"""The steps in order, with the maximum seconds of each."""
 MIN_SHARE_OF_BOX = 0.3
-"""A step is left out if less than this share of its seconds is left."""
+"""A step is skipped if less than this share of its seconds is left."""
 SERVER_STEPS = ("server", "bench_serve", "vllm", "vllm_serve")
-"""Steps that start processes of `megatron` and need a model's file."""
+"""Steps that start `megatron` processes and need the file of a model."""
 MODEL = "builtin:smollm2-135m"
 _SUMMARY_COLUMNS = 260
 _EXIT_SECONDS = 3.0
 
 
 def run_step(campaign: Campaign) -> None:
-    """Run the step that the campaign names in this process."""
+    """Run the step `campaign.step` in this process."""
     if campaign.step in SERVER_STEPS:
         from bench.gpu import server_steps as steps
     else:
@@ -74,14 +77,15 @@ def run_in_process(step: str, box: float, campaign: Campaign, arguments: list[st
         except subprocess.TimeoutExpired:
             status = "time limit"
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # and what it has started
+            os.killpg(child.pid, signal.SIGKILL)  # and its child processes
         child.wait()
     return status
 
 
 def drive(campaign: Campaign, steps: list[str], boxes: dict[str, float], arguments: list[str]) -> None:
-    """Run `steps` in order until campaign.box seconds have passed. arguments: command-line arguments of each step's
-    process.
+    """Run `steps` in order until campaign.box seconds have passed. boxes: time limit of each step in seconds.
+
+    arguments: command-line arguments of each step's process.
     """
     begun = time.monotonic()
     campaign.emit("begin", seconds=campaign.box, steps=steps, dry=campaign.dry)
@@ -97,7 +101,7 @@ def drive(campaign: Campaign, steps: list[str], boxes: dict[str, float], argumen
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a text with one line per step and its results, steps with errors first."""
+    """Return lines of text, one line per step with its results. Steps with errors are first."""
 
     def line(row: dict[str, Any]) -> str:
         figures = " ".join(f"{key}={value}" for key, value in row.items() if key not in ("step", "name", "time"))

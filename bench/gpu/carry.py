@@ -1,10 +1,11 @@
-"""Packs the GPU campaign for a machine without a network: bundles of a limited size. README.md describes their use.
+"""Packs the GPU campaign into bundles of a limited size, for a machine without a network. README.md describes their
+use.
 
     python -m bench.gpu.carry packages
     python -m bench.gpu.carry pack --size 64 --wheels FOLDER build/gpu-carry
 
-The bundles are parts of one compressed archive. It contains the checkout, wheels of the packages that a machine with
-torch lacks, and the model for the steps with a server.
+The bundles are parts of one compressed archive. The archive contains the checkout, wheels of the packages that a
+machine with torch lacks, and the model for the steps with a server.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from bench.gpu.report import ROOT
 from megatron_runtime.checkpoints.source import StoredModel, resolve
 
 EXPECTED = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "pip")
-"""Packages that the machine must have, with what they require."""
+"""Packages that the machine must already have, including their dependencies."""
 PROJECT = "megatron-inference[runtime]"
 LEFT_OUT = ("docs/", ".github/")
 """Folders of the checkout that the campaign does not read."""
 
 
 def closure(*requirements: str) -> set[str]:
-    """Return the names of the installed packages that `requirements` need, directly or not, normalized."""
+    """Return the normalized names of the installed packages that `requirements` need, directly or indirectly."""
     names: set[str] = set()
     todo = list(map(Requirement, requirements))
     while todo:
@@ -49,12 +50,12 @@ def closure(*requirements: str) -> set[str]:
 
 
 def carried() -> list[str]:
-    """Return the packages that the runtime needs and that the machine may lack."""
+    """Return the packages that the runtime needs and that the target machine may lack."""
     return sorted(closure(PROJECT) - closure(*EXPECTED) - {"megatron-inference"})
 
 
 class Bundles:
-    """A binary file that is written as several files of at most `size` bytes: bundle-01, bundle-02, …"""
+    """A binary file that is written as several files of `size` bytes or less: bundle-01, bundle-02, …"""
 
     def __init__(self, folder: Path, size: int) -> None:
         self._folder, self._size = folder, size
@@ -79,7 +80,7 @@ class Bundles:
 
 
 def checkout() -> Iterator[Path]:
-    """Yield the files of the checkout, tracked ones and new ones, relative to its root."""
+    """Yield the tracked and the new files of the checkout, relative to its root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in sorted(set(names.split("\0")) - {""}):

@@ -1,4 +1,6 @@
-"""Steps of the GPU campaign in one process: the engine on an 8B shape with random weights, without a coordinator."""
+"""Steps of the GPU campaign that run in one process: an engine on an 8B shape with random weights, without a
+coordinator.
+"""
 
 from __future__ import annotations
 
@@ -86,13 +88,13 @@ MODULES = (
     "uvloop",
     "httpx",
 )
-"""What a server on this machine imports."""
+"""Modules that a server on this machine imports."""
 CEILINGS = "ceilings.json"
 _SHORT_PROMPT = 16
 _WARM_UP_STEPS = 4
 _PROFILED_STEPS = 5
 _WORKING_SET = 120_000_000
-"""Bytes of the weights that a product reads in turn, which do not fit the L2 cache."""
+"""Bytes of weights that a product reads in rotation. They do not fit into the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +143,13 @@ class Engine:
             self.core.add_request(EngineRequest(number, tokens, nothing, sampling, seed=number))
 
     def run_prompts(self, count: int) -> None:
-        """Run steps until `count` requests have their first token."""
+        """Run steps until `count` requests have their first tokens."""
         started: set[int] = set()
         while len(started) < count:
             started |= {output.request_id for output in self.core.step()}
 
     def drain(self) -> int:
-        """Run all requests to their end, and return the number of steps."""
+        """Run all requests to their end. Return the number of steps."""
         steps = 0
         while self.core.has_work:
             self.core.step()
@@ -155,7 +157,7 @@ class Engine:
         return steps
 
     def seconds_of_prompt(self, length: int, *, seed: int = 1) -> float:
-        """Return the seconds until a single prompt of `length` tokens has its token."""
+        """Return the seconds until a single prompt of `length` tokens has its first token."""
         self.add(1, length, 1, seed=seed)
         self.synchronise()
         begun = time.perf_counter()
@@ -163,7 +165,7 @@ class Engine:
         return time.perf_counter() - begun
 
     def step_ms(self, steps: int) -> float:
-        """Return the median milliseconds of `steps` steps."""
+        """Return the median duration of `steps` steps in milliseconds."""
         times = []
         for _ in range(steps):
             begun = time.perf_counter()
@@ -185,7 +187,7 @@ def _shape(campaign: Campaign) -> ModelConfig:
 
 
 def _ceilings(campaign: Campaign) -> Ceilings:
-    """Return the device's rates that the step `facts` measured; measure them if it has not run."""
+    """Return the device's rates that the step `facts` has measured. Measure them if this step has not run."""
     path = campaign.folder / CEILINGS
     if path.exists():
         return Ceilings(**json.loads(path.read_text()))
@@ -212,7 +214,7 @@ def facts(campaign: Campaign) -> None:
     ceilings, device = _ceilings(campaign), torch.device(campaign.device)
     rates = {"bytes_per_second": ceilings.bytes_per_second, "flops_per_second": ceilings.flops_per_second}
     (campaign.folder / CEILINGS).write_text(json.dumps(rates))
-    # A decode step reads and hardly writes; the rate of a copy is not the rate of a read.
+    # A decode step reads and hardly writes, and the rate of a copy differs from the rate of a read.
     source = torch.randn(campaign.sizes.copy_elements, device=device)
     read_ms = statistics.median(milliseconds(source.sum, device) for _ in range(10))
     campaign.emit(
@@ -249,7 +251,7 @@ def engine(campaign: Campaign) -> None:
 
 
 def _seconds_of_request(engine: Engine) -> float:
-    """Return the seconds of a short request, from its arrival to its end."""
+    """Return the seconds from a short request's arrival to its end."""
     engine.add(1, _SHORT_PROMPT, 8)
     engine.synchronise()
     begun = time.perf_counter()
@@ -300,7 +302,10 @@ def _prefill_cell(campaign: Campaign, engine: Engine, weights: int, ceilings: Ce
 
 
 def race(campaign: Campaign) -> None:
-    """Stage weights in another thread while the engine runs steps and captures graphs again, and then use them."""
+    """Stage weights in another thread while the engine runs steps and captures graphs again.
+
+    Then use the staged weights.
+    """
     engine = Engine.start(campaign, _shape(campaign), kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE)
     core, executor = engine.core, engine.executor
     errors: list[str] = []
@@ -309,7 +314,7 @@ def race(campaign: Campaign) -> None:
     def stage() -> None:
         try:
             for number in range(campaign.sizes.stagings):
-                begun = time.perf_counter()  # this thread must not wait for the device: it may be capturing
+                begun = time.perf_counter()  # this thread must not wait for the device during a capture
                 executor.stage_weights(IN_MEMORY)
                 campaign.emit(f"staging {number + 1}", seconds=round(time.perf_counter() - begun, 1))
         except Exception as error:
@@ -349,7 +354,7 @@ def race(campaign: Campaign) -> None:
 
 
 def profile(campaign: Campaign) -> None:
-    """Record where the time of a decode step goes: parts on the host, the graph alone, kernels by name."""
+    """Record the times of a decode step: parts on the host, the graph without the host, and kernels by name."""
     engine = Engine.start(campaign, _shape(campaign))
     for batch in campaign.sizes.batches:
         with campaign.part(f"host b{batch}"):
@@ -369,13 +374,13 @@ def _host_cell(campaign: Campaign, engine: Engine, batch: int) -> None:
     ):
         whole = engine.step_ms(_WARM_UP_STEPS)
     parts = {"schedule": schedule, "stage": stage, "execute": execute, "collect": collect}
-    times = {f"{name}_us": round(statistics.median(found)) for name, found in parts.items()}
+    times = {f"{name}_us": round(statistics.median(microseconds)) for name, microseconds in parts.items()}
     campaign.emit(f"host b{batch}", whole_us=round(1e3 * whole), **times)
 
 
 @contextmanager
 def _timed(target: Any, name: str) -> Iterator[list[float]]:
-    """Time each call of a method of `target`. Yields the list of microseconds."""
+    """Return a context that times each call of a method of `target`. It yields the list of microseconds."""
     method: Callable[..., Any] = getattr(target, name)
     times: list[float] = []
 
@@ -414,7 +419,7 @@ def _device_cell(campaign: Campaign, engine: Engine, batch: int) -> None:
 
 
 def products(campaign: Campaign) -> None:
-    """Measure the matrix products of a layer and of the head, which read nearly all bytes of a step."""
+    """Measure the matrix products of a layer and of the head, which read nearly all bytes that a step reads."""
     config, device, ceilings = _shape(campaign), torch.device(campaign.device), _ceilings(campaign)
     dtype = torch.float32 if campaign.dry else torch.bfloat16
     shape = ModelShape(
@@ -474,7 +479,7 @@ def attention(campaign: Campaign) -> None:
 
 
 def sampling(campaign: Campaign) -> None:
-    """Measure the sampling kernel by shape of the logits, and steps with log-probabilities and penalties."""
+    """Measure the sampling kernel by shape of the logits, and measure steps with log-probabilities and penalties."""
     device, vocabulary = torch.device(campaign.device), _shape(campaign).vocab_size
     kernels = select_kernels(KernelConfig(), device)
     methods = {
@@ -521,7 +526,7 @@ def sampling(campaign: Campaign) -> None:
 
 
 def _logits(rows: int, vocabulary: int, kind: str, device: torch.device) -> torch.Tensor:
-    """Return logits: "flat" normal ones, or "steep" ones with 30 likely tokens per row."""
+    """Return "flat" logits, which are normally distributed, or "steep" logits with 30 likely tokens per row."""
     generator = torch.Generator(device).manual_seed(rows)
     flat = torch.randn(rows, vocabulary, device=device, generator=generator)
     if kind == "flat":
@@ -532,7 +537,7 @@ def _logits(rows: int, vocabulary: int, kind: str, device: torch.device) -> torc
 
 
 def memory(campaign: Campaign) -> None:
-    """Measure what suspend() releases, and how long suspend() and resume() take, by the mode of the KV cache."""
+    """Measure what suspend() releases, and how long suspend() and resume() take, for each mode of the KV cache."""
     batch = campaign.sizes.batches[-1]
     for mode in KVCacheManagementMode:
         with campaign.part(f"suspend {mode.value}"):
@@ -576,7 +581,7 @@ def moe(campaign: Campaign) -> None:
 
 
 def tests(campaign: Campaign) -> None:
-    """Run tests/gpu with a cold cache of Triton. A dry campaign collects them."""
+    """Run tests/gpu with an empty Triton cache. A dry campaign only collects the tests."""
     options = ["--collect-only"] if campaign.dry else ["-n", "6", f"--junitxml={campaign.folder}/tests-gpu.xml"]
     command = [
         sys.executable,

@@ -54,23 +54,23 @@ _SECTIONS = {
     "vllm": ("vLLM: server, verbs and the loss of an engine", "The same with engines of vLLM, without CUDA graphs."),
     "vllm_serve": ("vLLM: `megatron bench serve`", "SmolLM2 135M in bfloat16, by the number of clients."),
 }
-"""The steps whose results a page shows, with their headings and a description, in its order."""
+"""The steps whose results a page shows, in the page's order, each with a heading and a description."""
 _FAILURES = ("error", "failed")
 _HIDDEN = ("step", "name", "time", "text", "processes", "entry")
 _KERNELS = "us_of_a_step"
 """The figure that is a list of (kernel, launches, microseconds)."""
 _MIN_KERNEL_US = 5
-"""A page leaves out kernels that take less."""
+"""A page leaves out kernels that take fewer microseconds."""
 _BATCH = re.compile(r"(.+?) (b\d+|\d+ rows|\d+)(| of \d+)")
-"""A cell that is measured by the number of rows of a step, or of clients."""
+"""Name of a cell that is measured by number of rows of a step or by number of clients."""
 
 Row = dict[str, Any]
 Table = tuple[list[str], list[list[str]]]
-"""The columns of a table, and its lines."""
+"""The columns of a table, and its rows."""
 
 
 def page(rows: Sequence[Row], *, commit: str) -> str:
-    """Return the Markdown of a page. rows: the lines of the results."""
+    """Return a page in Markdown. rows: the lines of the results."""
     ends = unfinished(rows)
     named = {(row["step"], row["name"]): row for row in rows}
     rows = list(named.values())
@@ -100,7 +100,7 @@ def page(rows: Sequence[Row], *, commit: str) -> str:
 
 
 def unfinished(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the steps whose last run failed or was ended, with the way in which it ended."""
+    """Return the steps whose last run failed or was terminated, each with the way in which it ended."""
     ends: dict[str, str] = {}
     for row in rows:
         match row:
@@ -116,7 +116,10 @@ def unfinished(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield the tables of a step: one per group of rows whose figures have the same names, one for all other rows."""
+    """Yield the tables of a step.
+
+    There is one table per group of rows whose figures have the same names, and one table for all other rows.
+    """
     alone: list[list[str]] = []
     for group in _groups([(row["name"], figures) for row in rows if (figures := _figures(row))]):
         if len(group) == 1:
@@ -143,7 +146,10 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def _groups(cells: Sequence[tuple[str, dict[str, str]]]) -> list[list[tuple[str, dict[str, str]]]]:
-    """Return the cells in groups: one measurement at several batches, or consecutive cells with the same figures."""
+    """Return the cells in groups.
+
+    A group is one measurement at several batches, or consecutive cells with the same figures.
+    """
     kinds = {_kind(name): index for index, (name, _) in reversed(list(enumerate(cells)))}
     groups: list[list[tuple[str, dict[str, str]]]] = []
     for name, figures in sorted(cells, key=lambda cell: kinds[_kind(cell[0])]):
@@ -161,7 +167,7 @@ def _kind(name: str) -> str:
 
 
 def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
-    """Return a table of cells with one figure each: one column per batch."""
+    """Return a table with one column per batch, for cells with one figure each."""
     matches = {name: _BATCH.fullmatch(name) for name, _ in group}
     batches = list(dict.fromkeys(match[2] for match in matches.values() if match is not None))
     lines: dict[str, dict[str, str]] = {}
@@ -174,7 +180,7 @@ def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
 
 
 def _figures(row: Row) -> dict[str, str]:
-    """Return the figures of a row as text. Each member of an object becomes a separate figure."""
+    """Return the figures of a row as text. Each member of an object is a separate figure."""
     figures: dict[str, str] = {}
     for key, value in row.items():
         name = re.sub(r"^c\d+_", "", key).replace("_", " ")  # of `megatron bench serve`, by clients

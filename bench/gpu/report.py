@@ -1,4 +1,4 @@
-"""What all steps of the GPU campaign share: the sizes, the device, and the file of results."""
+"""What all steps of the GPU campaign share: the sizes, the device, and the results file."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _ERROR_CHARACTERS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Limits of the steps.
+    """The sizes of the steps' workloads. A number of tokens is per sequence unless stated otherwise.
 
-    max_rows, max_tokens: limits of an engine's step.
-    max_sequence_length:  tokens of a sequence, prompt and answer.
-    kv_cache_mib:         memory of the KV cache of the engines in one process.
-    batches:              rows of the measured decode steps and matrix products, rising.
-    prompt_tokens, new_tokens: tokens of a request in the decode cells.
-    prefill_tokens:       tokens of the long prompt.
-    short_prompts:        tokens of the prompts whose time to the first token is measured.
-    turns:                repetitions of a cell.
-    steps:                measured steps of a cell.
-    contexts, split_tokens: for decode attention, cached tokens per sequence, and minimum number of tokens per program.
-    stagings:             how often weights are staged during captures.
+    max_rows, max_tokens: maximum number of rows and of tokens of an engine's step.
+    max_sequence_length:  maximum number of tokens, prompt plus answer.
+    kv_cache_mib:         memory of the KV cache of the engines in one process, in MiB.
+    batches:              numbers of rows of the measured decode steps and matrix products, ascending.
+    prompt_tokens, new_tokens: prompt and answer of a request in the decode cells.
+    prefill_tokens:       length of the long prompt.
+    short_prompts:        lengths of the prompts whose time to the first token is measured.
+    turns:                number of repetitions of a cell.
+    steps:                number of measured steps of a cell.
+    contexts, split_tokens: for decode attention, numbers of cached tokens, and minimum numbers of tokens per program.
+    stagings:             number of times that weights are staged during captures.
     copy_elements, product_side: sizes of the copy and the matrix product that measure the device's rates.
-    server_kv_cache_mib:  memory of the KV cache of an engine behind the server.
-    threads:              CPU threads of an engine behind the server.
-    streams, stream_tokens: open streams of the server's cells, and tokens of each answer.
+    server_kv_cache_mib:  memory of the KV cache of an engine behind the server, in MiB.
+    threads:              number of CPU threads of an engine behind the server.
+    streams, stream_tokens: number of open streams in the server's cells, and number of tokens of each answer.
     clients, requests_per_client, answer_tokens: load of `megatron bench serve`.
     """
 
@@ -66,10 +66,10 @@ class Sizes:
     answer_tokens: int = 64
 
     def with_values(self, values: Sequence[str]) -> Sizes:
-        """Return these sizes with `values`, each NAME=NUMBER or NAME=NUMBER,NUMBER.
+        """Return these sizes with `values` replaced. Each value is NAME=NUMBER or NAME=NUMBER,NUMBER.
 
         Raises:
-            ValueError: an unknown name, or a value that is no positive number.
+            ValueError: a name is unknown, or a value is not a positive number.
         """
         sizes = self
         names = [field.name for field in fields(self)]
@@ -110,12 +110,12 @@ DRY_SIZES = Sizes(
     requests_per_client=2,
     answer_tokens=4,
 )
-"""On a CPU, in seconds."""
+"""Sizes for a dry run on a CPU, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """Context of one step of a campaign, or of the driver that starts the steps.
+    """The context of one step of a campaign, or of the driver that starts the steps.
 
     folder: folder of the results and logs.
     step:   name of the step in the results.
@@ -136,7 +136,7 @@ class Campaign:
         return "cpu" if self.dry else "cuda"
 
     def emit(self, name: str, **figures: Any) -> None:
-        """Add a line to the results and flush it to disk, because the machine may be lost at any time."""
+        """Append a result to the results file and flush it to disk, because the machine may be lost at any time."""
         line = append_line(
             self.folder / RESULTS, {"step": self.step, "name": name, "time": round(time.time(), 1), **figures}
         )
@@ -144,7 +144,10 @@ class Campaign:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Run a part of a step. If it raises an exception, record that as a result, and continue with the next part."""
+        """Return a context for a part of a step.
+
+        If the part raises, record that as a result and continue with the next part.
+        """
         try:
             yield
         except Exception as error:
@@ -152,13 +155,13 @@ class Campaign:
             self.emit(name, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
     def used_mib(self) -> int | None:
-        """Return the memory of the whole GPU that all processes use; None on a CPU."""
+        """Return the memory of the GPU that all processes use together, in MiB; None on a CPU."""
         if self.dry:
             return None
         return int(_nvidia_smi("--query-gpu=memory.used", units=False).split()[0])
 
     def memory_of_processes(self) -> str:
-        """Return the processes that use the GPU, with their memory."""
+        """Return the processes that use the GPU, each with its memory, as text."""
         return "" if self.dry else _nvidia_smi("--query-compute-apps=pid,used_memory")
 
     def describe_gpu(self) -> str:
@@ -170,7 +173,7 @@ class Campaign:
 
 
 def append_line(path: Path, value: Any) -> str:
-    """Add a line of JSON to a file, which is on disk when this returns. Return the line."""
+    """Append a line of JSON to a file, and flush it to disk. Return the line."""
     line = json.dumps(value)
     with path.open("a") as file:
         file.write(line + "\n")

@@ -1,4 +1,4 @@
-"""Steps of the GPU campaign with processes: coordinator, server and engines on one GPU, and their verbs under load."""
+"""Steps of the GPU campaign that start processes: coordinator, server and engines on one GPU, and verbs under load."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Process(Protocol):
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """Start `python command…`. A dry run of the tests replaces this function by a faster one."""
+    """Start `python command…`. A dry run of the tests replaces this function with a faster function."""
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *command], env=dict(environment), stdout=output, stderr=subprocess.STDOUT, cwd=ROOT
@@ -70,7 +70,7 @@ class Fleet:
     """A coordinator, a server and engines on this machine.
 
     dtype:   number format of the engines.
-    backend: options that choose and configure it.
+    backend: options that select and configure the backend.
     """
 
     campaign: Campaign
@@ -107,7 +107,7 @@ class Fleet:
         self.start(name, "engine", coordinator, "--name", name, *self._engine_options(), "--health-port", "off")
 
     def start_all(self) -> None:
-        """Start all components by `megatron serve`, as one process."""
+        """Start all components with `megatron serve`, as one process."""
         port = str(self.ports["http"])
         self.start("serve", "serve", "--port", port, "--model-name", MODEL_NAME, *self._engine_options())
 
@@ -136,9 +136,9 @@ class Fleet:
 class Streams:
     """Concurrent greedy streams over HTTP.
 
-    texts:  received text of each stream.
+    texts:  text that each stream has received.
     times:  arrival times of the events of all streams, in seconds.
-    failed: errors of streams.
+    failed: errors of the streams that failed.
     """
 
     def __init__(self, url: str, count: int, tokens: int) -> None:
@@ -193,7 +193,7 @@ class Streams:
         return round(1e3 * max((later - earlier for earlier, later in pairwise(self.times)), default=0.0), 1)
 
     async def reach(self, events: int) -> None:
-        """Wait until the streams have `events` events in all, or have ended."""
+        """Wait until the streams have `events` events in total, or have ended."""
         while self.events < events and self._open:
             self._progress.clear()
             await self._progress.wait()
@@ -213,14 +213,14 @@ def server(campaign: Campaign) -> None:
 
 
 def vllm(campaign: Campaign) -> None:
-    """Run the step `server` with vLLM engines, without CUDA graphs, in float32."""
+    """Run the step `server` with vLLM engines in float32, without CUDA graphs."""
     if (campaign := _for_vllm(campaign)) is not None:
         backend = ("--backend", "vllm", "--vllm-arguments", '{"enforce_eager": true}')
         asyncio.run(_server(Fleet(campaign=campaign, dtype="float32", backend=backend)))
 
 
 def vllm_serve(campaign: Campaign) -> None:
-    """Run `megatron bench serve` on `megatron serve` with a vLLM engine with default settings, in bfloat16."""
+    """Run `megatron bench serve` on `megatron serve` in bfloat16, with a vLLM engine and its default settings."""
     if (campaign := _for_vllm(campaign)) is not None:
         _bench_serve(Fleet(campaign=campaign, dtype="bfloat16", backend=("--backend", "vllm")))
 
@@ -271,7 +271,10 @@ async def _server(fleet: Fleet) -> None:
 
 
 async def _serving(fleet: Fleet, admin: ControlLink, engines: int) -> None:
-    """Wait until `engines` engines serve. Raises RuntimeError if a process ends, TimeoutError after START_SECONDS."""
+    """Wait until `engines` engines serve requests.
+
+    Raises RuntimeError if a process exits, and TimeoutError after START_SECONDS.
+    """
     async with asyncio.timeout(START_SECONDS):
         while sum(engine.serving for engine in (await admin.status()).engines) != engines:
             if (ended := fleet.ended()) is not None:
@@ -293,7 +296,10 @@ async def _answering(fleet: Fleet) -> None:
 
 @dataclass
 class ServerRun:
-    """Cases of a running server: streams, an action while they run, and a comparison with undisturbed answers."""
+    """The cases of a running server.
+
+    A case acts while streams run, and compares their answers with undisturbed answers.
+    """
 
     campaign: Campaign
     fleet: Fleet
@@ -302,7 +308,7 @@ class ServerRun:
     verbs: int = 0
 
     async def first_answers(self) -> None:
-        """Measure the first request and undisturbed streams, and keep their answers."""
+        """Measure the first request and undisturbed streams. Keep the answers of these streams for comparison."""
         campaign, url, begun = self.campaign, self.fleet.url, time.perf_counter()
         first = Streams(url, 1, 8)
         await first.reach(1)
@@ -327,7 +333,7 @@ class ServerRun:
         campaign.emit("equal to float32 answers of a CPU", equal=equal)
 
     async def case(self, name: str, act: Callable[[Streams], Awaitable[dict[str, Any]]]) -> None:
-        """Run streams, call `act` when they have a quarter of their tokens, and compare their answers."""
+        """Run streams, call `act` when a quarter of their tokens has arrived, and compare the streams' answers."""
         with self.campaign.part(name):
             count, tokens = self.campaign.sizes.streams, self.campaign.sizes.stream_tokens
             async with asyncio.timeout(CASE_SECONDS):
@@ -340,7 +346,7 @@ class ServerRun:
             self.campaign.emit(name, equal=equal, failed=streams.failed, longest_gap_ms=gap, **figures)
 
     async def verb(self, kind: Header, **fields: Any) -> float:
-        """Send a verb and return the seconds until all ranks have confirmed it."""
+        """Send a verb. Return the seconds until all ranks have confirmed it."""
         self.verbs += 1
         begun = time.perf_counter()
         operation = f"campaign-{self.verbs}"
@@ -395,7 +401,7 @@ class ServerRun:
             self.campaign.emit("log-probabilities", failed=answer.status_code != 200, text=answer.text[:200])
 
     async def stop(self) -> None:
-        """Stop the engines by the verb."""
+        """Stop the engines with the verb."""
         await self.verb(Header.PAUSE)
         seconds = await self.verb(Header.STOP)
         engine = self.fleet.children["engine-1"]

@@ -1,4 +1,4 @@
-"""The measurements of engines, and the loop that interleaves the engines."""
+"""The cells that are measured of each engine, and the loop that interleaves the engines."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ PEERS = ("llama.cpp", "OpenVINO", "transformers", "vLLM")
 T = TypeVar("T")
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
-"""CPUs in use on an idle machine, the seconds over which they are counted, and the most seconds to wait."""
+"""Maximum number of busy CPUs of an idle machine, the seconds over which it is measured, and the maximum seconds to
+wait.
+"""
 _LONG_LOAD = 20.0
-"""Seconds of a load that is measured once."""
+"""A load that takes this many seconds or more is measured once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement: a batch of prompts and the tokens to generate.
+    """One measurement, which is a batch of prompts and a number of tokens to generate.
 
-    turns:   number of turns of all engines in a round. In many short turns, the engines meet the same memory rate.
+    turns:   number of turns of all engines in a round. With many short turns, all engines get the same memory rate.
     is_less: whether a lower figure is better.
     """
 
@@ -68,8 +70,8 @@ CELLS = (*ASKED, LOAD, START, MEMORY, *HTTP, READY)
 class Engine:
     """The figures of one engine, or of its server, on weights of one kind.
 
-    rates:   bytes/s that the memory gave before and after each figure.
-    retries: requests whose connection the server closed before it answered.
+    rates:   memory bandwidth before and after each figure, in bytes per second.
+    retries: number of requests whose connection the server closed before it answered.
     """
 
     name: str
@@ -87,7 +89,7 @@ class Engine:
         self.figures.setdefault(cell.name, []).append(figure)
 
     def run_guarded(self, what: Callable[[], T]) -> T | None:
-        """Return the result of `what`. If it fails, store the cause in `failure`, and skip this engine from now on."""
+        """Return the result of `what`. If it raises, store the cause in `failure`, and skip this engine from now on."""
         begun = time.perf_counter()
         try:
             return what()
@@ -126,7 +128,7 @@ def measure_all(
     after_round: Callable[[], None],
     memory_rate: Callable[[], float] = memory_bandwidth,
 ) -> None:
-    """Measure every cell of every engine in each round. An engine that has used its seconds skips later rounds."""
+    """Measure every cell of every engine in each round. An engine that has used up its seconds skips later rounds."""
     for engine in group:
         engine.run_guarded(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0
@@ -144,14 +146,14 @@ def measure_all(
 
 
 def turns(cells: Iterable[Cell], number: int) -> Iterable[tuple[Cell, int]]:
-    """Return the turns of a round, each with the seed of its prompts."""
+    """Return the turns of a round, each with the seed for its prompts."""
     return zip((cell for cell in cells for _ in range(cell.turns)), itertools.count(1000 * (number + 1)), strict=False)
 
 
 def measure(
     engine: Engine, cell: Cell, figure: Callable[[], float], *, memory_rate: Callable[[], float] = memory_bandwidth
 ) -> None:
-    """Measure a figure when the machine is idle, and the rate of its memory before and after it."""
+    """Measure a figure when the machine is idle. Measure the memory bandwidth before and after it."""
     wait_until_idle()
     before = memory_rate()
     measured = engine.run_guarded(figure)
@@ -161,18 +163,18 @@ def measure(
 
 
 def wait_until_idle() -> None:
-    """Wait for work that continues after a start or a request, such as threads of a peer that spin for a second."""
+    """Wait until threads that continue after a start or a request, such as a peer's spinning threads, have stopped."""
     end, cpus = time.perf_counter() + _IDLE_LIMIT, psutil.cpu_count() or 1
     while psutil.cpu_percent(_IDLE_INTERVAL) / 100 * cpus > _IDLE_CPU and time.perf_counter() < end:
         pass
 
 
 def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> None:
-    """Measure the load in new processes, one engine after the other in each round.
+    """Measure the load in new processes, with one engine after the other in each round.
 
-    Measured are the time until the load ends and the time until the first token after it, because an engine that maps
-    its file reads it in the first request. All files are in the page cache. An engine whose load takes _LONG_LOAD
-    seconds or more is measured once.
+    The figures are the time until the load ends, and the time from then until the first token. The second is needed
+    because an engine that maps its file reads it in the first request. All files are in the page cache. An engine whose
+    load takes _LONG_LOAD seconds or more is measured once.
     """
     engines = list(group)
     for number in range(rounds):
@@ -182,7 +184,9 @@ def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> N
 
 
 def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:
-    """Measure the peak memory of one short answer in a new process, minus the memory of the interpreter and torch."""
+    """Measure the peak memory during one short answer in a new process, minus the memory of the interpreter and
+    torch.
+    """
     for engine in group:
         engine.run_guarded(lambda engine=engine: _measure_memory(engine, cpus))  # type: ignore[misc]
 
@@ -204,9 +208,9 @@ def _start(engine: Engine, cpus: set[int]) -> None:
 
 
 def _drop_cached_weights(engine: Engine) -> None:
-    """Drop the files that the command names from the page cache.
+    """Drop the files that the engine's command names from the page cache.
 
-    Otherwise an engine that maps a file would get other pages if the file was just written than after a boot.
+    Otherwise, an engine that maps a file would get different pages if the file has just been written than after a boot.
     """
     named = [Path(argument) for argument in engine.command[1:] if argument.startswith("/")]
     for file in [*named, *(file for path in named if path.is_dir() for file in path.rglob("*"))]:

@@ -1,4 +1,4 @@
-"""Engines in their own processes: requests and answers are lines of JSON."""
+"""Engines in their own processes. Requests and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _MESSAGE_CHARACTERS = 300
 
 
 class WorkerError(RuntimeError):
-    """An engine did not start or did not answer. The message is the last line that it wrote."""
+    """Raised if an engine does not start or does not answer. The message is the last line that the engine wrote."""
 
 
 class Worker:
-    """One engine process. cpus: CPUs of all its threads. ready: seconds and memory of its start
-    (peer_workers/worker.py).
+    """One engine process.
+
+    cpus:  CPUs of all its threads.
+    ready: seconds and memory of its start (peer_workers/worker.py).
     """
 
     def __init__(self, command: Sequence[str], *, cpus: set[int]) -> None:
@@ -43,10 +45,13 @@ class Worker:
         self.ready: dict[str, float] = self._read(START_SECONDS)
 
     def ask(self, *, batch: int, prompt_tokens: int, new_tokens: int, seed: int) -> dict[str, float]:
-        """Return the seconds of a batch, the seconds to the first token of every prompt, and the peak memory so far."""
+        """Run a batch in the engine.
+
+        Return the seconds of the batch, the seconds until every prompt has its first token, and the peak memory so far.
+        """
         assert self._process.stdin is not None
         question = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "seed": seed}
-        with contextlib.suppress(BrokenPipeError):  # the process has ended: _read() reports its last line
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, and _read() reports its last line
             self._process.stdin.write(json.dumps(question) + "\n")
         return self._read(_RUN_SECONDS)
 

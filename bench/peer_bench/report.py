@@ -1,4 +1,4 @@
-"""The results, as a JSON document and a plot next to it."""
+"""The results, as a JSON document with a plot next to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from megatron_runtime.protocol import strict_json as json
 
 _BARS, _BAR_WIDTH = 210, 420
 _STEADY = 1.07
-"""Highest ratio of the fastest to the slowest rate of the memory in a turn in which two engines met the same memory."""
+"""Maximum ratio of the memory bandwidths around a turn at which two engines count as having had the same bandwidth."""
 _MIN_TURNS = 3
-"""Turns at equal rates without which all turns count. The median of fewer is a single turn, or nearly."""
+"""Minimum number of turns at equal bandwidths.
+
+With fewer, all turns count, because a median of fewer is hardly a median.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Engines or servers on weights of one kind, measured in one run. own: for servers, the figures of our engine."""
+    """The engines or servers on weights of one kind, measured in one run.
+
+    own: for servers, the figures of our engine.
+    """
 
     weights: str
     kind: Literal["engines", "servers"]
@@ -34,11 +40,14 @@ class Part:
 
 @dataclass(slots=True)
 class Report:
-    """The document at `path`, rewritten after each round. Parts of this run replace the same parts of earlier runs.
+    """The document at `path`, which is rewritten after each round. Parts of this run replace the same parts of earlier
+    runs.
 
-    `machine` of the document describes the last run; each part has the machine and the commit of its own run.
+    `machine` in the document describes the last run. Each part has the machine and the commit of its own run.
 
-    machine: description; bandwidth: bytes/s; compute: float32 operations/s.
+    machine:   description of the machine.
+    bandwidth: memory bandwidth in bytes per second.
+    compute:   rate of float32 operations per second.
     """
 
     path: Path
@@ -76,12 +85,15 @@ class Report:
         }
 
     def _stolen(self) -> float:
-        """Return the share of CPU time since the run began that the hypervisor gave to other machines."""
+        """Return the share of CPU time since the start of the run that the hypervisor gave to other machines."""
         spent = [now - before for now, before in zip(psutil.cpu_times(), self._times, strict=True)]
         return spent[self._times._fields.index("steal")] / max(sum(spent), 1e-9)
 
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
-        """Yield a row for each cell: our figure, the best peer's figure, and their ratio. Above 1, ours is better."""
+        """Yield a row for each cell, with our figure, the best peer's figure, and their ratio.
+
+        A ratio above 1 means ours is better.
+        """
         ours = next(engine for engine in part.engines if engine.name == OURS)
         for cell in CELLS:
             if cell.name not in ours.figures:
@@ -127,10 +139,10 @@ class Report:
 
 
 def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
-    """Return the figures of an engine and, of a peer, how many times better ours is.
+    """Return the figures of an engine. For a peer, also return how many times better ours is.
 
-    The ratio is the median of the ratios of the turns. The memory rate of a virtual machine may change, so only turns
-    in which both engines had the same rate count, if there are enough of them.
+    This ratio is the median of the ratios of the turns. The memory bandwidth of a virtual machine can change. So only
+    turns in which both engines had the same bandwidth are counted, if there are enough such turns.
     """
     values = engine.figures[cell.name]
     entry: dict[str, Any] = {

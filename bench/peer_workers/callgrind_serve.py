@@ -1,9 +1,9 @@
-"""`megatron serve` of any checkout, with coordinator and server under valgrind's callgrind.
+"""Runs `megatron serve` of any checkout, with coordinator and server under valgrind's callgrind.
 
     python bench/peer_workers/callgrind_serve.py FOLDER ECHO_ENGINE serve --port 8000
 
-Runs with the Python of the checkout. FOLDER gets callgrind's files; ECHO_ENGINE is a program that takes the options of
-`megatron engine`, or empty.
+Run it with the Python of that checkout. FOLDER receives callgrind's files. ECHO_ENGINE is a program that accepts the
+options of `megatron engine`; it can be empty.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""python hf_transformers.py DIRECTORY DTYPE THREADS: transformers with a static cache, one forward pass per token."""
+"""`python hf_transformers.py DIRECTORY DTYPE THREADS` runs transformers with a static cache, one forward pass per
+token.
+"""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""python llama_cpp_batch.py FILE.gguf THREADS SEQUENCES: llama.cpp with its batch API, through llama-cpp-python."""
+"""`python llama_cpp_batch.py FILE.gguf THREADS SEQUENCES` runs llama.cpp's batch API through llama-cpp-python."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from worker import Generate, serve
 _TOKENS_EACH = 768
 _BATCH, _MICRO_BATCH = 2048, 512
 _FLASH_ATTENTION_OFF = 0
-"""The faster setting on CPUs at these lengths."""
+"""Without flash attention, llama.cpp is faster on CPUs at these lengths."""
 
 
 def load() -> tuple[Generate, int]:
@@ -33,7 +33,10 @@ def load() -> tuple[Generate, int]:
     batch = api.llama_batch_init(_BATCH, 0, 1)
 
     def decode(tokens_BT: list[list[int]], position: int) -> list[int]:
-        """Return the likeliest token after each sequence of `tokens_BT`. The sequences begin at `position`."""
+        """Return the most likely token after each sequence of `tokens_BT`.
+
+        position: index of the sequences' first tokens.
+        """
         count = 0
         for sequence, tokens in enumerate(tokens_BT):
             for offset, token in enumerate(tokens):

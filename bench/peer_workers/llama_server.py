@@ -1,4 +1,4 @@
-"""python llama_server.py FILE.gguf THREADS SEQUENCES PORT: the HTTP server of llama.cpp, in the package xllamacpp."""
+"""`python llama_server.py FILE.gguf THREADS SEQUENCES PORT` runs llama.cpp's HTTP server from the package xllamacpp."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""python openvino_cpu.py FILE.gguf THREADS: OpenVINO GenAI, which reads GGUF files."""
+"""`python openvino_cpu.py FILE.gguf THREADS` runs OpenVINO GenAI, which reads GGUF files."""
 
 import itertools
 import sys
@@ -18,7 +18,7 @@ def load() -> tuple[Generate, int]:
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = 1
     scheduler.max_num_batched_tokens = 2048
-    # On by default: prefixes of earlier prompts would not be computed.
+    # Prefix caching is on by default. With it, prefixes of earlier prompts would not be computed.
     scheduler.enable_prefix_caching = False
     pipeline = openvino_genai.ContinuousBatchingPipeline(
         file, scheduler, "CPU", {"INFERENCE_NUM_THREADS": int(threads)}

@@ -1,4 +1,4 @@
-"""python ours.py MODEL DTYPE THREADS: the native engine, without a coordinator."""
+"""`python ours.py MODEL DTYPE THREADS` runs the native engine without a coordinator."""
 
 import itertools
 import sys

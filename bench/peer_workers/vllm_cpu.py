@@ -1,4 +1,4 @@
-"""python vllm_cpu.py DIRECTORY DTYPE THREADS: the offline engine of vLLM."""
+"""`python vllm_cpu.py DIRECTORY DTYPE THREADS` runs the offline engine of vLLM."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from worker import Generate, serve
 DIRECTORY, DTYPE, THREADS = sys.argv[1:4]
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "2",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default it reserves a CPU for other work
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default, vLLM reserves a CPU for other work
     "OMP_NUM_THREADS": THREADS,
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }

@@ -1,4 +1,7 @@
-"""Common to the workers of bench/peers.py: load a model, then answer lines of JSON. Standard library only."""
+"""The common part of the workers of bench/peers.py. It loads a model, then answers requests, which are lines of JSON.
+
+It uses only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Generate = Callable[[list[list[int]], int], float]
-"""Generate a number of tokens after each prompt, greedily, without an early end. Return the seconds until every prompt
-has its first token."""
+"""Generates a number of tokens after each prompt, greedily and without an early end.
+
+Returns the seconds until every prompt has its first token.
+"""
 
 
 def serve(load: Callable[[], tuple[Generate, int]], *, libraries: Sequence[str], platform: str | None = None) -> None:
     """Load the model and answer requests until standard input ends.
 
     load:      returns a function that generates, and the size of the vocabulary.
-    platform:  a library that is imported first and whose time and memory are not attributed to the engine.
-    libraries: libraries of the engine, imported before the load begins.
+    platform:  library that is imported first. Its time and memory are not attributed to the engine.
+    libraries: libraries of the engine, which are imported before the load begins.
     """
     # Libraries print to standard output, so answers are written to a copy of its descriptor.
     answers = os.fdopen(os.dup(1), "w", buffering=1)

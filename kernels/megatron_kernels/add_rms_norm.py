@@ -1,10 +1,10 @@
 """Residual addition and RMSNorm in one pass (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-Shapes: T tokens, D hidden.
-Types:  float32, bfloat16, float16; the sum is rounded to the residual's type, the norm is computed from the rounded sum
-        in float32 and rounded once, so that the result equals the two separate operations.
-Bound:  memory; bytes = (4 T D + D) s with an addition (x and residual read, residual and y written, weight read),
-        (2 T D + D) s without.
+Shapes: T tokens, D hidden size.
+Types:  float32, bfloat16, float16. The sum is rounded to the residual's type. The norm is computed from the rounded sum
+        in float32 and rounded once. So the result is equal to the result of the two separate operations.
+Bound:  memory. With an addition, bytes = (4 T D + D) s (x and residual read, residual and y written, weight read);
+        without, bytes = (2 T D + D) s. s is the size of an element.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ def bytes_moved(tokens: int, hidden: int, *, element_size: int, adds: bool = Tru
 def add_rms_norm(
     x_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float
 ) -> torch.Tensor:
-    """Add `x_TD` to `residual_TD` in place and return the norm of the sum times `weight_D`, [T, D].
+    """Add `x_TD` to `residual_TD` in place, and return the norm of the sum times `weight_D`, [T, D].
 
-    x_TD: None adds nothing, for the first norm of a model. Its contents are undefined afterwards: the result may
-          overwrite it.
+    x_TD: None adds nothing, for the first norm of a model. After the call its contents are undefined, because the
+          result can overwrite them.
     """
     if x_TD is not None:
         residual_TD.add_(x_TD)

@@ -1,4 +1,4 @@
-"""Residual addition and RMSNorm in Triton: see `add_rms_norm`. One program computes one row, in registers."""
+"""Residual addition and RMSNorm in Triton; see `add_rms_norm`. One program computes one row in registers."""
 
 from __future__ import annotations
 

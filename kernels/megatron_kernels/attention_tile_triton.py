@@ -9,14 +9,17 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 
 WIDEN_PRODUCTS = bool(triton.knobs.runtime.interpret)
-"""Triton's interpreter cannot multiply bfloat16 matrices. Widening the operands to float32 gives the same sums."""
+"""Whether to widen operands to float32, because Triton's interpreter cannot multiply bfloat16.
+
+The sums are the same.
+"""
 
 
 def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:
     """Check the arguments from which the kernels compute addresses. R: number of rows of queries.
 
     Raises:
-        ValueError: the message has the argument, its value and the allowed value.
+        ValueError: an argument is not valid. The message has the argument, its value and the allowed value.
     """
     num_heads, head_dim = q_RHC.shape[1:]
     if num_heads % num_kv_heads:
@@ -58,12 +61,13 @@ def softmax_step(
 ):
     """Attend from `queries` [R, C] to the cached tokens first … first + BLOCK_TOKENS - 1.
 
-    largest, total, sums: the online softmax so far: maximum [R], sum of weights [R], weighted values [R, C].
+    largest, total, sums: the state of the online softmax: maximum [R], sum of weights [R], weighted sum of values [R,
+                          C].
     stop: number of cached tokens.
-    last_seen: [R], the last token that each row attends to; every row attends to token `first` or to an earlier one.
-               Used only if MASKED; an unmasked tile is complete, and visible to all rows.
-    window:    number of tokens up to last_seen that a row attends to, if WINDOWED, which implies MASKED; in this case,
-               a row may not have attended to any token yet.
+    last_seen: [R], the last token to which each row attends. Every row attends to token `first` or to an earlier token.
+               Used only if MASKED is set. Otherwise, the tile is complete and visible to all rows.
+    window:    number of tokens up to last_seen to which a row attends. Used only if WINDOWED is set, which requires
+               MASKED. In this case, a row need not have attended to any token yet.
     """
     tokens = first + tl.arange(0, BLOCK_TOKENS)
     present = tokens < stop

@@ -1,12 +1,12 @@
-"""The experts of a mixture: the gated feed-forward of each pair of a token and a chosen expert, and the weighted sum by
+"""The experts of a mixture: the gated feed-forward of each (token, selected expert) pair, and the weighted sum per
 token.
 
-Shapes: T tokens, D hidden size, N experts of the model, X of them on this rank, F feed-forward width of an expert,
-        G = 2 F (gate and up), J chosen experts of a token, R places in the order of `moe_routing`.
-Types: float32, bfloat16 or float16, the same for x and weights. Products accumulate in float32; the hidden layer before
-        and after SwiGLU, the weighted result of a pair, and the sum are rounded once each.
-Bound:  memory at decode; bytes = (U (G D + D F) + 2 T D) s for U chosen experts, each read once. With many tokens the
-        bound is compute; FLOPs = 2 P (G D + D F) for P pairs.
+Shapes: T tokens, D hidden size, N experts of the model, X of them on this rank, F feed-forward width of an expert, G =
+        2 F (gate and up), J selected experts of a token, R positions in the order of `moe_routing`.
+Types: float32, bfloat16 or float16, the same for x and weights. Products accumulate in float32. The hidden layer before
+       SwiGLU, the hidden layer after SwiGLU, the weighted result of a pair, and the sum are each rounded once.
+Bound:  memory at decode; bytes = (U (G D + D F) + 2 T D) s for U selected experts, each of which is read once. With
+        many tokens, the bound is compute; FLOPs = 2 P (G D + D F) for P pairs.
 Source: one grouped product over tokens sorted by expert, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
 """
 
@@ -20,7 +20,10 @@ from megatron_kernels.swiglu import swiglu
 
 
 def bytes_moved(tokens: int, experts: int, *, hidden: int, width: int, element_size: int) -> int:
-    """Return the bytes that a call reads and writes. experts: number of experts that at least one token has chosen."""
+    """Return the number of bytes that a call reads and writes.
+
+    experts: number of experts that one or more tokens selected.
+    """
     return (experts * 3 * hidden * width + 2 * tokens * hidden) * element_size
 
 
@@ -37,10 +40,10 @@ def moe_experts(
     first: int = 0,
     alignment: int,
 ) -> torch.Tensor:
-    """Return y_TD, the weighted sum of the outputs of each token's chosen experts on this rank.
+    """Return y_TD, the weighted sum of the outputs of each token's selected experts on this rank.
 
     first:     number of this rank's first expert.
-    alignment: alignment with which `routing` was computed, which is the number of places in a tile of the product.
+    alignment: alignment with which `routing` was computed. It is the number of positions in a tile of the product.
     """
     pairs_TJD = x_TD.new_zeros(*routing.experts_TJ.shape, x_TD.shape[1])
     for number, (gate_up_GD, down_DF) in enumerate(zip(gate_up_XGD, down_XDF, strict=True), first):

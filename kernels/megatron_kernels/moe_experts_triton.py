@@ -1,9 +1,9 @@
-"""The experts of a mixture in Triton: see `moe_experts`. Two grouped products with SwiGLU between them.
+"""The experts of a mixture in Triton; see `moe_experts`. Two grouped products have SwiGLU between them.
 
-In each product, a program computes a tile of places of one expert times a tile of columns of the expert's matrix. It
-finds its expert on the device by bisection. There is one program for each tile of the order, whichever experts are
-chosen, so that CUDA graphs can capture the launches. No sum is shared between programs: the first product writes to
-places, the second to pairs, and the pairs of a token are summed in the order of its choices.
+In each product, a program multiplies a tile of positions of one expert by a tile of columns of the expert's matrix. The
+program finds its expert on the device by bisection. There is one program for each tile of the order, whichever experts
+are selected, so that CUDA graphs can capture the launches. Programs share no sums. The first product writes to
+positions, and the second to pairs. The pairs of a token are summed in the order of the token's choices.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron_kernels.tuning import expert_tile
 
 @triton.jit
 def _find_expert(starts, place, num_experts):
-    """Return the last expert whose part of the order begins at or before `place`.
+    """Return the last expert whose part of the order begins at `place` or earlier.
 
     Experts without tokens have empty parts.
     """
@@ -57,8 +57,8 @@ def _expert_product(
 ):
     """Multiply tiles of x by the matrices of their experts.
 
-    By default, the rows of x are tokens, and the rows of out are places. With TO_PAIRS, the rows of x are places, and
-    the rows of out are pairs, whose results are multiplied by the pairs' weights.
+    By default, the rows of x are tokens, and the rows of out are positions. With TO_PAIRS, the rows of x are positions,
+    and the rows of out are pairs. The results of pairs are multiplied by the pairs' weights.
     """
     start = tl.program_id(0) * PLACES
     if start >= tl.load(starts + num_experts):
@@ -100,20 +100,20 @@ def moe_experts(
     first: int = 0,
     alignment: int,
 ) -> torch.Tensor:
-    """Compute the same as `moe_experts.moe_experts`."""
+    """Implement `moe_experts.moe_experts`."""
     if not (gate_up_XGD.is_contiguous() and down_XDF.is_contiguous()):
         raise ValueError("the experts' matrices must be contiguous: stack them")
     if alignment < 16 or alignment & (alignment - 1):
         raise ValueError(f"alignment={alignment}: must be a power of 2 from 16 on, a tile of the product")
     (tokens, top_k), hidden = routing.experts_TJ.shape, x_TD.shape[1]
     places = len(routing.order_R) // alignment * alignment
-    # No program writes the pairs of other ranks' experts, so they must be zero before.
+    # No program writes the pairs of other ranks' experts, so they must be zero before the launch.
     is_whole = len(gate_up_XGD) == len(routing.counts_N)
     pairs_PD = (x_TD.new_empty if is_whole else x_TD.new_zeros)(tokens * top_k, hidden)
     if tokens:
         gate_up_RG = x_TD.new_empty(places, gate_up_XGD.shape[1])
         _product(x_TD, gate_up_XGD, routing, gate_up_RG, first=first, places=alignment, to_pairs=False)
-        # Places of other ranks' experts are not initialised, and results computed from them are not read.
+        # The positions of other ranks' experts are not initialised. Results that are computed from them are not read.
         _product(swiglu(gate_up_RG), down_XDF, routing, pairs_PD, first=first, places=alignment, to_pairs=True)
     return pairs_PD.view(tokens, top_k, hidden).sum(dim=1)
 

@@ -1,8 +1,8 @@
-"""Chooses the experts of each token with their weights, and computes the order that groups the tokens by expert.
+"""Selects the experts of each token with their weights, and computes the order that groups the tokens by expert.
 
-Shapes: T tokens, N experts, J chosen experts of a token, R = T J (token, choice) pairs.
-Types:  logits float32, bfloat16, float16; weights float32, computed in float32; indices int32.
-Bound:  memory; bytes = T N s + 16 T J + 8 N: logits read; weights, experts, order and places written. At decode,
+Shapes: T tokens, N experts, J selected experts of a token, R = T J (token, choice) pairs.
+Types:  logits float32, bfloat16 or float16; weights float32, computed in float32; indices int32.
+Bound:  memory; bytes = T N s + 16 T J + 8 N (logits read; weights, experts, order and positions written). At decode,
         the number of launches determines the time.
 Source: softmax gating with top-k of Shazeer et al. 2017, arXiv:1701.06538; the order is a stable counting sort.
 """
@@ -18,11 +18,12 @@ import torch
 class Routing:
     """The experts of each token, and the (token, expert) pairs grouped by expert.
 
-    weights_TJ, experts_TJ: in descending order of probability; the lower expert number wins a tie.
+    weights_TJ, experts_TJ: in descending order of probability. Of equal probabilities, the lower expert number is
+        first.
     counts_N: number of pairs of each expert.
-    starts_M:   M = N + 1: the start of each expert's part of `order_R`, and the end of the last part.
-    order_R:    pair numbers t * J + j, sorted by expert, then by token. Padded with -1: each part up to the
-                alignment, and all elements after starts_M[-1].
+    starts_M:   M = N + 1; the start of each expert's part of `order_R`, and the end of the last part.
+    order_R:    pair numbers t * J + j, sorted by expert, then by token. Each part is padded with -1 up to the
+                alignment. All elements after starts_M[-1] are -1.
     places_TJ:  index of each pair in `order_R`.
     """
 
@@ -45,10 +46,11 @@ def order_size(tokens: int, *, num_experts: int, top_k: int, alignment: int) -> 
 
 
 def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, alignment: int = 1) -> Routing:
-    """Route every token to the `top_k` experts of largest probability.
+    """Route every token to the `top_k` experts with the highest probabilities.
 
-    normalize: divide the chosen probabilities by their sum.
-    alignment: each expert's part of the order is padded to a multiple of it, the rows in a tile of a grouped product.
+    normalize: whether to divide the selected probabilities by their sum.
+    alignment: number of rows in a tile of a grouped product. Each expert's part of the order is padded to a multiple of
+               it.
     """
     tokens, num_experts = logits_TN.shape
     probabilities_TN = logits_TN.float().softmax(dim=-1)

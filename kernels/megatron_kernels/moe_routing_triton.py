@@ -1,14 +1,16 @@
-"""Expert routing in Triton: see `moe_routing`.
+"""Expert routing in Triton; see `moe_routing`.
 
-The sizes of the launches depend only on shapes, and there are no atomic operations and no reads from the device. So the
+The sizes of the launches depend only on shapes. There are no atomic operations and no reads from the device. So the
 order is deterministic, and CUDA graphs can capture the launches.
 
 Up to 64 tokens take one launch of one program. More tokens take three launches:
 
-1. One program per block of tokens: probabilities, chosen experts, and the number of choices of each expert.
-2. One program: sums over blocks and experts give the start of each expert's part, and the start of each block in it.
-3. One program per block of tokens: the place of each pair. A token chooses an expert once, so the rank of a pair is the
-   number of earlier tokens of the block that chose the same expert.
+1. One program per block of tokens computes the probabilities, the selected experts, and the number of choices of each
+   expert.
+2. One program sums over blocks and experts. The sums are the start of each expert's part, and the start of each block
+   in the part.
+3. One program per block of tokens computes the position of each pair. A token selects an expert once, so the rank of a
+   pair is the number of earlier tokens of the block that selected the same expert.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def _choose_experts(
 ):
     """Write the weights and experts of `rows`.
 
-    Returns the experts [ROWS, CHOICES], and a matrix [ROWS, EXPERTS] that is 1 where a row has chosen an expert.
+    Returns the experts [ROWS, CHOICES], and a matrix [ROWS, EXPERTS] that is 1 if the row has selected the expert.
     """
     columns, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     row_inside = rows < tokens
@@ -95,7 +97,7 @@ def _route(
     for first in range(0, size, BLOCK):
         index = first + tl.arange(0, BLOCK)
         tl.store(order + index, tl.full((BLOCK,), -1, tl.int32), mask=index < size)
-    # Wait until all threads have read these values, which places overwrite.
+    # Wait until all threads have read these values, because the positions overwrite them.
     tl.debug_barrier()
     rows = tl.arange(0, ROWS)
     chosen_experts, has_chosen = _choose_experts(
@@ -166,7 +168,7 @@ def _choose(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
-    """Replace each block's number of pairs of an expert by the index in `order` at which these pairs begin."""
+    """Replace each block's number of pairs per expert by the index in `order` at which these pairs begin."""
     columns = tl.arange(0, EXPERTS)
     inside = columns < num_experts
     total = tl.zeros((EXPERTS,), tl.int32)
@@ -216,7 +218,7 @@ def _place(
 
 
 def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, alignment: int = 1) -> Routing:
-    """Compute the same as `moe_routing.moe_routing`."""
+    """Implement `moe_routing.moe_routing`."""
     tokens, num_experts = logits_TN.shape
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k}: must be from 1 to the {num_experts} experts")

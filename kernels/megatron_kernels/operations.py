@@ -1,4 +1,4 @@
-"""The signatures of the operations. The file with the name of an operation documents it."""
+"""The signatures of the operations. Each operation is documented in the file with its name."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """Attention of one new token per sequence over a paged KV cache.
 
-Shapes: B sequences, H query heads, K key-value heads (H a multiple of K), C head size, P pages, X tokens per
-        page, E = 2 K C values per cached token (the keys of all heads, then the values), M entries in the longest block
-        table, S cached tokens.
+Shapes: B sequences, H query heads, K key-value heads (H is a multiple of K), C head size, P pages, X tokens per page, E
+        = 2 K C values per cached token (the keys of all heads, then the values), M entries in the longest block table,
+        S cached tokens.
 Types: float32, bfloat16 or float16, the same for queries and cache; block tables and lengths int32. Products accumulate
-        in float32, the softmax is float32, the result is rounded once.
-Bound:  memory; bytes = (S E + 2 B H C) s, S the sum of the lengths: every cached key and value is read once, for all
-        query heads that share it.
+       in float32, the softmax is float32, and the result is rounded once.
+Bound:  memory; bytes = (S E + 2 B H C) s, with S the sum of the lengths. Every cached key and value is read once for
+        all query heads that share it.
 Source: split-KV with a second reduction is Flash-Decoding (Dao et al. 2023); pages are vLLM's PagedAttention (Kwon et
         al. 2023, arXiv:2309.06180); the online softmax is Milakov and Gimelshein 2018, arXiv:1805.02867.
 """
@@ -31,13 +31,13 @@ def paged_decode(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return softmax(scale q k^T) v, [B, H, C].
+    """Return softmax(scale · q · kᵀ) · v, [B, H, C].
 
-    q_BHC:     may be a strided view of the fused QKV product.
-    lengths_B: number of cached tokens of each sequence, including the new one. 0 means a padding row: its result is
-               zeros, and its block table is not read.
+    q_BHC:     the queries; can be a strided view of the fused QKV product.
+    lengths_B: number of cached tokens of each sequence, including the new token. 0 means a padding row, whose result is
+               zeros and whose block table is not read.
     scale:     None means C ** -0.5.
-    window:    number of last cached tokens to attend to, including the new one; None means all.
+    window:    number of last cached tokens to attend to, including the new token; None means all.
     """
     batch, num_heads, head_dim = q_BHC.shape
     page_size = cache_PXE.shape[1]

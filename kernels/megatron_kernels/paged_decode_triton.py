@@ -1,8 +1,9 @@
-"""Paged decode attention in Triton: see `paged_decode`.
+"""Paged decode attention in Triton; see `paged_decode`.
 
-A program computes one part of one sequence for one key-value head; the query heads that share it are the rows of one
-product, padded to a tensor-core tile, so that keys and values are read once. The launch depends on shapes only: lengths
-are read on the device, and programs beyond the end of a sequence return at once, so that a CUDA graph can capture it.
+A program computes one part of one sequence for one key-value head. The query heads that share this head are the rows of
+one product, padded to a tensor-core tile, so that keys and values are read once. The launch depends only on shapes, so
+that a CUDA graph can capture it. Programs read lengths on the device. A program beyond the end of a sequence returns at
+once.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ def _decode_part(
 ):
     """Compute one part of a sequence for one key-value head.
 
-    If there is only one part, write out [B, H, C]. Otherwise write parts [B, H, splits, C], the normalized result of
-    the part, and logs [B, H, splits], the base-2 logarithm of its sum of weights. An empty part has no result, and the
-    logarithm -inf.
+    If there is only one part, write out [B, H, C]. Otherwise, write parts [B, H, splits, C], the normalized result of
+    the part, and logs [B, H, splits], the base-2 logarithm of the sum of its weights. An empty part writes no result,
+    and its logarithm is -inf.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -157,7 +158,7 @@ def paged_decode(
     window: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
-    """Compute the same as `paged_decode.paged_decode`. tuning: None uses the default tuning for the shape."""
+    """Implement `paged_decode.paged_decode`. tuning: None uses the default tuning for the shape."""
     check_attention(q_BHC, cache_PXE, num_kv_heads)
     batch, num_heads, head_dim = q_BHC.shape
     if tuning is None:

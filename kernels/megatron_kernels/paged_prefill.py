@@ -1,14 +1,14 @@
-"""Causal attention of several new tokens per sequence over a paged KV cache, which contains the new tokens already.
+"""Causal attention of several new tokens per sequence over a paged KV cache, which already contains the new tokens.
 
 Shapes: T new tokens of all B sequences, concatenated; H query heads, K key-value heads, C head size, P pages, X tokens
         per page, E = 2 K C values per cached token (the keys of all heads, then the values), M entries in the longest
         block table.
 Types:  as in `paged_decode`.
 Bound: compute for long prompts; FLOPs = 4 H C times the sum over sequences of (n L - n (n - 1) / 2), for n new tokens
-        in a context of L. New token i attends to L - n + i + 1 tokens, with 2 C FLOPs for each score and 2 C for each
-        value.
-Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691) over pages; query blocks of all sequences in one launch whose size
-        does not depend on their lengths, as in vLLM's unified attention.
+       in a context of L tokens. New token i attends to L - n + i + 1 tokens, with 2 C FLOPs for each score and 2 C for
+       each value.
+Source: FlashAttention-2 (Dao 2023, arXiv:2307.08691) over pages. The query blocks of all sequences are in one launch,
+        whose size does not depend on their lengths, as in vLLM's unified attention.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def paged_prefill(
     scale: float | None = None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Return softmax(scale q k^T) v, [T, H, C]; a new token attends to itself and the tokens before it.
+    """Return softmax(scale · q · kᵀ) · v, [T, H, C]. A new token attends to itself and the tokens before it.
 
     lengths_B: number of cached tokens of each sequence, including the new tokens at its end.
     query_starts_B: int32 [B + 1], ascending; the row of each sequence's first new token, then the row after all new
-                    tokens. Rows of `q_THC` from this one on are padding, and their result is zeros.
+                    tokens. The rows of `q_THC` from that last row on are padding, and their result is zeros.
     window:         maximum number of tokens that a new token attends to, including itself; None means all.
     """
     _, num_heads, head_dim = q_THC.shape

@@ -1,6 +1,6 @@
-"""Paged causal prefill attention in Triton: see `paged_prefill`.
+"""Paged causal prefill attention in Triton; see `paged_prefill`.
 
-A program computes a block of new tokens of one sequence for one key-value head; its rows are pairs (token, query head
+A program computes a block of new tokens of one sequence for one key-value head. Its rows are pairs (token, query head
 of the group), so that keys and values are read once for the group. There are floor(T / block) + B programs per head,
 which is enough for any lengths. A program finds its sequence on the device by bisection.
 """
@@ -17,8 +17,11 @@ from megatron_kernels.tuning import MIN_DOT_ROWS, PrefillTuning, next_power_of_2
 
 @triton.jit
 def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
-    """Return the last sequence whose first block is at or before `block`. The first block of sequence b is
-    starts[b] // size + b, because the last block of every earlier sequence may be partly filled."""
+    """Return the last sequence whose first block is `block` or an earlier block.
+
+    The first block of sequence b is starts[b] // size + b, because the last block of every earlier sequence can be
+    partly filled.
+    """
     low, high = 0, num_sequences
     while high - low > 1:
         middle = (low + high) // 2
@@ -29,7 +32,7 @@ def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
     return low
 
 
-# Triton must not specialise on these addresses, because the first sequence may be any row of the tables.
+# Triton must not specialise on these addresses, because the first sequence can be any row of the tables.
 @triton.jit(
     do_not_specialize=["num_sequences", "stride_table", "window"],
     do_not_specialize_on_alignment=["block_table", "lengths"],
@@ -141,7 +144,7 @@ def _prefill_block(
             WIDEN,
         )
     if WINDOWED:
-        total = tl.where(total > 0.0, total, 1.0)  # a row after the last query may not have attended to any token
+        total = tl.where(total > 0.0, total, 1.0)  # a row after the last query can have attended to no token
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     out_row = row_index * num_kv_heads * GROUP + heads
     tl.store(out + out_row[:, None] * HEAD_DIM + dims[None, :], result, inside)
@@ -159,7 +162,7 @@ def paged_prefill(
     window: int | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
-    """Compute the same as `paged_prefill.paged_prefill`. tuning: None uses the default tuning for the shape."""
+    """Implement `paged_prefill.paged_prefill`. tuning: None uses the default tuning for the shape."""
     check_attention(q_THC, cache_PXE, num_kv_heads)
     tokens, num_heads, head_dim = q_THC.shape
     batch, group = len(lengths_B), num_heads // num_kv_heads

@@ -3,10 +3,10 @@
 Shapes: T tokens, H query heads, K key-value heads, C size of a head, F = C / 2 rotary pairs, Q = (H + 2 K) C (queries,
         keys, values), P pages, X tokens of a page, E = 2 K C (keys, then values).
 Types: float32, bfloat16 or float16, the same for qkv and cache; cos and sin of any float type; slots int64. Queries and
-        keys are computed in float32 and rounded once; values are copied unchanged.
-Bound:  memory; bytes = (2 T Q + 4 T F) s without norm weights: qkv read, queries and cache written, cos and sin read.
-Source: RMSNorm of queries and keys as in Qwen3, or over all heads as in OLMo 2 (arXiv:2501.00656); rotary embedding of
-        Su et al. 2021, arXiv:2104.09864, in which pair i consists of elements i and i + F.
+       keys are computed in float32 and rounded once. Values are copied unchanged.
+Bound:  memory; without norm weights, bytes = (2 T Q + 4 T F) s (qkv read, queries and cache written, cos and sin read).
+Source: RMSNorm of queries and keys as in Qwen3, or over all heads as in OLMo 2 (arXiv:2501.00656). The rotary embedding
+        is from Su et al. 2021, arXiv:2104.09864; pair i consists of elements i and i + F.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ def qk_norm_rope_append(
     mean_squares_T2: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
-    """Overwrite the queries of `qkv_TQ`, and write keys and values to the cache. The keys of `qkv_TQ` do not change.
+    """Overwrite the queries in `qkv_TQ`, and write keys and values to the cache. The keys in `qkv_TQ` do not change.
 
-    cos_TF, sin_TF: cosine and sine of the tokens' angles; rows may be strided, so they can be views of a wider table.
-    slots_T: cache row of each token, page * X + offset. Padding has a negative row, and is not written.
-    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2 they are weights [H C]
-                        and [K C] of RMSNorm over all heads.
+    cos_TF, sin_TF: cosine and sine of the tokens' angles. Rows can be strided, so views of a wider table are accepted.
+    slots_T: cache row of each token, page * X + offset. A token with a negative row is padding and is not written.
+    q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2, their shapes are [H C]
+                        and [K C], for RMSNorm over all heads.
     mean_squares_T2:    float32, contiguous: mean squares of each token's queries and keys, over all heads of the model.
     """
     heads_TNC = qkv_TQ.unflatten(1, (num_heads + 2 * num_kv_heads, -1))

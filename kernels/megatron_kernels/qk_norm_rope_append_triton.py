@@ -1,7 +1,7 @@
-"""QK-norm, rotation and append in Triton: see `qk_norm_rope_append`. One program computes some heads of one token.
+"""QK-norm, rotation and append in Triton; see `qk_norm_rope_append`. One program computes some heads of one token.
 
-A row of the cache has keys and values in the same order as a row of qkv, so head N of qkv is written to place N - H of
-the cache row.
+A row of the cache has keys and values in the same order as a row of qkv, so head N of qkv is written to position N - H
+of the cache row.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def qk_norm_rope_append(
     mean_squares_T2: torch.Tensor | None = None,
     epsilon: float = 1e-6,
 ) -> None:
-    """Compute the same as `qk_norm_rope_append.qk_norm_rope_append`."""
+    """Implement `qk_norm_rope_append.qk_norm_rope_append`."""
     num_all = num_heads + 2 * num_kv_heads
     half = cos_TF.shape[1]
     if qkv_TQ.shape[1] != num_all * 2 * half:

@@ -1,6 +1,6 @@
-"""Matrices in the quantized formats of GGUF files. A row consists of blocks of small integers with a scale.
+"""Matrices in the quantized formats of GGUF files. A row consists of blocks, each with small integers and a scale.
 
-N rows, K columns, B bytes of a row.
+Shapes: N rows, K columns, B bytes of a row.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ SCALES = {
     Q6_K: slice(208, 210),
     **dict.fromkeys((IQ1_S, IQ2_XXS, IQ2_XS, IQ2_S, IQ3_XXS, IQ3_S, IQ4_NL, IQ4_XS), slice(0, 2)),
 }
-"""The bytes of a block that are float16 numbers, by quantized GGML type; all other bytes are small integers.
+"""The bytes of a block that are float16 numbers, by quantized GGML type. All other bytes are small integers.
 
-IQ1_M is missing, because parts of other bytes form its scale; its values are validated instead.
+IQ1_M is missing, because its scale consists of parts of other bytes. Its values are validated instead.
 """
 _HALF_EXPONENT = 0x7C00
 PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
@@ -103,20 +103,20 @@ class QuantizedTensor:
         return dequantize(self.kind, self.blocks_NB, self.shape)
 
     def is_finite(self) -> bool:
-        """Return whether all values are finite. This depends only on the scales and offsets of the blocks."""
+        """Return whether all values are finite. Only the scales and offsets of the blocks determine this."""
         where = SCALES[self.kind]
         words = self.blocks_NB.reshape(-1, BLOCK_SIZES[self.kind][1]).view(torch.int16)
-        # In a float16 that is not finite, all bits of the exponent are set.
+        # A float16 is not finite if all bits of its exponent are set.
         exponents = words[:, where.start // 2 : where.stop // 2] & _HALF_EXPONENT
         return bool(exponents.amax() < _HALF_EXPONENT)
 
     def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
-        """Return the matrix of some rows, as a view if possible."""
+        """Return a matrix with the rows `index`, as a view if possible."""
         blocks_NB = self.blocks_NB[index]
         return QuantizedTensor(self.kind, (len(blocks_NB), self.shape[1]), blocks_NB)
 
     def columns(self, part: slice) -> QuantizedTensor:
-        """Return the matrix of some columns, which must be whole blocks."""
+        """Return a matrix with the columns `part`, which must be whole blocks."""
         values, size = BLOCK_SIZES[self.kind]
         start, stop, _ = part.indices(self.shape[1])
         if start % values or stop % values:
@@ -132,7 +132,7 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def dequantize(kind: int, blocks: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the float32 values of `blocks` (uint8); for F32, F16 and BF16, a view in their own type."""
+    """Return the values of `blocks` (uint8) as float32. For F32, F16 and BF16, return a view in their own type."""
     if kind in PLAIN_DTYPES:
         return blocks.reshape(-1).view(PLAIN_DTYPES[kind]).view(shape)
     if kind in _FORMATS:
@@ -162,7 +162,7 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the 32 four-bit values of each block of 16 bytes: the low halves of all bytes, then the high halves."""
+    """Return the 32 four-bit values of each block of 16 bytes. The low halves of all bytes are first."""
     values = torch.empty(len(packed), 2, 16)
     values[:, 0] = packed & 15
     values[:, 1] = packed >> 4
@@ -172,5 +172,5 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
 _FORMATS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0}
 """Dequantization function of each GGML type.
 
-In torch they are several times as fast as the gguf package, with equal values.
+These functions are several times as fast as the gguf package, and return equal values.
 """

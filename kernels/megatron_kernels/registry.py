@@ -1,8 +1,7 @@
-"""Selects the implementation of each operation: torch or Triton.
+"""Selects the implementation of each operation, torch or Triton.
 
 Each operation has its own switch, so that a benchmark or a debugging session can isolate it. The default is Triton on a
-CUDA device and torch on a CPU.
-Implementations are imported when they are selected.
+CUDA device and torch on a CPU. An implementation is imported when it is selected.
 """
 
 from __future__ import annotations
@@ -37,18 +36,18 @@ class Backend(StrEnum):
 
 
 _MODULES = {"sample": "sampling"}
-"""Module names of the operations whose file has another name than the function."""
+"""Names of the modules of operations if they differ from the names of the functions."""
 
 
 class KernelError(ValueError):
-    """An operation cannot run with the implementation that its switch selects.
+    """Raised if an operation cannot run with the implementation that its switch selects.
 
     The message names the switch, the value and the remedy.
     """
 
 
 class KernelsMissingError(KernelError):
-    """No fast kernels can run on a CUDA device. An engine reports this error in its termination message.
+    """Raised if no fast kernels can run on a CUDA device. An engine reports this error in its termination message.
 
     reason: machine-readable cause.
     remedy: what the user can do.
@@ -76,7 +75,7 @@ class KernelConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> KernelConfig:
-        """Read MEGATRON_KERNELS, for all operations, and its override MEGATRON_KERNEL_<OPERATION>.
+        """Read MEGATRON_KERNELS, which applies to all operations, and MEGATRON_KERNEL_<OPERATION>, which overrides it.
 
         Raises:
             KernelError: a value is not a backend, or a variable does not name an operation.
@@ -112,8 +111,8 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
 
     Raises:
         KernelError: a backend is not installed, or does not run on the device.
-        KernelsMissingError: Triton, the default of a CUDA device, cannot run. The torch references, which are many
-            times slower, are used only if a switch names them.
+        KernelsMissingError: Triton, the default on a CUDA device, cannot run. The torch references are many times
+                             slower, and are used only if a switch names them.
     """
     chosen: dict[str, Backend] = {}
     functions: dict[str, Any] = {}
@@ -132,9 +131,7 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
 
 
 def missing_for_triton() -> str | None:
-    """Return what Triton needs to compile a kernel and its launcher but this machine lacks; None if nothing is
-    missing.
-    """
+    """Return what this machine lacks to compile a Triton kernel and its launcher; None if nothing is missing."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "clang")):

@@ -1,16 +1,16 @@
 """Samples one token for every row of logits: temperature, top-k, min-p, top-p, and one counter-based random number.
 
 Shapes: N rows, V vocabulary.
-Types:  logits float32, bfloat16, float16; sums of weights float64; tokens int32, log-probabilities float32.
+Types:  logits float32, bfloat16 or float16; sums of weights float64; tokens int32; log-probabilities float32.
 Bound:  memory; bytes = N V s for one read of the logits, which suffices for greedy rows. Any other row is read again
-        for its sum, for the draw, and for each step of a search with top-k or top-p; these reads hit the L2 cache if
+        for its sum, for the draw, and for each step of a search with top-k or top-p. These reads hit the L2 cache if
         the row fits.
-Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tokens of largest weight; among equals, the
-        lower id comes first. min_p keeps the tokens with a weight of at least min_p. top_p keeps the smallest set of
-        the most likely remaining tokens whose sum reaches top_p of the total. The sampled token is the first, in the
-        order of ids, at which the running sum of kept weights exceeds u times their sum. u is the uniform Philox number
-        of (seed, position), so the token is the same in any batch. A logit of -inf is the probability 0. A row with
-        NaN, with inf, or only with -inf has the token NOT_FINITE.
+Meaning: a weight is exp((logit - largest logit) / temperature). top_k keeps the k tokens with the largest weights; of
+         equal weights, the lower id is kept first. min_p keeps the tokens whose weight is not less than min_p. top_p
+         keeps the smallest set of the most likely remaining tokens whose sum reaches top_p of the total. The sampled
+         token is the first, in the order of ids, at which the running sum of kept weights exceeds u times the sum of
+         all kept weights. u is the uniform Philox number of (seed, position), so the token is the same in any batch. A
+         logit of -inf means the probability 0. A row with NaN, with inf, or only with -inf has the token NOT_FINITE.
 Source: Philox4x32-10 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 NOT_FINITE = -1
-"""Value that stands for the token of a row whose logits are not finite."""
+"""A value in place of the token of a row whose logits are not finite."""
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
@@ -51,15 +51,17 @@ def sample(
     positions_N: torch.Tensor,
     processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N], which are NaN
-    for the token NOT_FINITE.
+    """Return the tokens, int32 [N], and their log-probabilities under the unchanged logits, float32 [N].
 
-    temperature_N: float32; 0 selects the most likely token, and the lowest id among equals.
-    top_k_N:       int32; 0 keeps all.
-    top_p_N, min_p_N: float32; top_p 0 or 1 and min_p 0 keep all.
-    seeds_N, positions_N: int64; a seed is the 64 bits of its element.
-    processed_NV: float32; receives the logits from which the tokens are drawn: minus the largest logit, divided by the
-                   temperature, and -inf for removed tokens. Undefined for a row with the token NOT_FINITE.
+    The log-probability of the token NOT_FINITE is NaN.
+
+    temperature_N: float32; 0 selects the most likely token; of equally likely tokens, the lowest id.
+    top_k_N:       int32; 0 keeps all tokens.
+    top_p_N, min_p_N: float32; a top_p of 0 or 1 and a min_p of 0 keep all tokens.
+    seeds_N, positions_N: int64; the 64 bits of an element of seeds_N are the seed.
+    processed_NV:  float32; receives the logits from which the tokens are drawn. They are reduced by the largest logit
+                   and divided by the temperature; removed tokens have -inf. Undefined for a row with the token
+                   NOT_FINITE.
     """
     best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers
     is_finite_N = best_N.isfinite()
@@ -81,7 +83,7 @@ def sample(
 
 
 def _kept_ids(weights_V: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Return the ids that the filters keep, ascending."""
+    """Return the ids that the filters keep, in ascending order."""
     sorted_V, ids_V = weights_V.sort(descending=True, stable=True)
     kept = top_k if 0 < top_k < len(weights_V) else len(weights_V)
     kept = min(kept, int((weights_V >= min_p).sum()))

@@ -1,11 +1,11 @@
-"""Sampling in Triton without sorting: see `sampling`. One program computes one row.
+"""Sampling in Triton without sorting; see `sampling`. One program computes one row.
 
-The last token that a filter keeps is found by bisection over the bits of weights: non-negative floats are ordered like
-their bits, so a search has at most 30 steps. Each step narrows the range to weights that occur in the row, until one is
-left. If a filter keeps only some of several equal weights, it keeps the lowest ids. Sums are float64 and added in a
-fixed order, so that the token of a row depends on the row only.
+Bisection over the bits of weights finds the last token that a filter keeps. Non-negative floats are ordered like their
+bits, so a search has at most 30 steps. Each step narrows the range to weights that occur in the row, until only one
+weight is left. If a filter keeps only some of several equal weights, it keeps the lowest ids. Sums are float64 and
+added in a fixed order, so that the token of a row depends only on the row.
 
-A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer; if they
+A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer. If they
 fit and suffice to decide, the search reads only the buffer.
 """
 
@@ -23,14 +23,16 @@ CANDIDATES = 4096
 
 _BITS_OF_ONE = tl.constexpr(0x3F800000)
 _CANDIDATE_BITS = tl.constexpr(0x38800000)
-"""Bits of 2^-14, the minimum weight of buffered tokens. top-k and top-p rarely keep a token with a smaller weight."""
+"""Bits of 2^-14, the minimum weight of tokens in the buffer. top-k and top-p rarely keep a token with a smaller
+weight.
+"""
 _STEP = tl.constexpr(2.0**-52)
 _NOT_FINITE = tl.constexpr(NOT_FINITE)
 
 
 @triton.jit
 def _bits(row, columns, vocabulary, largest, temperature):
-    """Return the bits of the weights of `columns`; 0 for columns outside of the row."""
+    """Return the bits of the weights of `columns`; 0 for columns outside the row."""
     logits = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.exp(tl.div_rn(logits - largest, temperature)).to(tl.int32, bitcast=True)
 
@@ -42,7 +44,7 @@ def _total(bits, reaches):
 
 @triton.jit
 def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.constexpr):
-    """Return the sum of the weights whose bits are at least `threshold`."""
+    """Return the sum of the weights whose bits are not less than `threshold`."""
     mass = tl.full((), 0.0, tl.float64)
     for first in range(0, vocabulary, BLOCK):
         bits = _bits(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
@@ -52,7 +54,10 @@ def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.conste
 
 @triton.jit
 def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Copy the bits of the most likely tokens to the buffer, up to its capacity. Return their number and sum."""
+    """Copy the bits of the most likely tokens to the buffer, up to the buffer's capacity.
+
+    Return their number and sum.
+    """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
     for first in range(0, vocabulary, BLOCK):
@@ -71,9 +76,11 @@ def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _measure(row, buffer, vocabulary, num_buffered, largest, temperature, threshold, BLOCK: tl.constexpr):
-    """Return the number and sum of the weights whose bits are at least `threshold`, the smallest bits of these, and the
-    largest bits of the others. The number is valid for thresholds above 0, because columns outside have weight 0. Reads
-    the buffer, or the row if `num_buffered` is 0.
+    """Return four values about the weights whose bits are not less than `threshold`.
+
+    They are the number of these weights, their sum, their smallest bits, and the largest bits of all other weights. The
+    number is valid for thresholds above 0, because columns outside the row have weight 0. Reads the buffer, or the row
+    if `num_buffered` is 0.
     """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
@@ -107,10 +114,10 @@ def _search(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the greatest threshold, at least `low`, for which the weights with at least these bits reach `target`.
+    """Return the greatest threshold from `low` on for which the weights with these bits or more reach `target`.
 
-    Also returns the number and the sum of the weights above the threshold. BY_COUNT: `target` is a number of weights,
-    otherwise a sum. The weights from `low` on must reach the target.
+    Also returns the number and the sum of the weights above the threshold. BY_COUNT: whether `target` is a number of
+    weights; otherwise, it is a sum. The weights from `low` on must reach the target.
     """
     high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
     count_above = tl.full((), 0, tl.int32)
@@ -146,10 +153,10 @@ def _keep(
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Return (cut, ties, mass).
+    """Return (cut, ties, mass), the result of all filters.
 
-    The filters keep all weights whose bits exceed `cut`, and the first `ties` weights whose bits equal it. `mass` is
-    the sum of all kept weights.
+    The filters keep all weights whose bits exceed `cut`, and the first `ties` weights whose bits are equal to `cut`.
+    `mass` is the sum of all kept weights.
     """
     cut = tl.full((), 0, tl.int32)
     ties = vocabulary
@@ -185,7 +192,7 @@ def _keep(
         needed = tl.ceil((target - mass_above) / tl.where(weight > 0.0, weight, 1.0))
         if last_kept > cut:
             ties = vocabulary
-        # Keep at least one and at most all of the equal weights: rounding may give one too many.
+        # Keep one or more, and at most all, of the equal weights, because rounding can result in one too many.
         ties = tl.minimum(ties, tl.maximum(needed, 1.0).to(tl.int32))
         whole = _sum_from(row, vocabulary, largest, temperature, last_kept, BLOCK)
         mass = tl.minimum(whole, mass_above + ties.to(tl.float64) * weight)
@@ -284,7 +291,7 @@ def _sample(
             largest = new_largest
         shift = tl.where(largest > float("-inf"), largest, 0.0)
         total += tl.sum(tl.exp(values - shift).to(tl.float64), axis=0)
-    # NaN or inf makes the sum NaN, and the sum is 0 if all logits are -inf. Comparisons with NaN are false.
+    # If the row has NaN or inf, the sum is NaN. If all logits are -inf, the sum is 0. Comparisons with NaN are false.
     is_finite = (total > 0.0) & (total < float("inf"))
     temperature = tl.load(temperatures + index)
     # Greedy rows keep all tokens.
@@ -298,7 +305,7 @@ def _sample(
     if PROCESSED:
         divisor = tl.where(temperature > 0.0, temperature, 1.0)
         _process(row, processed + index.to(tl.int64) * vocabulary, vocabulary, largest, divisor, cut, ties, BLOCK)
-    # With NaN, `token` may be any index of a tile, so read column 0 instead.
+    # If the row has NaN, `token` can be any index of a tile, so read column 0 instead.
     chosen = tl.load(row + tl.where(is_finite, token, 0)).to(tl.float32)
     log_prob = chosen - largest - tl.log(total.to(tl.float32))
     tl.store(tokens + index, tl.where(is_finite, token, _NOT_FINITE))
@@ -316,7 +323,7 @@ def sample(
     positions_N: torch.Tensor,
     processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the same as `sampling.sample`. processed_NV must be contiguous."""
+    """Implement `sampling.sample`. processed_NV must be contiguous."""
     rows, vocabulary = logits_NV.shape
     tokens_N = torch.empty(rows, dtype=torch.int32, device=logits_NV.device)
     log_probs_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)

@@ -2,8 +2,8 @@
 
 GeGLU has the tanh approximation of gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) instead of silu.
 
-Shapes: T tokens, F feed-forward width, G = 2 F: gate, then up, in each row, as a fused product returns them.
-Types:  float32, bfloat16, float16; computed in float32, rounded once.
+Shapes: T tokens, F feed-forward width, G = 2 F. Each row has gate, then up, as a fused product returns them.
+Types:  float32, bfloat16 or float16; computed in float32, rounded once.
 Bound:  memory; bytes = 3 T F s for elements of s bytes (two read, one written).
 """
 
@@ -26,8 +26,8 @@ def swiglu(
 ) -> torch.Tensor:
     """Return activation(gate) * up, [T, F].
 
-    gate_up_TG: [T, 2 F]; each row must be contiguous, and rows may be strided.
-    out_TF:     result; None allocates it.
+    gate_up_TG: [T, 2 F]. Each row must be contiguous; the distance between rows is arbitrary.
+    out_TF:     receives the result; None allocates it.
     """
     gate_TF, up_TF = gate_up_TG.float().chunk(2, dim=-1)
     gate_TF = F.silu(gate_TF) if activation == "silu" else F.gelu(gate_TF, approximate="tanh")

@@ -1,4 +1,4 @@
-"""SwiGLU in Triton: see `swiglu`. One program computes a tile of one row."""
+"""SwiGLU in Triton; see `swiglu`. One program computes a tile of one row."""
 
 from __future__ import annotations
 

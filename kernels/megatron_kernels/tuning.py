@@ -1,4 +1,4 @@
-"""Splits kernels into programs, by pure functions of shapes.
+"""Determines how kernels are split into programs, by pure functions of shapes.
 
 There is no autotuning at run time, so a captured graph and a replayed request always use the same split.
 
@@ -11,19 +11,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIN_DOT_ROWS = 16
-"""Minimum number of rows of a tensor-core product; fewer rows are padded."""
+"""Minimum number of rows of a tensor-core product. Products with fewer rows are padded."""
 
 
 SPLIT_TOKENS = 128
-"""Minimum number of cached tokens per program of decode attention. The step `attention` of the GPU campaign
-compares other values."""
+"""Minimum number of cached tokens per program of decode attention.
+
+The step `attention` of the GPU campaign compares other values.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Launch parameters of an element-wise kernel.
 
-    block:     elements per program.
+    block:     number of elements per program.
     num_warps: number of warps per program.
     """
 
@@ -35,8 +37,8 @@ class Tile:
 class DecodeTuning:
     """Launch parameters of paged_decode.
 
-    block_tokens: cached tokens per matrix product.
-    splits:       programs per sequence.
+    block_tokens: number of cached tokens per matrix product.
+    splits:       number of programs per sequence.
     split_tokens: minimum number of tokens per program, a multiple of block_tokens.
     """
 
@@ -51,8 +53,8 @@ class DecodeTuning:
 class PrefillTuning:
     """Launch parameters of paged_prefill.
 
-    block_queries: new tokens per program.
-    block_tokens:  cached tokens per matrix product.
+    block_queries: number of new tokens per program.
+    block_tokens:  number of cached tokens per matrix product.
     """
 
     block_queries: int
@@ -65,8 +67,8 @@ class PrefillTuning:
 class ExpertTile:
     """Launch parameters of moe_experts.
 
-    columns: result columns per program.
-    depth:   values of a row per matrix product.
+    columns: number of result columns per program.
+    depth:   number of values of a row per matrix product.
     """
 
     columns: int
@@ -80,13 +82,16 @@ def next_power_of_2(number: int) -> int:
 
 
 def elementwise_tile(width: int) -> Tile:
-    """Return the tile of a row for an element-wise operation: at most 8 elements per lane."""
+    """Return the tile of a row for an element-wise operation, with at most 8 elements per lane."""
     block = min(1024, max(32, next_power_of_2(width)))
     return Tile(block, max(1, min(4, block // 256)))
 
 
 def row_tile(width: int) -> Tile:
-    """Return the tile for an operation that reduces over a row: the row, at most 16 elements per lane and 16 warps."""
+    """Return the tile for an operation that reduces over a row.
+
+    It is the whole row, with at most 16 elements per lane and 16 warps.
+    """
     block = max(32, next_power_of_2(width))
     return Tile(block, max(1, min(16, block // 512)))
 
@@ -102,9 +107,11 @@ def decode_tuning(
 ) -> DecodeTuning:
     """Return how decode attention splits its cached tokens into programs.
 
-    There are enough splits for two programs per multiprocessor, but at most 64, of at least `split_tokens` tokens each.
+    There are enough splits for two programs per multiprocessor, but at most 64. Each split has `split_tokens` tokens or
+    more.
 
-    max_tokens: the longest context that the launch supports (the limit of a graph, not the longest of the batch).
+    max_tokens: the longest context that the launch supports. This is the limit of a graph, not the longest context of
+                the batch.
     """
     block_tokens = 64 if head_dim <= 128 else 32
     wanted = -(-2 * num_sms // max(1, batch * num_kv_heads))
@@ -113,8 +120,10 @@ def decode_tuning(
 
 
 def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
-    """Return the split of a prefill: 128 rows of queries per program (64 for large heads), where a row is a pair
-    (token, head of the group)."""
+    """Return the split of a prefill into programs.
+
+    A program has 128 rows, or 64 for large heads. A row is a pair (token, query head of the group).
+    """
     rows = 128 if head_dim <= 128 else 64
     block_queries = max(1, rows // next_power_of_2(group))
     return PrefillTuning(block_queries, 64, num_warps=8, num_stages=3 if head_dim <= 64 else 2)
@@ -123,27 +132,30 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
     """Return the number of heads of one token per program.
 
-    These are up to 2048 elements if there are enough tokens to fill the device, otherwise at most 4 heads.
+    If there are enough tokens to fill the device, these heads have up to 2048 elements. Otherwise, there are at most 4
+    heads.
     """
     maximum = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
     return min(maximum, next_power_of_2(num_heads))
 
 
 def routing_rows(tokens: int) -> int | None:
-    """Return the number of rows if one program does the whole expert routing; None if there are too many tokens for
-    one.
+    """Return the number of rows of a program that computes the whole expert routing; None if there are too many
+    tokens.
     """
     return next((rows for rows in (16, 64) if tokens <= rows), None)
 
 
 def routing_block(num_experts: int) -> int:
-    """Return the number of tokens per program of expert routing: 4096 (token, expert) elements, at most 64 tokens."""
+    """Return the number of tokens per program of expert routing.
+
+    A program has 4096 (token, expert) elements, and at most 64 tokens.
+    """
     return max(1, min(64, 4096 // next_power_of_2(num_experts)))
 
 
 def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the number of places in a tile of the experts' products, to which each expert's part of the order is
-    aligned.
+    """Return the number of positions in a tile of the experts' products, to which each expert's part is aligned.
 
     It is the minimum of a tensor-core product, or 64 if an expert gets 32 or more tokens on average.
     """
@@ -151,14 +163,14 @@ def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def expert_tile(places: int) -> ExpertTile:
-    """Return the tile of the experts' matrix products, given the number of its rows."""
+    """Return the tile of the experts' matrix products, given the tile's number of rows."""
     if places <= MIN_DOT_ROWS:
         return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
     return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)
 
 
 def vocabulary_tile(vocabulary: int, element_size: int) -> Tile:
-    """Return the tile of a loop over a row of logits: 32 bytes per lane if the row is long enough.
+    """Return the tile of a loop over a row of logits. It has 32 bytes per lane if the row is long enough.
 
     With 16 float32 logits per lane, the kernel would spill registers.
     """

@@ -1,4 +1,4 @@
 """C++ kernels that compute the steps of a decoder on the CPU, for several instruction sets.
 
-They are called by ctypes.
+Python calls them through ctypes.
 """

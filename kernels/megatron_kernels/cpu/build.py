@@ -1,7 +1,8 @@
-"""Build the library of the CPU kernels from src/ by g++, once per machine and content of the sources.
+"""Builds the library of the CPU kernels from src/ with g++, once per machine and version of the sources.
 
-A package built for distribution contains the library next to this file. Elsewhere it is built into the user's cache
-directory, in parallel, by `python -m megatron_kernels.cpu.build` or by the first process that needs it.
+A package that was built for distribution contains the library next to this file. Otherwise, the library is built into
+the user's cache directory, with parallel compilation. `python -m megatron_kernels.cpu.build` or the first process that
+needs the library builds it.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         **_PORTABLE,
     },
 }
-"""Machine -> instruction set -> compiler flags, as listed in operations.h. Other machines run the portable one."""
+"""Compiler flags by machine and instruction set, as listed in operations.h. Other machines use the portable variant."""
 
 
 class BuildError(OSError):
-    """The library cannot be built. The message contains the reason and the remedy."""
+    """Raised if the library cannot be built. The message contains the reason and the remedy."""
 
 
 def library() -> Path:
@@ -67,8 +68,9 @@ def library() -> Path:
 
 
 def build(target: Path, *, compiler: str = "g++", machine: str | None = None, flags: tuple[str, ...] = ()) -> None:
-    """Compile and link the library in parallel. `flags`: additional compiler flags, such as -fsanitize=address. Raises
-    BuildError.
+    """Compile the source files in parallel, and link the library. Raises BuildError.
+
+    flags: additional compiler flags, such as -fsanitize=address.
     """
     if shutil.which(compiler) is None:
         raise BuildError(
@@ -98,7 +100,7 @@ def build(target: Path, *, compiler: str = "g++", machine: str | None = None, fl
         linked = Path(folder, target.name)
         _run([compiler, "-shared", *flags, "-pthread", *map(str, objects), "-o", str(linked)])
         linked.chmod(0o755)
-        # Atomic, because other processes may start at the same time.
+        # The replacement is atomic, because other processes may build at the same time.
         linked.replace(target)
     _LOG.info("compiled the CPU kernels in %.0f s", time.perf_counter() - begun)
 
@@ -113,8 +115,9 @@ def _run(command: list[str]) -> None:
 
 @cache
 def _digest() -> str:
-    """Return the digest of everything that determines the library, except the compiler's version, which is unknown on a
-    machine without one.
+    """Return a digest over everything that determines the library.
+
+    The compiler's version is not included, because a machine without a compiler does not know it.
     """
     digest = hashlib.sha256(repr((_FLAGS, VARIANTS, platform.machine())).encode())
     for path in sorted(_SOURCES.iterdir()):

@@ -11,11 +11,11 @@ _SYSTEM = Path("/sys")
 def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int:
     """Return the number of physical cores that this process may use, within the CPU limit of its container.
 
-    Two threads on one core share its vector units, so a second thread gains nothing. A CPU limit is rounded down to
-    whole CPUs, at least one: with one more thread, the kernel would suspend a thread in each period while the others
-    wait for it.
+    Two threads on one core share the core's vector units, so a second thread gains nothing. A CPU limit is rounded down
+    to whole CPUs, but not below 1. With one more thread, the kernel would suspend a thread in each period while the
+    others wait for it.
 
-    system: where sysfs is mounted.
+    system: directory at which sysfs is mounted.
     cpus:   CPUs that the process may use; None means its affinity.
     """
     if cpus is None:
@@ -26,13 +26,13 @@ def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int
 
 
 def _siblings(system: Path, cpu: int) -> str:
-    """Return an identifier of a CPU's core: the list of all CPUs of this core, as sysfs writes it."""
+    """Return an identifier of a CPU's core, which is sysfs' list of all CPUs of this core."""
     path = system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return path.read_text().strip() if path.is_file() else str(cpu)
 
 
 def _limit(groups: Path) -> float | None:
-    """Return the CPUs that the container's control group allows; None without a limit."""
+    """Return the number of CPUs that the container's control group allows; None if there is no limit."""
     both = groups / "cpu.max"
     quota, period = groups / "cpu/cpu.cfs_quota_us", groups / "cpu/cpu.cfs_period_us"
     if both.is_file():  # cgroup version 2

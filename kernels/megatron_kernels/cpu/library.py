@@ -14,13 +14,13 @@ from functools import cache
 from megatron_kernels.cpu import build
 
 ISA_VARIABLE = "MEGATRON_CPU_ISA"
-"""Environment variable that selects an instruction set instead of the best one of this CPU."""
+"""Environment variable that selects an instruction set instead of this CPU's best instruction set."""
 
 FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = range(11)
 """Number formats of a packed matrix."""
 
 PANEL = 16
-"""Number of outputs in a panel. The size of a head and the tokens of a cache page must be multiples of it."""
+"""Number of outputs in a panel. The head size and the number of tokens of a cache page must be multiples of it."""
 
 BFLOAT16_INSTRUCTION_SETS = frozenset(("amx", "avx512_bf16", "neon_i8mm"))
 """Instruction sets that can multiply bfloat16."""
@@ -30,7 +30,10 @@ SILU, GELU_TANH = range(2)
 
 
 class InstructionSetError(ValueError):
-    """ISA_VARIABLE names an instruction set that this CPU lacks. The message names the value and the allowed values."""
+    """Raised if ISA_VARIABLE names an instruction set that this CPU lacks.
+
+    The message has the value and the allowed values.
+    """
 
 
 class Matrix(ctypes.Structure):
@@ -38,7 +41,10 @@ class Matrix(ctypes.Structure):
 
 
 class Packing(ctypes.Structure):
-    """Arguments of packing, as in src/operations.h: rows of a file, and the matrix into which they are packed."""
+    """The arguments of packing, as in src/operations.h.
+
+    They are rows of a file, and the matrix into which they are packed.
+    """
 
     _fields_ = (
         ("source", c_int64),
@@ -142,12 +148,12 @@ _FUNCTIONS = {
     "megatron_sum_of_values": (c_int64, c_void_p, c_int64, c_uint64, c_void_p),
     "megatron_scales_are_finite": (c_int64, c_void_p, c_int64, c_int64, c_int64),
 }
-"""Type of the result and types of the arguments of each function."""
+"""The result type and the argument types of each function."""
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library, with the instruction set selected. Calls release the interpreter lock.
+    """Return the library after the instruction set is selected. Calls of its functions release the interpreter lock.
 
     Raises BuildError if the library cannot be built, and InstructionSetError if ISA_VARIABLE names an instruction set
     that this CPU lacks.
@@ -168,7 +174,7 @@ def _load() -> ctypes.CDLL:
 
 @cache
 def instruction_sets() -> tuple[str, ...]:
-    """Return the instruction sets of the library that this CPU supports, best first. "portable" is last."""
+    """Return the instruction sets of the library that this CPU supports. The best is first, "portable" is last."""
     loaded, names, number = _load(), [], 0
     while (name := loaded.megatron_instruction_set(number)) is not None:
         if loaded.megatron_runs(name):
@@ -183,7 +189,10 @@ def instruction_set() -> str:
 
 
 def select_instruction_set(available: tuple[str, ...], environment: Mapping[str, str]) -> str:
-    """Return the instruction set that ISA_VARIABLE names, or the best available. Raises InstructionSetError."""
+    """Return the instruction set that ISA_VARIABLE names, or the best available instruction set.
+
+    Raises InstructionSetError.
+    """
     name = environment.get(ISA_VARIABLE) or available[0]
     if name not in available:
         raise InstructionSetError(

@@ -1,4 +1,4 @@
-"""Allocates the memory of packed weights, in large pages and on all NUMA nodes."""
+"""Allocates the memory of packed weights in large pages and on all NUMA nodes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ _PROVIDED = 1 << 22
 _HUGEPAGE, _NOHUGEPAGE, _POPULATE_WRITE, _COLLAPSE = 14, 15, 23, 25
 """Values of the argument `advice` of madvise(2)."""
 _MAX_SECONDS = 2e-3
-"""Maximum CPU seconds for populating _PROVIDED bytes of large pages. If it takes longer, small pages are used."""
+"""Maximum CPU seconds for populating _PROVIDED bytes of large pages.
+
+If populating takes longer, small pages are used.
+"""
 _MBIND = {"x86_64": 237, "aarch64": 235}
 """System call number of mbind(2) by machine."""
 _INTERLEAVE = 3
@@ -31,13 +34,13 @@ _INTERLEAVE = 3
 _MASK_WORDS = 16
 _NODES = Path("/sys/devices/system/node/online")
 _REST = 3.0
-"""Ratio of sleep to work of the thread that joins pages."""
+"""Ratio of sleeping time to working time of the thread that joins pages."""
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A part of a mapping. start, stop, taken: addresses. The memory from `taken` on is free."""
+    """A part of a mapping. start, stop, taken: addresses. The memory from `taken` to `stop` is free."""
 
     mapping: mmap.mmap
     base: int
@@ -47,13 +50,13 @@ class _Chunk:
 
 
 class WeightMemory:
-    """Allocates the memory for one loading of a model.
+    """Allocates the memory of the weights while a model is loaded once. Thread-safe.
 
     Matrices share large mappings. A mapping is released with its last matrix.
 
-    Pages are populated in bulk, as pages of 2 MiB as long as the kernel provides them fast (11 GB/s on AMD Zen 4). On a
-    virtual machine whose host reclaims free memory, it does not (0.5 GB/s). There, further pages have 4 KiB (1.5 GB/s),
-    and are joined to large pages later. Thread-safe.
+    Pages are populated in bulk, as pages of 2 MiB as long as the kernel provides these quickly (11 GB/s on AMD Zen 4).
+    On a virtual machine whose host reclaims free memory, the kernel provides them slowly (0.5 GB/s). Further pages then
+    have 4 KiB (1.5 GB/s), and are joined to large pages later.
     """
 
     def __init__(self) -> None:
@@ -83,11 +86,10 @@ class WeightMemory:
         return self.take(panels * size).view(panels, size)
 
     def join_pages(self) -> threading.Thread:
-        """Start a thread that joins the used memory to pages of 2 MiB, and return it.
+        """Start a thread that joins the used memory to pages of 2 MiB. Return the thread.
 
-        The thread sleeps three quarters of the time.
-
-        A step reads large pages faster, because each TLB entry covers 512 times as much memory.
+        The thread sleeps three quarters of the time. A step reads large pages faster, because each TLB entry covers 512
+        times as much memory.
         """
         with self._lock:
             parts = [(weakref.ref(chunk.mapping), chunk.start, chunk.taken) for chunk in self._chunks]
@@ -114,7 +116,7 @@ class WeightMemory:
 def online_nodes(path: Path = _NODES) -> list[int]:
     """Return the NUMA nodes of this machine.
 
-    path: file with a list of ranges, such as 0-1,4. It does not exist without NUMA.
+    path: file with a list of ranges, such as 0-1,4. On a machine without NUMA, it does not exist.
     """
     if not path.is_file():
         return [0]
@@ -123,7 +125,7 @@ def online_nodes(path: Path = _NODES) -> list[int]:
 
 
 def interleave(address: int, size: int, nodes: list[int]) -> bool:
-    """Distribute the pages of unused memory over several NUMA nodes, so that a step reads from all of them at once.
+    """Distribute the pages of unused memory over several NUMA nodes, so that a step reads from all nodes at once.
 
     Return False if there is only one node, or if the kernel rejects the call.
     """

@@ -1,4 +1,6 @@
-"""Packs weights into the panels that src/kernels.h describes, and src/matmul_k.h for K-quants."""
+"""Packs weights into panels. src/kernels.h describes the panels, and src/matmul_k.h describes the panels of
+K-quants.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from megatron_kernels.quantized import (
 )
 
 BLOCK = 32
-"""Number of inputs in a block of the integer formats. In every format, the inputs of a matrix must be whole blocks."""
+"""Number of inputs in a block of the integer formats. In every format, a matrix must have whole blocks of inputs."""
 SUPER_BLOCK = 256
 """Number of inputs in a block of the K-quants."""
 PANEL_FORMATS = {
@@ -87,11 +89,16 @@ class PackedMatrix:
 
     @property
     def record(self) -> Matrix:
-        """The matrix as an argument of the library's functions, valid as long as `data`, which must be contiguous."""
+        """The matrix as an argument for the library's functions.
+
+        `data` must be contiguous, and must exist as long as it is used.
+        """
         return Matrix(self.format, self.inputs, self.outputs, self.data.data_ptr())
 
     def part(self, rows: slice, columns: slice) -> PackedMatrix | None:
-        """Return a view of some rows and columns (slices with step 1); None unless they are whole panels and blocks."""
+        """Return a view of some rows and columns (slices with step 1); None unless they are whole panels and whole
+        blocks.
+        """
         block = block_inputs(self.format)
         (row, last_row, _), (column, last_column, _) = rows.indices(self.outputs), columns.indices(self.inputs)
         if row % PANEL or last_row % PANEL or column % block or last_column % block:
@@ -101,7 +108,7 @@ class PackedMatrix:
         return PackedMatrix(self.format, last_row - row, last_column - column, data)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return float32 x_TK, the rows `ids_T` with the values that the format stores.
+        """Return float32 x_TK, the rows `ids_T` of the matrix, with the values that the format stores.
 
         The matrix must be contiguous.
         """
@@ -115,12 +122,15 @@ class PackedMatrix:
 
 
 def fits(outputs: int, inputs: int) -> bool:
-    """Return whether a weight of this size can be packed: whole panels of outputs, whole blocks of inputs."""
+    """Return whether a weight of this size can be packed.
+
+    It must have whole panels of outputs and whole blocks of inputs.
+    """
     return outputs % PANEL == 0 and inputs % BLOCK == 0
 
 
 def block_inputs(format: int) -> int:
-    """Return the number of inputs in a block. Matrices whose inputs are a multiple of it can be packed."""
+    """Return the number of inputs in a block. A matrix can be packed only if it has whole blocks of inputs."""
     return SUPER_BLOCK if format in (abi.Q2_K, abi.Q3_K, abi.Q4_K, abi.Q5_K, abi.Q6_K) else BLOCK
 
 
@@ -131,19 +141,19 @@ def panel_bytes(format: int, inputs: int) -> int:
 
 
 def packed_format(weight: QuantizedTensor, name: str) -> int:
-    """Return the format in which a quantized weight is packed. name: format of dense weights."""
+    """Return the format in which a quantized weight is packed. name: format in which dense weights are packed."""
     return _KEPT[weight.kind] if name in ("int8", "int4") else PANEL_FORMATS[name]
 
 
 def pack(
     weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], name: str, memory: WeightMemory | None = None
 ) -> PackedMatrix:
-    """Return a weight packed in the format `name`, without a copy before.
+    """Pack a weight in the format `name`, without copying it first.
 
-    weight: one weight, or several weights with the same packed_format() whose rows are concatenated. Each must fit (see
-            fits()) by itself.
-    name: float32, bfloat16, float16, int8 or int4. Quantized weights keep their blocks if it is an integer format.
-    memory: allocates the panels; None: torch allocates them.
+    weight: one weight, or several weights with the same packed_format(), whose rows are concatenated. Each of them must
+            satisfy fits().
+    name: float32, bfloat16, float16, int8 or int4. If it is an integer format, quantized weights keep their blocks.
+    memory: allocates the panels. If None, torch allocates them.
     """
     memory = memory or WeightMemory()
     if isinstance(weight, torch.Tensor):
@@ -169,7 +179,7 @@ def pack(
 def join(parts: Sequence[PackedMatrix], memory: WeightMemory | None = None) -> PackedMatrix:
     """Return one contiguous matrix with the rows of `parts`, which must have the same format.
 
-    It is a view if the parts are adjacent in one storage, otherwise a copy.
+    It is a view if the parts are adjacent in one storage. Otherwise, it is a copy.
     """
     first = parts[0]
     outputs, size = sum(part.outputs for part in parts), first.data.shape[1]
@@ -192,7 +202,7 @@ def _are_adjacent(pieces: Sequence[torch.Tensor]) -> bool:
 
 
 def _dense_rows(weight_NK: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int]]:
-    """Return GGML type, rows and shape of a dense weight."""
+    """Return the GGML type, the rows and the shape of a dense weight."""
     rows = weight_NK if weight_NK.dtype in _DENSE_KINDS else weight_NK.float()
     outputs, inputs = rows.shape
     return _DENSE_KINDS[rows.dtype], rows, (outputs, inputs)

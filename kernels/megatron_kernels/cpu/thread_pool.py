@@ -11,9 +11,9 @@ from megatron_kernels.cpu.library import library
 
 
 class ThreadPool:
-    """A pool of `threads` threads, including the caller's. It runs one job at a time.
+    """A pool of `threads` threads, including the calling thread. It runs one job at a time.
 
-    handle: the pool as an argument of the library's functions.
+    handle: the pool as an argument for the library's functions.
     """
 
     def __init__(self, threads: int) -> None:

@@ -1,4 +1,7 @@
-"""Validates weights in the format of their file: computes their sum, and whether their values or scales are finite."""
+"""Validates weights in the format of their file.
+
+It computes their sum, and whether their values or scales are finite.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megatron_kernels.quantized import BLOCK_SIZES, SCALES, QuantizedTensor
 
 _WORD = 8
 _EXPONENTS = {FLOAT16: 0x7C00_7C00_7C00_7C00, BFLOAT16: 0x7F80_7F80_7F80_7F80, FLOAT32: 0x7F80_0000_7F80_0000}
-"""For formats whose panels contain values: mask of the exponent bits in a word of eight bytes."""
+"""Mask of the exponent bits in a word of eight bytes, for formats whose panels contain floating-point values."""
 _SCALES = {
     INT8: (512, PANEL),
     INT5: (320, 2 * PANEL),
@@ -24,14 +27,16 @@ _SCALES = {
     abi.Q5_K: (0, 2 * PANEL),
     abi.Q6_K: (0, PANEL),
 }
-"""For formats whose panels contain integers: byte offset and number of the float16 scales in a block (src/kernels.h).
+"""Byte offset and number of the float16 scales in a block (src/kernels.h), for formats whose panels contain
+integers.
 """
 
 
 def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
-    """Return the sum of all whole words of eight bytes, and whether all scales are finite; None for strided rows.
+    """Return the sum of all whole words of eight bytes, and whether all scales are finite. Return None for strided
+    rows.
 
-    The results equal the results of `quantized.py` and `checkpoints/checkpoint.py` in torch.
+    The results are equal to the results that `quantized.py` and `checkpoints/checkpoint.py` compute with torch.
     """
     data = stored.blocks_NB
     if not data.is_contiguous():

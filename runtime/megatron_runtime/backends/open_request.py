@@ -1,6 +1,6 @@
 """The record that every backend keeps of an open request: limits, deadline, times, weight epochs and events.
 
-No torch.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class BackendRequest:
-    """A request that a backend works on. Times are on one clock of the backend.
+    """A request that a backend processes. All times are on the same clock of the backend.
 
-    max_total_tokens: number of tokens of prompt and answer at which the request ends.
+    max_total_tokens: number of tokens, prompt plus answer, at which the request ends.
     stop_ids:    ids of the tokens that end the answer.
-    deadline:    infinite if there is none.
-    admitted: time at which the request first had a slot; first_token: time of its first token on this engine.
+    deadline:    infinite if the request has no deadline.
+    admitted:    time at which the request first had a slot.
+    first_token: time of the request's first token on this engine.
     policy_epoch, kv_cache_epoch: see RequestSummary.
     """
 
@@ -61,10 +62,10 @@ class BackendRequest:
     ) -> Self:
         """Return the record of a new request.
 
-        longest: limit of prompt plus answer, in tokens.
+        longest: maximum number of tokens, prompt plus answer.
         now:     time on the backend's clock.
-        epoch:   epoch of its weights.
-        fields:  fields of the subclass.
+        epoch:   epoch of the weights in use.
+        fields:  values for the fields of the subclass.
 
         Raises the errors of EngineRequest.max_total_tokens().
         """
@@ -100,22 +101,22 @@ class BackendRequest:
         self.events.append(DynamicInferenceEvent(kind, payload=payload))
 
     def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
-        """Record that later tokens are computed with weights of `epoch`.
+        """Record that later tokens are computed with the weights of `epoch`.
 
-        total_tokens: tokens of prompt and answer so far, of which `num_computed` are in the KV cache.
+        total_tokens: number of tokens, prompt plus answer, until now. `num_computed` of them are in the KV cache.
         """
         start = total_tokens - 1 if total_tokens > self.prompt_length else 0
         self.policy_epoch = with_epoch(self.policy_epoch, start, epoch)
         self.kv_cache_epoch = with_epoch(self.kv_cache_epoch, num_computed, epoch)
 
     def finish_reason(self, token: int, total_tokens: int) -> Literal["stop", "length"] | None:
-        """Return the reason why a request ends after its newest token `token`; None if it continues."""
+        """Return why the request ends after its newest token `token`; None if the request continues."""
         if token in self.stop_ids and total_tokens - self.prompt_length >= self.params.min_tokens:
             return "stop"
         return "length" if total_tokens >= self.max_total_tokens else None
 
     def output(self, tokens: list[int]) -> RequestOutput:
-        """Return an output with new tokens."""
+        """Return an output with the new tokens `tokens`."""
         return RequestOutput(
             self.request_id,
             tokens,
@@ -125,7 +126,7 @@ class BackendRequest:
         )
 
     def end(self, output: RequestOutput, reason: FinishReason, *, now: float) -> RequestOutput:
-        """Add finish reason and summary to `output`, which becomes the last output of the request. Return it."""
+        """Add finish reason and summary to `output`, the last output of the request. Return `output`."""
         self.note(DynamicInferenceEventType.FAIL if reason == "error" else DynamicInferenceEventType.FINISH)
         output.finish_reason = reason
         output.summary = self.summary(now)

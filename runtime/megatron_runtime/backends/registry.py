@@ -1,6 +1,7 @@
 """Builds the backend that `--backend` names.
 
-Only this module imports backends, and only the chosen one. An external backend is passed to worker.run() as a factory.
+Only this module imports backends, and it imports only the selected one. An external backend is passed to worker.run()
+as a factory.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
 
 
 def build_backend(settings: EngineSettings) -> EngineBackend:
-    """Return the backend of `settings`; its weights are not loaded yet.
+    """Return the backend that `settings` selects. The backend has not loaded the weights yet.
 
     Raises:
-        ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
+        ValueError: a setting or the model is not usable. The message has the setting, the value and the remedy.
     """
     if settings.backend == "vllm":
         _require_vllm()
         from megatron_runtime.backends.vllm.backend import VllmBackend
 
         return VllmBackend(settings)
-    # The OpenMP runtime of torch reads it when it is loaded. Threads that spin between operators would take CPU time
+    # The OpenMP runtime reads this variable when torch is imported. Threads that spin between operators take CPU time
     # from the coordinator, the server and other engines on the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.backends.native.build import build_native
@@ -40,12 +41,12 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
 
 
 def check_backend(settings: EngineSettings) -> None:
-    """Validate the settings and the model as an engine would. Reads no weights and needs no GPU.
+    """Validate the settings and the model as an engine does. This reads no weights and needs no GPU.
 
     Raises:
-        ValueError: a setting or the model is not usable; the message has the setting, the value and the remedy.
+        ValueError: a setting or the model is not usable. The message has the setting, the value and the remedy.
         OSError: the model cannot be read now, for example HubUnavailableError.
-        VllmError: vLLM ended while it checked them; VllmKilledError if it was killed.
+        VllmError: vLLM's process exited during the check; VllmKilledError if it was killed.
     """
     with _described(settings) as described:
         if settings.backend == "vllm":
@@ -61,7 +62,7 @@ def check_backend(settings: EngineSettings) -> None:
 
 @contextmanager
 def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
-    """Yield the settings, in which a directory with the model's metadata replaces a model that would be downloaded."""
+    """Yield settings for a check. If the model would be downloaded, a directory with only its metadata replaces it."""
     if not settings.model.startswith(REMOTE_PREFIXES):
         yield settings
         return
@@ -82,7 +83,7 @@ def _require_vllm() -> None:
 
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
-    """Run a rank other than rank 0 until the engine ends. Raises RankError, ValueError."""
+    """Run a rank other than rank 0 until the engine ends. Raises RankError or ValueError."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.backends.native.build import run_other_rank as run
 

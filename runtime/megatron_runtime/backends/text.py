@@ -1,4 +1,7 @@
-"""The tokenizer of a model, the grammars of its answers, and the queue of grammars to compile. No torch."""
+"""The tokenizer of a model, the grammars of its answers, and the queue of grammars to compile.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from megatron_runtime.sampling.bad_words import token_sequences
 from megatron_runtime.sampling.batch import AnswerState
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 
-if TYPE_CHECKING:  # tokenizers and llguidance take half a second to import: they are loaded at first use
+if TYPE_CHECKING:  # the imports of tokenizers and llguidance take half a second, so they happen at first use
     from megatron_runtime.sampling.structured_output import GrammarCompiler
     from megatron_runtime.tokenization import Detokenizer, Tokenizer
 
@@ -35,7 +38,7 @@ LARGE_VOCABULARY = 100_000
 """Minimum number of tokens of a large vocabulary. Indexing 50,000 tokens takes 0.3 s, 260,000 several seconds."""
 
 COMPILE_SECONDS_PER_MINUTE = 20.0
-"""Seconds of compile time for new grammars that each tenant gets per minute in each engine. Usual grammars are free."""
+"""Seconds of compile time for new grammars per tenant, minute and engine. Grammars that are known already are free."""
 
 LISTS_OF_BAD_WORDS = 32
 """Number of tokenized lists of bad words that are cached. The largest list takes 4 ms to tokenize."""
@@ -44,8 +47,9 @@ LISTS_OF_BAD_WORDS = 32
 class ModelText:
     """Converts between text and tokens, and compiles grammars. Thread-safe.
 
-    tokenizer: tokenizer of the model, or a function that loads it at first use.
-    padded_vocab_size: width of the model's logits, which may exceed the tokenizer's vocabulary; None if not known yet.
+    tokenizer: tokenizer of the model, or a function that returns it and is called at the first use.
+    padded_vocab_size: number of logits per token, which can be greater than the tokenizer's vocabulary; None if not
+                       known yet.
     """
 
     def __init__(self, tokenizer: Tokenizer | Callable[[], Tokenizer]) -> None:
@@ -58,7 +62,7 @@ class ModelText:
 
     @classmethod
     def of_model(cls, model: str | ModelSource) -> ModelText:
-        """Return the text of a model reference or source. Its tokenizer renders no chat templates."""
+        """Return the ModelText of a model reference or source. Its tokenizer renders no chat templates."""
 
         def load() -> Tokenizer:
             from megatron_runtime.tokenization import load_tokenizer
@@ -73,14 +77,14 @@ class ModelText:
         return made() if callable(made) else made
 
     def load(self) -> None:
-        """Load the tokenizer before requests need it, if the model has one."""
+        """Load the tokenizer, if the model has one, before requests need it."""
         try:
             self.tokenizer  # noqa: B018
         except (OSError, ValueError) as error:
             logger.info("the model has no tokenizer: %s", error)
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
-        """Return the token ids of `prompt`. add_BOS: begin with the BOS token even if the tokenizer does not add it."""
+        """Return the token ids of `prompt`. add_BOS: start with the BOS token even if the tokenizer does not add it."""
         ids = self.tokenizer.encode(prompt)
         bos = self.tokenizer.bos_id
         return [bos, *ids] if add_BOS and bos is not None and ids[:1] != [bos] else ids
@@ -96,7 +100,7 @@ class ModelText:
         return self.tokenizer.decode(tokens)
 
     def detokenizer(self, *, after: Sequence[int] = ()) -> Detokenizer:
-        """Return a new incremental decoder. after: tokens before the text."""
+        """Return a new incremental decoder. after: tokens that precede the text."""
         return self.tokenizer.detokenizer(after=after)
 
     def begin_grammar(
@@ -107,10 +111,10 @@ class ModelText:
         tenant: str = "",
         begin_calls: BeginGrammar | None = None,
     ) -> AnswerState | None:
-        """Return the state of an answer after its tokens `generated`; None if it may have any tokens.
+        """Return the grammar state of an answer after its tokens `generated`; None if any token is allowed.
 
-        tenant:      the masks of tenants are computed round robin.
-        begin_calls: starts to compile the grammar of tool calls; None compiles it in this thread.
+        tenant:      tenant of the request. Token masks are computed round robin over tenants.
+        begin_calls: starts to compile the grammar of tool calls. None compiles it in the calling thread.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
@@ -142,8 +146,9 @@ class ModelText:
         )
 
     def prepare_grammars(self) -> None:
-        """Index a large vocabulary before requests arrive. Indexing holds the interpreter lock for a second or more,
-        which would stall the streams of requests.
+        """Index a large vocabulary before requests arrive.
+
+        Indexing holds the interpreter lock for a second or more, which would stall the streams of requests.
         """
         if self.padded_vocab_size is None or self.padded_vocab_size < LARGE_VOCABULARY:
             return
@@ -153,7 +158,7 @@ class ModelText:
             logger.info("structured output is not available: %s", error)
 
     def close_grammars(self) -> None:
-        """Stop the process that compiles untrusted grammars. The next grammar starts it again."""
+        """Stop the process that compiles untrusted grammars. The next grammar restarts it."""
         with self._grammar_lock:
             grammars, self._grammars = self._grammars, None
         if grammars is not None:
@@ -172,8 +177,8 @@ class ModelText:
 class GrammarQueue:
     """Compiles the grammars of requests, one new grammar at a time, round robin over tenants.
 
-    A grammar that was compiled before does not wait for new ones. Requests without a tenant share the queue as one
-    tenant, and have no budget. All methods run on the event loop.
+    A grammar that was compiled before does not wait for new ones. Requests without a tenant share the queue as if they
+    had one common tenant, and have no budget. All methods run on the event loop.
     """
 
     def __init__(self, text: ModelText | None) -> None:
@@ -184,16 +189,16 @@ class GrammarQueue:
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
     async def begin(self, request: EngineRequest) -> AnswerState | None:
-        """Return the state of a request's answer after its generated tokens.
+        """Return the grammar state of a request's answer after its generated tokens.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.
-            BudgetExceededError: its tenant has used its time for new grammars.
+            BudgetExceededError: the request's tenant has used up its time budget for new grammars.
             TimeoutError: the deadline of the request has passed.
         """
         assert self._text is not None
         params = request.sampling_params
-        # Looking up a description beyond the limits takes long, and begin_grammar() rejects it at once.
+        # A grammar above the size limit is not looked up, which takes long. begin_grammar() rejects it at once.
         is_known = request.params_bytes > 2 * MAX_GRAMMAR_BYTES or self._text.is_grammar_known(params)
         generated = request.generated_tokens.tolist()
         begin_calls = partial(self._begin_calls, request, asyncio.get_running_loop())
@@ -205,14 +210,14 @@ class GrammarQueue:
     async def begin_calls(
         self, request: EngineRequest, structure: Mapping[str, Any], tokens: Sequence[int] = ()
     ) -> AnswerState:
-        """Return the state of the grammar of a request's calls after `tokens`. Raises what begin() raises."""
+        """Return the grammar state of a request's tool calls after `tokens`. Raises the errors of begin()."""
         params = SamplingParams(structured_output=dict(structure))
         begun = await self.begin(
             replace(
                 request,
                 sampling_params=params,
                 generated_tokens=np.array(tokens, np.int32),
-                deadline_seconds=None,  # the grammar of the request holds wherever it runs
+                deadline_seconds=None,  # the request's own deadline applies
             )
         )
         assert begun is not None
@@ -225,7 +230,7 @@ class GrammarQueue:
         structure: Mapping[str, Any],
         tokens: Sequence[int],
     ) -> Future[AnswerState]:
-        """Start to compile the grammar of calls. Called in any thread."""
+        """Start to compile the grammar of a request's tool calls. Can be called on any thread."""
         begun: Future[AnswerState] = Future()
 
         def done(task: asyncio.Task[AnswerState]) -> None:
@@ -244,7 +249,7 @@ class GrammarQueue:
         return begun
 
     def add(self, request: EngineRequest, *, on_done: Callable[[asyncio.Task[AnswerState | None]], None]) -> None:
-        """Call `on_done` with the task of begin() when it has ended, unless the request was dropped."""
+        """Start begin() and call `on_done` with its task at the end, unless the request is dropped before."""
         self._add(request.request_id, self.begin(request), on_done)
 
     def _add(self, request_id: int, work: Coroutine[Any, Any, _T], on_done: Callable[[asyncio.Task[_T]], None]) -> None:
@@ -258,7 +263,7 @@ class GrammarQueue:
         task.add_done_callback(done)
 
     def drop(self, request_id: int) -> None:
-        """Remove a request that was aborted, if it is in the queue."""
+        """Remove an aborted request from the queue. No effect if it is not in the queue."""
         task = self._tasks.get(request_id)
         if task is not None:
             task.cancel()

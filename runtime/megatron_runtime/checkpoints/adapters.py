@@ -1,4 +1,4 @@
-"""Locates the files of a LoRA adapter, in a directory as PEFT writes it. Imports no torch and reads no weights."""
+"""Locates the files of a LoRA adapter in a directory in PEFT's layout. Reads no weights and does not import torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 class AdapterSourceError(ValueError):
-    """The source has no LoRA adapter. The message names the problem and the remedy."""
+    """Raised if the source has no LoRA adapter. The message names the problem and the remedy."""
 
 
 def adapter_directory(source: str) -> Path:
     """Return the directory of an adapter, with adapter_config.json and adapter_model.safetensors.
 
-    The repository of a hub is fetched if it is not in the cache.
+    If the adapter is at a hub and not in the cache, its repository is fetched.
 
     source: "hf:ORG/NAME[@REVISION]" or a directory.
 
-    Raises AdapterSourceError, ModelFileError, and for a hub HubError and HubUnavailableError.
+    Raises AdapterSourceError and ModelFileError; for a hub also HubError and HubUnavailableError.
     """
     if source.startswith(HUB_PREFIX):
         # Imported here because the HTTP client takes 0.1 s to import.

@@ -1,6 +1,6 @@
-"""Models in Python packages, which contain a GGUF file or its parts. Imports no torch.
+"""Models in Python packages, which contain a GGUF file or its parts. This module does not import torch.
 
-The packages are never imported, because they would import the library that they were made for.
+The packages are never imported, because that would import the library for which they were made.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Builtin:
     """A model in Python packages.
 
     distribution: name of the package to install.
-    packages:     packages that contain the file, or its parts in this order.
-    sha256:       digest of the .gguf file.
+    packages:     packages that contain the .gguf file, or its parts in this order.
+    sha256:       digest of the complete .gguf file.
     """
 
     distribution: str
@@ -48,9 +48,9 @@ BUILTINS: Mapping[str, Builtin] = {
 
 
 def builtin_file(name: str) -> Path:
-    """Return the path of the .gguf file of a model in BUILTINS. Parts of a file are joined once, in the user's cache.
+    """Return the path of the .gguf file of the model `name` in BUILTINS. Parts are joined once, in the user's cache.
 
-    Raises ModelFileError if the packages are missing, or if the file's digest differs from the expected one.
+    Raises ModelFileError if the packages are missing, or if the file's digest differs from the expected digest.
     """
     builtin = BUILTINS[name]
     cache = hf_home() / "megatron" / "builtin"
@@ -65,7 +65,7 @@ def builtin_file(name: str) -> Path:
                 cache.mkdir(parents=True, exist_ok=True)
                 stamp.touch()
         return file
-    # The name contains the digest, and the file gets it last, so a file with this name is complete.
+    # The name contains the digest and is given to the file at the end, so a file with this name is complete.
     whole = cache / f"{name}-{builtin.sha256[:16]}.gguf"
     if not whole.is_file():
         cache.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Opens checkpoints of any format, validates their weights while they are read, and reports the progress.
+"""Opens checkpoints of any format, validates their weights during the read, and reports the progress.
 
 Every value must be finite. A signature identifies the weights.
 """
@@ -39,13 +39,13 @@ _WORD = 8
 
 
 class UnusableWeightsError(ValueError):
-    """The weights must not be used. The message names the tensor or field, its value and the expected value."""
+    """Raised if weights must not be used. The message names the tensor or field, its value and the expected value."""
 
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint at `source`. The caller must close it after the last read.
 
-    Raises UnsupportedModelError and the errors of the format; WeightsUnavailableError for weights of a trainer.
+    Raises UnsupportedModelError and the errors of the format. For a trainer's weights, raises WeightsUnavailableError.
     """
     if isinstance(source, ModelInMemory):
         checkpoint: Checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
@@ -63,7 +63,8 @@ class Signature:
     """Identifies the weights of a model.
 
     kinds:  shape and type of each tensor.
-    digest: digest of names, kinds and values. Equal files have equal digests, whether they are read whole or in parts.
+    digest: digest over names, kinds and values. Equal files have equal digests, whether they are read whole or in
+            parts.
     """
 
     kinds: Kinds
@@ -71,15 +72,15 @@ class Signature:
 
 
 class VerifiedCheckpoint(Checkpoint):
-    """Wraps a checkpoint, and validates its tensors while they are read.
+    """Wraps a checkpoint and validates its tensors while they are read.
 
     read(), blocks() and panels() raise UnusableWeightsError at the first tensor with a value that is not finite.
-    Several threads may read different tensors.
+    Several threads can read different tensors at the same time.
 
-    uses_kernels:  blocks are validated by the CPU kernels.
-    checks_values: False: the caller itself checks the tensors that are not quantized.
+    uses_kernels:  whether the CPU kernels validate quantized blocks.
+    checks_values: False if the caller itself checks the tensors that are not quantized.
 
-    Raises UnusableWeightsError, before any tensor is read, if the tensors differ from `expected`.
+    The constructor raises UnusableWeightsError if the tensors differ from `expected`. It reads no tensor.
     """
 
     on_read: Callable[[int], None] | None = None
@@ -96,8 +97,9 @@ class VerifiedCheckpoint(Checkpoint):
         self._checkpoint = checkpoint
         self._checks_values = checks_values
         self._uses_kernels = uses_kernels
-        # For each tensor, the sum of its 8-byte words, computed at memory bandwidth, and the remaining bytes. A tensor
-        # that is read in parts has the same sum if the size of every part but the last is a multiple of 8 bytes.
+        # For each tensor, the sum of its 8-byte words, computed at memory bandwidth, and the remaining bytes. If a
+        # tensor is read in parts, its sum is the same as long as the size of every part except the last is a multiple
+        # of 8 bytes.
         self._sums: dict[str, tuple[int, bytes]] = {}
         if expected is not None:
             _require_kinds(checkpoint.kinds, expected)
@@ -106,7 +108,10 @@ class VerifiedCheckpoint(Checkpoint):
         self.panels_of = checkpoint.panels_of
 
     def signature(self) -> Signature:
-        """Return the signature of the tensors read so far: the same parts of equal files have equal digests."""
+        """Return the signature of the tensors read so far.
+
+        If the same parts of equal files were read, their digests are equal.
+        """
         lines = (
             f"{name} {kind.shape} {kind.dtype} {self._sums.get(name)}" for name, kind in sorted(self.kinds.items())
         )
@@ -143,16 +148,16 @@ class VerifiedCheckpoint(Checkpoint):
         return stored
 
     def _add(self, name: str, stored: torch.Tensor, *, values: int, words: int | None = None) -> None:
-        """Record a read.
+        """Record that a tensor or a part of it was read.
 
         stored: the values or quantized blocks that were read.
         values: number of values in `stored`.
-        words:  sum of the 8-byte words of `stored`, if known.
+        words:  sum of the 8-byte words of `stored`; None computes it.
         """
         data = stored.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD
         if words is None:
-            # Words must be aligned to their size; a view of a file may begin at any address.
+            # Words must be aligned to their size, but a view of a file can begin at any address.
             aligned = data[:end] if data.data_ptr() % _WORD == 0 else data[:end].clone()
             words = int(aligned.view(torch.int64).sum())
         before, rest = self._sums.get(name, (0, b""))
@@ -162,18 +167,19 @@ class VerifiedCheckpoint(Checkpoint):
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all values are finite, computed where the tensor is."""
-    # A sum is finite only if all its terms are. Check each value if the sum is not finite, because it may have
-    # overflowed.
+    """Return whether all values are finite. The device that holds the tensor computes this."""
+    # A sum is finite only if all its terms are finite. If the sum is not finite, check each value, because the sum may
+    # have overflowed.
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
 
 
 @contextmanager
 def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[VerifiedCheckpoint]:
-    """Report the progress of reading `checkpoint` to the probes of this process, and on standard error if it is a
-    terminal.
+    """Return a context that yields `checkpoint` and reports the progress of reading it.
 
-    what: the label of the bar, such as "loading".
+    The reports go to the probes of this process, and to standard error if that is a terminal.
+
+    what: the label of the progress bar, such as "loading".
     """
     total = sum(prod(kind.shape) for kind in checkpoint.kinds.values())
     size = sum(prod(kind.shape) * kind.dtype.itemsize for kind in checkpoint.kinds.values())
@@ -205,7 +211,10 @@ def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[Veri
 
 
 def require_same_model(config: ModelConfig, *, wanted: ModelConfig) -> None:
-    """Raise UnusableWeightsError naming the first size or constant in which `config` differs, with both values."""
+    """Raise UnusableWeightsError if `config` is of another model.
+
+    The message names the first size or constant that differs, with both values.
+    """
     for field in fields(ModelConfig):
         given, own = getattr(config, field.name), getattr(wanted, field.name)
         if given != own:

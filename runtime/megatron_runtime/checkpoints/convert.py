@@ -46,7 +46,7 @@ TOKENIZER_FILES = (
 
 
 class DestinationError(ValueError):
-    """The destination cannot be written. The message names the directory and the remedy."""
+    """Raised if the destination cannot be written. The message names the directory and the remedy."""
 
 
 def convert(
@@ -59,19 +59,20 @@ def convert(
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the model at `source` to `directory`: weights, configuration, tokenizer. One tensor is in memory at a time.
+    """Write the weights, configuration and tokenizer of the model at `source` to `directory`.
 
     source:    a model reference, or the result of `resolve`.
-    directory: created by this function. It appears only when it is complete.
+    directory: created by this function. It exists only when it is complete.
     to:        "safetensors" for transformers, "torch_dist" for Megatron-LM, "packed" for engines on the CPU.
     dtype:     type of the weights: "float32", "bfloat16", "float16", or "keep" (float32 for quantized tensors).
-               "packed" also takes "int8" and "int4", with which quantized matrices keep their blocks. For "packed",
-               "keep" means "auto".
-    replace:   replace an existing directory.
-    write_gguf_tokenizer: converts the tokenizer of a GGUF file; None leaves it out.
-    progress:  called with the bytes written so far and in total.
+               "packed" also accepts "int8" and "int4"; quantized matrices then keep their blocks. For "packed", "keep"
+               means "auto".
+    replace:   whether to replace an existing directory.
+    write_gguf_tokenizer: converts the tokenizer of a GGUF file; None omits the tokenizer.
+    progress:  called with the number of bytes written so far and the total number.
 
-    Raises DestinationError, UnsupportedModelError, ValueError naming an unknown dtype, and the errors of the format.
+    Only one tensor is in memory at a time. Raises DestinationError, UnsupportedModelError, ValueError for an unknown
+    dtype, and the errors of the format.
     """
     resolved = resolve(source) if isinstance(source, str) else source
     opened = open_checkpoint(resolved)
@@ -110,7 +111,7 @@ def convert(
 
 
 class _OfType(Checkpoint):
-    """Wraps a checkpoint, and returns its tensors as dense ones, converted to `dtype` unless it is None."""
+    """Wraps a checkpoint. Its tensors are dense, and converted to `dtype` unless `dtype` is None."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
@@ -128,7 +129,10 @@ def write_text_files(
     *,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
 ) -> None:
-    """Write the tokenizer, the chat template and the end-of-answer tokens, to which a GGUF tokenizer may add some."""
+    """Write the tokenizer, the chat template, and the ids of the tokens that end an answer.
+
+    A GGUF tokenizer can add ids of such tokens.
+    """
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         file = find_beside(source, name)
         if file is not None:
@@ -147,12 +151,12 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty directory next to `directory`.
+    """Yield an empty directory next to `directory`, in which the block writes files.
 
-    It is renamed to `directory` when the block ends, and removed on failure.
+    At the end of the block, the new directory is renamed to `directory`. If the block fails, it is removed. If a
+    process is killed, the next process removes its files.
 
-    replace: remove an existing `directory` at the end; without `replace` it must be absent or empty. Files of a process
-             that was killed are removed by the next one.
+    replace: whether to remove an existing `directory` at the end. If False, `directory` must be absent or empty.
 
     Raises DestinationError.
     """
@@ -186,7 +190,10 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def _lock(partial: Path) -> int:
-    """Lock a partial directory, so that only one process writes to it. The kernel unlocks it if this process dies."""
+    """Lock a partial directory, so that only one process writes to it.
+
+    The kernel releases the lock if this process exits.
+    """
     partial.mkdir(exist_ok=True)
     held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
     try:

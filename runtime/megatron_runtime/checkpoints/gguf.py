@@ -1,7 +1,8 @@
-"""Reads weights from a GGUF file, either quantized as they are stored or dequantized.
+"""Reads weights from a GGUF file, either in their stored quantized form or dequantized.
 
-Tensors are returned in the layout of transformers. GGUF files have another layout: in some families the rows of q and k
-are in the order of rotary pairs, the experts of a layer are one tensor, and the weights of norms include their offset.
+Tensors are returned in the layout of transformers. The layout of GGUF files differs. In some families, the rows of q
+and k are in the order of rotary pairs, the experts of a layer are one tensor, and the weights of norms include their
+offset.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ _LAYER_NAMES = {
 class _Entry:
     """The place of one tensor.
 
-    offset:       in bytes, from the start of the file.
-    paired_heads: number of heads, if the rows of each head are in the order of rotary pairs; otherwise None.
+    offset:       position in bytes, from the start of the file.
+    paired_heads: number of heads if the rows of each head are in the order of rotary pairs; otherwise None.
     less: offset to subtract from the values.
     """
 
@@ -71,7 +72,7 @@ class _Entry:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """The weights in a .gguf file, or in the parts of one. The constructor reads the headers.
+    """The weights in a .gguf file or in its parts. The constructor reads the headers.
 
     path: path of the file, or of any part.
     """
@@ -106,7 +107,10 @@ class GGUFCheckpoint(Checkpoint):
         }
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return float32 values; F16 and BF16 tensors keep their type."""
+        """Return the tensor's values.
+
+        F16 and BF16 tensors keep their type, and all other tensors are returned as float32.
+        """
         entry = self._entries[name]
         if len(entry.shape) == 1:
             values = _whole(entry)
@@ -130,7 +134,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Return the metadata of the file at `path`, and the tensors of all files, by their GGUF names."""
+    """Return the metadata of the file at `path`, and the tensors of all files by their GGUF names."""
     metadata: dict[str, Any] = {}
     stored: dict[str, _Entry] = {}
     directory = ModelDirectory(path.parent)
@@ -155,7 +159,7 @@ def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dic
 
 
 def _with_factors(config: ModelConfig, fields: Fields, stored: Mapping[str, _Entry]) -> ModelConfig:
-    """Return `config` with the rope scaling factors that the file stores as tensors, if it has any."""
+    """Return `config` with the rope scaling factors, if the file stores such factors as tensors."""
     where = fields.where
 
     def factors(name: str) -> list[float]:
@@ -206,7 +210,9 @@ def _whole(entry: _Entry) -> torch.Tensor:
 
 
 def _rows(entry: _Entry, part: Part) -> torch.Tensor:
-    """Return the quantized blocks of some rows, uint8 [rows, bytes per row], in transformers' order of rows."""
+    """Return the quantized blocks of the rows in `part`, uint8 [rows, bytes per row], in transformers' order of
+    rows.
+    """
     count, row_bytes = entry.shape[0], _num_bytes(entry.kind, entry.shape[1:])
     start, stop, _ = (part or (slice(None),))[0].indices(count)
     if entry.paired_heads is None:
@@ -223,7 +229,7 @@ def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
 def _entries(
     stored: Mapping[str, _Entry], family: Family, config: ModelConfig, path: Path
 ) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors under their transformers names. The file stores all experts of a layer in one tensor."""
+    """Yield the tensors under their transformers names. In the file, all experts of a layer are one tensor."""
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []
     for own_name, entry in stored.items():
@@ -258,8 +264,9 @@ def _entries(
 
 
 def _whole_tensors(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> Iterator[GGUFTensorInfo]:
-    """Yield the tensors of a file. Raise an error unless each has a known type, consists of whole blocks and lies
-    inside the file.
+    """Yield the tensors of a file.
+
+    Raises an error unless each tensor has a known type, consists of whole blocks and is within the file.
     """
     for info in index:
         if info.kind not in BLOCK_SIZES:

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: the metadata, and the index of the tensors. Imports no torch.
+"""Reads the header of a GGUF file, which contains the metadata and the index of the tensors. Does not import torch.
 
-The reader of the `gguf` package is not used: it takes 2 to 10 s and 160 to 710 MiB for the metadata of a model, and it
-has no limits (docs/decisions/012). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The reader of the `gguf` package is not used, because it has no limits, and takes 2 to 10 s and 160 to 710 MiB for the
+metadata of a model (docs/decisions/012). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _SIZE = struct.Struct("<Q")
 _TOKENIZER_PREFIX = "tokenizer."
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 20
 _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 24
-"""Limits: metadata pairs and tensors per file, axes per tensor, and elements of all arrays of a file together."""
+"""Maximum numbers of metadata pairs and tensors per file, of axes per tensor, and of elements of all arrays in a
+file.
+"""
 _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -36,7 +38,7 @@ class GGUFTensorInfo:
 
     shape:  row-major, as in torch; the file has the opposite order.
     kind:   GGML type number.
-    offset: in bytes, from the start of the file.
+    offset: position in bytes, from the start of the file.
     """
 
     name: str
@@ -48,7 +50,7 @@ class GGUFTensorInfo:
 def gguf_parts(path: Path) -> list[Path]:
     """Return the paths of all files of a model, given one of them. The first file has the metadata.
 
-    A large model has several files, with names like NAME-00001-of-00003.gguf. The files need not exist.
+    A large model has several files, with names such as NAME-00001-of-00003.gguf. The files need not exist.
     """
     match = _PART_NAME.fullmatch(path.name)
     if match is None or not int(match[3]):
@@ -60,8 +62,8 @@ def gguf_parts(path: Path) -> list[Path]:
 def read_gguf_header(path: Path, *, vocabulary: bool) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
     """Return the metadata of the file at `path`, and the index of its tensors.
 
-    vocabulary: read the arrays of the tokenizer. If false, these arrays are empty, and reading takes a quarter of the
-                time.
+    vocabulary: whether to read the tokenizer's arrays. If False, these arrays are empty and the read takes a quarter of
+                the time.
 
     Raises ModelFileError if the file is not GGUF, is truncated, has an unknown version, or exceeds a limit.
     """
@@ -129,7 +131,7 @@ class _Reader:
         raise ModelFileError(f"{self._path} holds a value of unknown type {kind} at byte {self._at}")
 
     def _array(self, kind: int, count: int, *, wanted: bool, depth: int) -> list[Any]:
-        if count > len(self._view) - self._at:  # each element takes at least one byte
+        if count > len(self._view) - self._at:  # each element takes one byte or more
             raise self._cut_short(count, self._at)
         self._elements_left -= count
         if self._elements_left < 0:
@@ -146,9 +148,9 @@ class _Reader:
         return [self._value(kind, wanted=wanted, depth=depth) for _ in range(count)]
 
     def _strings(self, count: int, *, wanted: bool) -> list[str]:
-        """Read an array of strings.
+        """Read an array of `count` strings. wanted: if False, skip the strings and return an empty list.
 
-        A vocabulary has hundreds of thousands of them, so no function is called per string.
+        A vocabulary has hundreds of thousands of strings, so no function is called per string.
         """
         view, size_at, header, at, end = self._view, _SIZE.unpack_from, _SIZE.size, self._at, len(self._view)
         texts = []

@@ -1,4 +1,4 @@
-"""Maps files of tensors into memory, with a limit of resident pages."""
+"""Maps files of tensors into memory, and limits the number of resident pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESIDENT_BYTES = 16 << 20
 class MappedFile:
     """A file that is mapped into memory at the first read.
 
-    Pieces are views that keep the mapping alive. Thread-safe.
+    The tensors that piece() returns are views, which keep the mapping alive. Thread-safe.
     """
 
     def __init__(self, file: ModelFile) -> None:
@@ -25,7 +25,7 @@ class MappedFile:
         self._lock = Lock()
 
     def piece(self, offset: int, size: int) -> torch.Tensor:
-        """Return the bytes from `offset` on as uint8 [size]. Callers must not write to the tensor."""
+        """Return `size` bytes from `offset` on, as uint8 [size]. Callers must not write to the tensor."""
         with self._lock:
             if self._view is None:
                 with self.file.open() as file:
@@ -33,7 +33,7 @@ class MappedFile:
                     self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._resident += size
             if self._resident > RESIDENT_BYTES and hasattr(self._view, "madvise"):
-                # This drops pages from the process, not from the page cache: a view in use maps them again.
+                # This drops pages from the process, but not from the page cache. A view in use maps them again.
                 self._view.madvise(mmap.MADV_DONTNEED)
                 self._resident = size
             view = self._view

@@ -1,14 +1,14 @@
-"""Opens the files of a model, and only files inside the directory of the model. Imports no torch.
+"""Opens the files of a model. It opens only files in the model's directory, and does not import torch.
 
-A model directory may come from an untrusted source. A link in it can name any file that this process may read, such as
-a private key or /proc/self/environ, and the content of some files reaches clients. Every reader of model files
-therefore opens them here:
+A model directory can come from an untrusted source. A link in it can point to any file that this process may read, such
+as a private key or /proc/self/environ, and clients receive the content of some model files. Therefore, every reader of
+model files opens them through this module, with these rules:
 
 - A link is followed only to a regular file in the same directory, at any depth. That includes the layout of a
   Kubernetes volume (`file -> ..data/file`, `..data -> ..2026_11_23/`).
 - A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory next to `snapshots`,
   and to the `blobs` directory of the cache, which repositories share.
-- The directory itself may be a link, or be below one: it is resolved once. A path named by the caller is trusted.
+- The directory itself can be a link, or be below one. It is resolved once. A path from the caller is trusted.
 - FIFOs, devices and sockets are rejected, and files that are read whole have a size limit.
 """
 
@@ -49,18 +49,21 @@ _OPENED = Path("/proc/self/fd")
 
 
 class ModelFileError(ValueError):
-    """A file of a model is unsafe to read, damaged or of an unsupported format.
+    """Raised if a model file is unsafe to read, damaged or of an unsupported format.
 
     The message names the file and the cause.
     """
 
 
 class UnsafeNameError(ValueError):
-    """A file name leads out of its directory or is not portable. The message gives the reason."""
+    """Raised if a file name leads out of its directory or is not portable. The message gives the reason."""
 
 
 def require_safe_name(name: object) -> str:
-    """Return `name` if it is a relative path that stays below the directory it is joined to. Raises UnsafeNameError."""
+    """Return `name` if it is a relative path that stays below the directory to which it is joined.
+
+    Raises UnsafeNameError.
+    """
     if not isinstance(name, str) or not name:
         raise UnsafeNameError(f"the file name {shown(name)} is not a non-empty string")
     reason = ""
@@ -78,7 +81,10 @@ def require_safe_name(name: object) -> str:
 
 
 def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
-    """Return the JSON object in `data`. elements: maximum number of elements. Raises ModelFileError naming `where`."""
+    """Return the JSON object in `data`. Raises ModelFileError, whose message names `where`.
+
+    elements: maximum number of elements.
+    """
     if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
         raise ModelFileError(f"{where} has more than {elements} JSON elements: it is not a file of a model")
     try:
@@ -91,7 +97,10 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Return a shape (or an offset per axis) from values in a file. Raises ValueError unless it is a valid shape."""
+    """Return a shape, or the offset on each axis, from values in a file.
+
+    Raises ValueError unless the values are a valid shape.
+    """
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
         raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
     if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_EXTENT for value in values):
@@ -104,14 +113,14 @@ class ModelFile:
     """One file of a model.
 
     path: path as given by the caller.
-    root: the resolved directory that must contain the file; None for a single file that the caller names.
+    root: the resolved directory that must contain the file; None for a single file whose path comes from the caller.
     """
 
     path: Path
     root: Path | None = None
 
     def open(self) -> BinaryIO:
-        """Open the file for reading. Raises ModelFileError, OSError."""
+        """Open the file for reading. Raises ModelFileError or OSError."""
         target = self._target()
         opened = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if self.root else 0))
         try:
@@ -125,13 +134,13 @@ class ModelFile:
         return os.fdopen(opened, "rb")
 
     def status(self) -> os.stat_result:
-        """Return the status of the file. Raises ModelFileError, OSError."""
+        """Return the status of the file. Raises ModelFileError or OSError."""
         status = os.stat(self._target())
         self._require_regular(status)
         return status
 
     def read_bytes(self, limit: int = MAX_METADATA_BYTES) -> bytes:
-        """Return the content of the file. limit: maximum size in bytes. Raises ModelFileError, OSError."""
+        """Return the content of the file. limit: maximum size in bytes. Raises ModelFileError or OSError."""
         with self.open() as file:
             data = file.read(limit + 1)
         if len(data) > limit:
@@ -140,18 +149,18 @@ class ModelFile:
         return data
 
     def read_text(self, limit: int = MAX_METADATA_BYTES) -> str:
-        """Return the content of the file, which is UTF-8. Raises ModelFileError, OSError."""
+        """Return the content of a UTF-8 file. limit: maximum size in bytes. Raises ModelFileError or OSError."""
         try:
             return self.read_bytes(limit).decode()
         except UnicodeDecodeError as error:
             raise ModelFileError(f"{self.path} is not UTF-8: {error}") from error
 
     def read_json(self) -> dict[str, Any]:
-        """Return the JSON object in the file. Raises ModelFileError, OSError."""
+        """Return the JSON object in the file. Raises ModelFileError or OSError."""
         return parse_json(self.read_bytes(), where=str(self.path))
 
     def _target(self) -> str:
-        """Return the path of the file after resolving links. Raises ModelFileError if it is outside of the root."""
+        """Return the path of the file after links are resolved. Raises ModelFileError if it is outside the root."""
         if self.root is None:
             return str(self.path)
         target = os.path.realpath(self.path)
@@ -164,7 +173,7 @@ class ModelFile:
         if path.is_relative_to(root):
             return
         # A hub cache stores contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
-        # This may be a link to a content that repositories share, ../../blobs/XX/ID.
+        # The blob can be a link to a content that repositories share, ../../blobs/XX/ID.
         is_snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name) is not None
         repository = root.parent.parent
         blobs = (repository / "blobs", repository.parent / "blobs" / path.name[:2])
@@ -191,7 +200,7 @@ class ModelDirectory:
     def file(self, name: str) -> ModelFile | None:
         """Return the file `name`; None if it does not exist or is a directory.
 
-        Raises ModelFileError if the name or a link leads out of the directory, or if it is neither a file nor a
+        Raises ModelFileError if the name or a link leads out of the directory, or if `name` is neither a file nor a
         directory.
         """
         try:
@@ -209,13 +218,13 @@ class ModelDirectory:
         return file
 
     def directory(self, name: str) -> ModelDirectory:
-        """Return the directory `name` below this one. Raises ModelFileError if a link leads elsewhere."""
+        """Return the directory `name` below this directory. Raises ModelFileError if a link leads elsewhere."""
         below = ModelFile(self.path / require_safe_name(name), self._root)
         below._target()
         return ModelDirectory(below.path)
 
     def files(self, suffix: str) -> list[ModelFile]:
-        """Return the files whose names end in `suffix`, by name. Raises ModelFileError as file() does."""
+        """Return the files whose names end in `suffix`, sorted by name. Raises ModelFileError as file() does."""
         named = sorted(entry for entry in os.listdir(self.path) if entry.endswith(suffix))
         return [file for name in named if (file := self.file(name)) is not None]
 

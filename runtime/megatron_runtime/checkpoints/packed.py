@@ -1,8 +1,8 @@
-"""Reads and writes model directories whose matrices are stored in the panels of the CPU kernels.
+"""Reads and writes model directories whose matrices are stored in the panel format of the CPU kernels.
 
-`model.packed` is a safetensors file with the matrices as bytes; config.json and the tokenizer are next to it. An engine
-maps the file and computes from its pages: nothing is converted or copied, and all engines on a node share the memory.
-Other formats are converted while they are read, and each engine has its own copy.
+`model.packed` is a safetensors file with the matrices as bytes. config.json and the tokenizer are next to it. An engine
+maps the file and computes directly from its pages. Nothing is converted or copied, and all engines on a node share the
+memory. Other formats are converted while they are read, and each engine has its own copy.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ _REMEDY = "write it again with megatron convert --to packed"
 _DTYPES = {**DTYPES, "U8": torch.uint8}
 _NAMES = {number: name for name, number in PANEL_FORMATS.items()}
 _STORED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Type of the values of a format, by its name. All other formats have float32."""
+"""Map from the name of a format to the type of its values. All other formats have float32 values."""
 
 
 class PackedCheckpoint(Checkpoint):
     """The checkpoint in a packed directory.
 
-    The constructor reads config.json and the header of model.packed, and maps it.
+    The constructor reads config.json and the header of model.packed, and maps model.packed.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -98,7 +98,9 @@ class PackedCheckpoint(Checkpoint):
         return matrix.part(*(*part, slice(None), slice(None))[:2])
 
     def _matrix(self, tensor: StoredTensor, described: Any, where: str) -> PackedMatrix:
-        """Return a matrix as a view of the file. described: [name of the format, number of inputs], from the file."""
+        """Return a matrix as a view of the file. described: [name of the number format, number of inputs], from the
+        file.
+        """
         shape, offset = tensor.kind.shape, tensor.offset
         match described:
             case [str(name), int(inputs)] if name in PANEL_FORMATS and inputs > 0:
@@ -130,7 +132,7 @@ def _metadata(metadata: Mapping[str, Any], path: Path) -> tuple[str, dict[str, A
 
 
 def _map(file: ModelFile) -> torch.Tensor:
-    """Map a file, and return it as uint8 [size]. Callers must not write to the tensor."""
+    """Map a file into memory, and return its bytes as uint8 [size]. Callers must not write to the tensor."""
     with file.open() as opened:
         # The mapping is copy-on-write because torch accepts no read-only buffer.
         view = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -144,7 +146,7 @@ def _map(file: ModelFile) -> torch.Tensor:
 def write_packed(checkpoint: Checkpoint, directory: Path, *, numbers: Format, written: Callable[[int], None]) -> None:
     """Write the weights of a checkpoint to `directory`.
 
-    numbers: number format of the matrices; quantized matrices keep their blocks if it is int8 or int4.
+    numbers: number format of the matrices. If it is int8 or int4, quantized matrices keep their blocks.
     written: called with the size of each tensor of the checkpoint.
     """
     family, shapes = FAMILIES[checkpoint.config.family], tensor_shapes(checkpoint.config)
@@ -161,7 +163,7 @@ def write_packed(checkpoint: Checkpoint, directory: Path, *, numbers: Format, wr
         number = PANEL_FORMATS[format] if stored is None else packed_format(stored, format)
         matrices[name] = _NAMES[number], inputs
         kinds[name] = TensorKind((outputs // PANEL, panel_bytes(number, inputs)), torch.uint8)
-    # Matrices come first, so that the parts that a step reads as one matrix, such as queries and keys, are adjacent.
+    # Matrices come first. Matrices that a step reads as one, such as queries and keys, are then adjacent.
     dense = (family.hf_name(name) for name in shapes)
     kinds |= {name: checkpoint.kinds[name] for name in dense if name not in matrices}
 

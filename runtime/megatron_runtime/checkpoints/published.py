@@ -1,7 +1,7 @@
-"""Weights that a trainer publishes, received from the trainer as a checkpoint, or from an engine as it stores them.
+"""Weights that a trainer publishes, received from the trainer as a checkpoint, or from an engine in its stored form.
 
-A block is used only if its SHA-256 matches the manifest. The manifest of a trainer must match the digest in the
-reference that the coordinator sent; the manifest of an engine is authenticated by the engine's key.
+A block is used only if its SHA-256 matches the manifest. A trainer's manifest must match the digest in the reference
+that the coordinator has sent. An engine's manifest is authenticated by the engine's key.
 """
 
 from __future__ import annotations
@@ -43,21 +43,24 @@ from megatron_runtime.transport.security import TRAINER, KeyFileError, PeerKeys
 from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 
 ANSWER_SECONDS = 15.0
-"""Timeout, in seconds, for an answer of the trainer, and for the connection to an engine."""
+"""Timeout, in seconds, for an answer from the trainer, and for the connection to an engine."""
 DIGEST_SECONDS = 300.0
-"""Timeout, in seconds, for the answer of a connected engine, which may have to compute the digests of its weights."""
+"""Timeout, in seconds, for the answer from a connected engine, which may have to compute the digests of its weights."""
 _KEPT_BLOCKS = 8
-"""Number of blocks that are kept, because consecutive reads of a matrix overlap in the blocks at their ends."""
+"""Number of blocks that are kept, because consecutive reads of a matrix overlap in their first and last blocks."""
 
 
 class WeightStream:
-    """The blocks of one session of a trainer or of an engine's rank. The constructor connects. For one thread.
+    """Receives the blocks of one session with a trainer or with a rank of an engine.
 
-    engine:   address of the rank of an engine; empty: the trainer that `source` names.
+    The constructor connects. Only one thread may use an instance.
+
+    engine:   address of an engine's rank; empty for the trainer that `source` names.
     part:     see OpenSession.
-    keys_dir: directory of engine.key, and trainer.pub or engine.pub; None: no encryption.
+    keys_dir: directory of engine.key, and of trainer.pub or engine.pub; None means no encryption.
 
-    Everything raises WeightsUnavailableError, after a deadline if the other side is stopped or cut off.
+    The constructor and all methods can raise WeightsUnavailableError. If the other side hangs or is unreachable, they
+    raise it after a timeout.
     """
 
     def __init__(self, source: PublishedSource, *, keys_dir: Path | None, engine: str = "", part: str = "") -> None:
@@ -74,7 +77,7 @@ class WeightStream:
         except (MalformedMessageError, OSError) as error:
             raise self.unavailable(str(error)) from error
         self.digest = opened.digest
-        """SessionOpened.digest."""
+        """SessionOpened.digest of this session."""
 
     def __enter__(self) -> Self:
         return self
@@ -86,7 +89,7 @@ class WeightStream:
         self._socket.close()
 
     def block(self, tensor: int, block: int) -> torch.Tensor:
-        """Receive and verify a block of a tensor of the manifest."""
+        """Receive and verify one block of a tensor in the manifest."""
         received = self.receive(tensor, block)
         self.verify(tensor, block, received)
         return received
@@ -108,7 +111,7 @@ class WeightStream:
         return received
 
     def verify(self, tensor: int, block: int, received: torch.Tensor) -> None:
-        """May be called on any thread."""
+        """Raise WeightsUnavailableError unless the received block matches the manifest. Any thread may call this."""
         entry = self.manifest.tensors[tensor]
         if block_digest(received) != entry.digest(block):
             raise self.unavailable(
@@ -122,10 +125,10 @@ class WeightStream:
 
 
 class PublishedCheckpoint(Checkpoint):
-    """The tensors of one session of a trainer. close() ends the connection. Blocks are received when they are read.
+    """The tensors of one session with a trainer. Blocks are received when they are read. close() ends the connection.
 
     config:   configuration of this engine's model. The trainer's tensors must fit it.
-    keys_dir, errors: see WeightStream.
+    keys_dir: see WeightStream, also for errors.
     """
 
     def __init__(self, source: str, *, config: ModelConfig, keys_dir: Path | None) -> None:
@@ -185,7 +188,10 @@ class NoValues(Checkpoint):
 
 
 def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]) -> None:
-    """Copy the tensors of an engine's rank into `targets`, its tensors by their names and in their order."""
+    """Receive the tensors of an engine's rank.
+
+    targets: name and destination of each tensor, in the order of the rank.
+    """
     kinds = [(entry.name, entry.shape, entry.dtype) for entry in stream.manifest.tensors]
     expected = [(entry.name, entry.shape, entry.dtype) for entry in (entry_of(*target) for target in targets)]
     if kinds != expected:
@@ -203,7 +209,7 @@ def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]
 def newest(trainer: Trainer) -> PublishedSource:
     """Return the reference of the weights that a trainer has published last.
 
-    Raises WeightsUnavailableError, KeyFileError, and ValueError for another address than "HOST:PORT".
+    Raises WeightsUnavailableError, KeyFileError, and ValueError if the address is not "HOST:PORT".
     """
     host, separator, port = trainer.address.rpartition(":")
     if not separator or not port.isdigit():
@@ -213,7 +219,7 @@ def newest(trainer: Trainer) -> PublishedSource:
 
 
 def is_offered(source: str, *, keys_dir: Path | None) -> bool:
-    """Return whether the trainer answers and has the weights that `source` names."""
+    """Return whether the trainer responds and has the weights that `source` names."""
     try:
         asyncio.run(_open(PublishedSource.parse(source), keys_dir, is_question=True))
     except (WeightsUnavailableError, KeyFileError):
@@ -224,9 +230,9 @@ def is_offered(source: str, *, keys_dir: Path | None) -> bool:
 async def _open(
     source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False, engine: str = "", part: str = ""
 ) -> SessionOpened:
-    """Open a session with the trainer or an engine.
+    """Open a session with the trainer or with an engine.
 
-    Raises WeightsUnavailableError, and KeyFileError for missing keys.
+    Raises WeightsUnavailableError, and KeyFileError if keys are missing.
     """
     answer: asyncio.Future[SessionOpened] = asyncio.get_running_loop().create_future()
     connected = asyncio.Event()

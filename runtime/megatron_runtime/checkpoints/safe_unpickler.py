@@ -1,9 +1,9 @@
 """Reads untrusted pickles without running any code that they name.
 
-A pickle names the functions to call. Here, a table maps the trusted names to objects; any other name becomes an inert
-object or is rejected. No module is ever imported for a pickle. The reader is the standard library's pure Python one,
-which torch's own reader of weights uses too. The C reader lets a pickle allocate gigabytes with one opcode, overflow
-the C stack with a nested key, and set attributes of classes.
+A pickle names the functions to call. In this module, a table maps the trusted names to objects. Any other name becomes
+an inert object or is rejected. No module is ever imported for a pickle. The reader is the standard library's pure
+Python reader, which torch also uses to read weights. The C reader is not safe: with it, a pickle can allocate gigabytes
+with one opcode, overflow the C stack with a nested key, and set attributes of classes.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ Globals = Mapping[tuple[str, str], Any]
 
 _MAX_SIZE = 1 << 63
 _REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
-"""Rejected opcodes: they allocate the size that they state, build integers of megabytes, or read tables of this
-process.
+"""Rejected opcodes.
+
+They allocate a size that the pickle states, build integers of megabytes, or read tables of this process.
 """
 _MAX_ARGUMENTS = 64
 
 
 class UnsafePickleError(ModelFileError):
-    """The pickle names an untrusted object, or is damaged. The message names the file and the object."""
+    """Raised if a pickle names an untrusted object or is damaged. The message names the file and the object."""
 
 
 class Opaque:
-    """Stands for an object whose class is not needed. It accepts every operation of a pickle, and stores nothing."""
+    """Replaces an object whose class is not needed. It accepts every operation of a pickle, and stores nothing."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Opaque:
         return object.__new__(cls)
@@ -57,12 +58,12 @@ def read_pickle(
     opaque: Callable[[str, str], bool] = lambda module, name: False,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return the object in the pickle `data`, whose size the caller limits.
+    """Return the object in the pickle `data`. The caller must limit the size of `data`.
 
-    where:      name of the file in errors.
+    where:      name of the file, for errors.
     trusted:    classes and functions that the pickle may use.
-    opaque:     returns whether another (module, name) is replaced by an Opaque; otherwise it is rejected.
-    persistent: returns the object of a persistent id; None rejects them.
+    opaque:     returns whether an untrusted (module, name) is replaced by an Opaque. If not, it is rejected.
+    persistent: returns the object of a persistent id; None rejects persistent ids.
 
     Raises UnsafePickleError.
     """
@@ -77,12 +78,12 @@ def read_pickle(
 
 
 def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
-    """Stands for collections.OrderedDict. The pickle adds the entries one by one."""
+    """Return an empty OrderedDict, in place of collections.OrderedDict. The pickle adds the entries one by one."""
     return OrderedDict()
 
 
 class _Reader(pickle._Unpickler):
-    """An unpickler whose time and memory are proportional to the size of the pickle, whatever its content."""
+    """An unpickler whose time and memory are proportional to the size of the pickle, whatever the pickle contains."""
 
     # attribute of the standard library's reader
     stack: list[Any]
@@ -126,7 +127,7 @@ class _Reader(pickle._Unpickler):
     # --- opcodes that a pickle could misuse ---
 
     def _build(self) -> None:
-        """Set attributes of an instance; attributes of classes and functions are never set."""
+        """Set attributes of an instance. Attributes of classes and functions are never set."""
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is OrderedDict:
             return
@@ -140,7 +141,7 @@ class _Reader(pickle._Unpickler):
         if isinstance(state, tuple):
             own, slots = state
             state = {**(own or {}), **(slots or {})}
-        # Count the attributes, because many objects can share one state, which each of them copies.
+        # Count the attributes, because many objects can share one state, and each object copies it.
         self._attributes_left -= len(state)
         if self._attributes_left < 0:
             raise ValueError("it sets more attributes than it has bytes")
@@ -149,8 +150,8 @@ class _Reader(pickle._Unpickler):
     def _set_items(self, target: Any, items: list[Any]) -> None:
         """Set entries of a mapping.
 
-        Only some types of keys are set; no caller reads other entries. The hashes of tuples and long integers are
-        predictable, so a pickle could make all keys collide.
+        Only keys of some types are set, because no caller reads other entries. The hashes of tuples and long integers
+        are predictable, so a pickle could otherwise make all keys collide.
         """
         for key, value in zip(items[::2], items[1::2], strict=True):
             if isinstance(key, self._keys) or (isinstance(key, int) and abs(key) < _MAX_SIZE):
@@ -191,7 +192,7 @@ class _Reader(pickle._Unpickler):
     def _few(self, arguments: Any) -> tuple[Any, ...]:
         """Return the arguments of a call.
 
-        A long tuple is rejected, because many calls could share it and copy it each time.
+        A long tuple is rejected, because many calls could share the tuple and copy it each time.
         """
         if not isinstance(arguments, tuple) or len(arguments) > _MAX_ARGUMENTS:
             raise ValueError(f"it calls something with {shown(arguments)}: want at most {_MAX_ARGUMENTS} arguments")

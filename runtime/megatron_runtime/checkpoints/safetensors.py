@@ -1,4 +1,4 @@
-"""Reads and writes model directories in transformers' format: config.json and *.safetensors.
+"""Reads and writes model directories in transformers' format, which contain config.json and *.safetensors.
 
 A file contains the size of its header (8 bytes, little-endian), the header in JSON, and the tensors one after the
 other: https://github.com/huggingface/safetensors#format. The `safetensors` package is not used, because it cannot read
@@ -46,8 +46,9 @@ INDEX_FILE = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 _EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIXES = ("model.", "", "language_model.model.", "model.language_model.", "language_model.")
-"""Prefixes of the text model's tensors: in a causal model of transformers, in a model without a head, and in the text
-part of a multimodal model.
+"""Prefixes of the text model's tensors.
+
+They are for a causal model of transformers, for a model without a head, and for the text part of a multimodal model.
 """
 _IGNORED = re.compile(
     r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.(attn|attention)\.(masked_)?bias|.*\.[kv]_scale|mtp\..*"
@@ -67,7 +68,7 @@ _LARGE_PAGE = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. offset: position of its first byte in the file."""
+    """A tensor in a file. offset: position of the tensor's first byte in the file."""
 
     kind: TensorKind
     offset: int
@@ -111,8 +112,9 @@ class SafetensorsCheckpoint(Checkpoint):
             self.config = replace(self.config, tie_embeddings=True)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a tensor or a part of it as a view of the file, in the stored type; for scaled matrices, bfloat16
-        values.
+        """Return a tensor, or a part of it, as a view of the file in the stored type.
+
+        For scaled matrices, return a copy with bfloat16 values.
         """
         scaled = self._scaled.get(name)
         return self._stored(name, part) if scaled is None else scaled.read(self._stored, part)
@@ -124,15 +126,15 @@ class SafetensorsCheckpoint(Checkpoint):
         if not size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
         data = file.piece(offset, size)
-        # A tensor may begin at any offset of the file, but the address of a value must be a multiple of its size.
+        # A tensor can begin at any offset in the file, but the address of a value must be a multiple of its size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the configuration in config.json and generation_config.json of a directory.
+    """Return the configuration from config.json and generation_config.json in `directory`.
 
-    Raises UnsupportedModelError, ModelFileError, OSError.
+    Raises UnsupportedModelError, ModelFileError or OSError.
     """
     fields = _config_json(directory)
     ends = end_tokens(ModelDirectory(directory), dict(fields.values))
@@ -148,7 +150,7 @@ def _config_json(directory: Path) -> Fields:
 
 
 def _names(stored: Collection[str]) -> dict[str, str]:
-    """Return the transformers name of each tensor of the text model, by the name in the files."""
+    """Return a map from the tensor names in the files to the transformers names, for the tensors of the text model."""
     prefixes = [prefix for prefix in _TEXT_PREFIXES if prefix + _EMBEDDING in stored]
     prefix = prefixes[0] if prefixes else "model."
     names = {}
@@ -165,12 +167,18 @@ def _names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _says_untied(values: Fields) -> bool:
-    """Return whether config.json itself, not the family's default, states that the model has a separate head."""
+    """Return whether config.json itself states that the model has a separate head.
+
+    The family's default does not count.
+    """
     return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
-    """Return the files that the index lists; without an index, model.safetensors or else all .safetensors files."""
+    """Return the files that the index lists.
+
+    Without an index, return model.safetensors, or else all .safetensors files.
+    """
     index = directory.file(INDEX_FILE)
     if index is None:
         # Prefer this file, because the directory may have other formats of the same weights.
@@ -194,9 +202,9 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
 def read_header(
     stored: ModelFile, dtypes: Mapping[str, torch.dtype] = DTYPES
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Return the tensors of a file, whose places are checked against the file size, and its metadata.
+    """Return the tensors of a file and its metadata. The places of the tensors are checked against the file size.
 
-    Raises ModelFileError, UnsupportedModelError naming a type that is not in `dtypes`, OSError.
+    Raises UnsupportedModelError, which names a type that is not in `dtypes`, ModelFileError or OSError.
     """
     path = stored.path
     with stored.open() as file:
@@ -253,10 +261,10 @@ def write_safetensors(
 ) -> None:
     """Write tensors to `directory`, one at a time: model.safetensors, or several files with an index.
 
-    kinds:      name, shape and type of each tensor, in the order of the file.
-    read:       returns the tensor of a name.
-    written:    called with the number of bytes of each tensor written.
-    file_bytes: maximum size of a file; a tensor that would exceed it begins a new file.
+    kinds:      name, shape and type of each tensor, in the order of writing.
+    read:       returns the tensor with a given name.
+    written:    called with the number of bytes of each tensor that has been written.
+    file_bytes: maximum size of a file. A tensor that would exceed the maximum begins a new file.
     """
     parts: list[dict[str, TensorKind]] = [{}]
     size = 0
@@ -293,7 +301,8 @@ def write_file(
         pending = bytearray(_header(kinds, dtypes, metadata))
         for key in kinds:
             values = read(key).contiguous().view(-1).view(torch.uint8)
-            # Each piece begins at a multiple of a large page, so that ext4 and XFS keep the file in large pages.
+            # Each piece begins at a multiple of the large page size, so that ext4 and XFS cache the file in large
+            # pages.
             for piece in values.split(_LARGE_PAGE):
                 pending += piece.numpy().data
                 if len(pending) >= _LARGE_PAGE:

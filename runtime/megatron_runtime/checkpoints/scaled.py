@@ -1,10 +1,10 @@
 """Reads matrices that safetensors files store as FP8 or integer numbers with scales.
 
-There are two layouts: block-scaled FP8, as DeepSeek and Qwen publish it (`weight` and `weight_scale_inv`), and
-compressed-tensors (https://github.com/vllm-project/compressed-tensors): `weight` or `weight_packed` with
+There are two layouts. DeepSeek and Qwen publish block-scaled FP8, which is `weight` and `weight_scale_inv`.
+Compressed-tensors (https://github.com/vllm-project/compressed-tensors) has `weight` or `weight_packed` with
 `weight_scale`, a `weight_zero_point`, and a `weight_g_idx` if the columns are not in the order of the groups.
 
-N outputs and K inputs of a matrix, G groups of inputs.
+Shapes: N outputs and K inputs of a matrix, G groups of inputs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,13 @@ class ScaledMatrix:
     """How one scaled matrix is stored.
 
     shape:      (N, K).
-    values:     name of the tensor of numbers, [N, K]; or of int32 words, each with several numbers along K.
+    values:     name of the tensor of numbers, [N, K], or of int32 words, each of which has several numbers along K.
     bits:       bits per number in a word; None if the numbers are not packed.
-    scale:      name of the scales: one for the matrix, or one per block of `rows` outputs and `columns` inputs.
-    zero_point: name of the zero points, laid out like the scales, but packed along N; None if 0 represents zero.
-    groups:     name of the group of each input, int32 [K]; None if each run of `columns` inputs is a group.
+    scale:      name of the scales. The matrix has one scale, or one per block of `rows` outputs and `columns` inputs.
+    zero_point: name of the zero points, which have the layout of the scales but are packed along N; None if 0
+                represents zero.
+    groups:     name of the tensor that has the group of each input, int32 [K]; None if each run of `columns` inputs is
+                a group.
     """
 
     shape: tuple[int, int]
@@ -54,7 +56,7 @@ class ScaledMatrix:
     groups: str | None = None
 
     def read(self, stored: Reader, part: Part = ()) -> torch.Tensor:
-        """Return the values of a part as bfloat16, the type that these models had before quantization."""
+        """Return the values of a part as bfloat16, the type of these models before quantization."""
         outputs, inputs = (
             slice(*(part[axis] if axis < len(part) else slice(None)).indices(size)[:2])
             for axis, size in enumerate(self.shape)
@@ -90,9 +92,9 @@ def scaled_matrices(
 ) -> tuple[dict[str, ScaledMatrix], set[str]]:
     """Return the scaled matrices by the name of their values, and the names of all tensors that belong to them.
 
-    quantization: `quantization_config` of config.json; empty for a model without it.
+    quantization: `quantization_config` of config.json; empty if config.json has none.
 
-    Raises UnsupportedModelError naming the method, or a tensor whose scales do not fit.
+    Raises UnsupportedModelError, which names the unsupported method, or a tensor whose scales do not fit.
     """
     if not quantization.values:
         return {}, set()
@@ -159,7 +161,7 @@ def _matrix(module: str, scale: str, kinds: Mapping[str, TensorKind], stored: Re
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpack int32 words [N, W] of n numbers each to signed numbers [N, W * n].
+    """Unpack int32 words [N, W], each with n numbers, to signed numbers [N, W * n].
 
     The lowest bits come first. Each number is stored with an offset of 2 ** (bits - 1).
     """

@@ -1,4 +1,4 @@
-"""Resolves a model reference of a user to files on this machine. Imports no torch and reads no weights."""
+"""Resolves a user's model reference to files on this machine. Reads no weights and does not import torch."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ Only engines in the same process can read it.
 BUILTIN_PREFIX = "builtin:"
 _KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
 LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""The file in which Megatron-LM names the checkpoint to load, and the name for weights without training state."""
+"""The file in which Megatron-LM names the checkpoint to load, and the name that stands for weights without training
+state.
+"""
 _INDEX_FILE = ".metadata"
 _LATEST_BYTES = 64
 
 
 class ModelSourceError(ValueError):
-    """A model reference does not lead to a model. The message names the reference and the remedy."""
+    """Raised if a model reference does not lead to a model. The message names the reference and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model in files.
+    """A model that is stored in files.
 
-    format: "GGUF" for a .gguf file or its parts, "SafeTensors" for a directory with config.json and *.safetensors as
-            transformers writes it, "TorchDist" for a Megatron-Core checkpoint, "Packed" for a directory with
+    format: "GGUF" for a .gguf file or its parts; "SafeTensors" for a directory with config.json and *.safetensors in
+            the layout of transformers; "TorchDist" for a Megatron-Core checkpoint; "Packed" for a directory with
             config.json and model.packed.
-    path: the (first) .gguf file, or the directory. A Megatron-Core checkpoint has `.metadata` in it; its
-            config.json and tokenizer are there or in the directory above.
+    path: the (first) .gguf file, or the directory. The directory of a Megatron-Core checkpoint contains `.metadata`.
+          Its config.json and tokenizer are in this directory or in the directory above.
     """
 
     format: Literal["GGUF", "SafeTensors", "TorchDist", "Packed"]
@@ -54,13 +56,13 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInMemory:
-    """A model in the memory of the program: its Checkpoint, and its name in messages.
+    """A model in the memory of the program. It has a Checkpoint, and a name for messages.
 
-    reopen: returns a Checkpoint of the model's current weights, for a model that the program may train meanwhile.
-    records_routing: whether the model's configuration asks for the experts of each token.
+    reopen: returns a Checkpoint of the model's current weights, because the program may train the model meanwhile.
+    records_routing: whether the model's configuration requests the experts of each token.
     """
 
-    checkpoint: Any  # not typed as Checkpoint, whose module needs torch: servers import this module
+    checkpoint: Any  # not typed as Checkpoint, because its module needs torch and servers import this module
     name: str
     reopen: Callable[[], Any] | None = None
     records_routing: bool = False
@@ -73,11 +75,11 @@ class ModelInMemory:
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """Weights that a trainer publishes, for an engine that has the model's configuration and tokenizer already.
+    """Weights that a trainer publishes, for an engine that already has the model's configuration and tokenizer.
 
-    source:   "trainer://HOST:PORT/EPOCH-DIGEST", or with copies: see PublishedSource.
+    source:   "trainer://HOST:PORT/EPOCH-DIGEST", possibly with the addresses of copies; see PublishedSource.
     config:   ModelConfig of the engine's model.
-    keys_dir: directory of engine.key, engine.pub and trainer.pub; None: no encryption.
+    keys_dir: directory of engine.key, engine.pub and trainer.pub; None means no encryption.
     """
 
     source: str
@@ -95,10 +97,11 @@ class PublishedModel:
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """The weights that a trainer has published last, as `source` of a weight update in a program with MegatronLLM.
+    """The weights that a trainer has published last, for use as `source` of a weight update in a program with
+    MegatronLLM.
 
-    address: "HOST:PORT" of its WeightServer.
-    keys:    directory of engine.key, engine.pub and trainer.pub; None: no encryption.
+    address: "HOST:PORT" of the trainer's WeightServer.
+    keys:    directory of engine.key, engine.pub and trainer.pub; None means no encryption.
     """
 
     address: str
@@ -111,13 +114,13 @@ ModelSource = StoredModel | ModelInMemory | PublishedModel
 def resolve(model: str) -> StoredModel:
     """Return the location of the weights of `model`.
 
-    Weights at a hub or in an object store are fetched if they are not cached.
+    If the weights are at a hub or in an object store and not cached, they are fetched.
 
-    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file (any one if the model has
+    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file (any part if the model has
            several), or a directory. The directory contains config.json with safetensors or model.packed, the .gguf
            files of one model, a Megatron-Core checkpoint, or the checkpoints of a Megatron-LM training run.
 
-    Raises ModelSourceError, ModelFileError, and for a hub or a store HubError and HubUnavailableError.
+    Raises ModelSourceError and ModelFileError; for a hub or a store also HubError and HubUnavailableError.
     """
     if model == IN_MEMORY:
         raise ModelSourceError(
@@ -172,7 +175,7 @@ def resolve(model: str) -> StoredModel:
 
 
 def require_format(source: ModelSource, wanted: str, *, model: str) -> None:
-    """Raise ValueError if `wanted` is neither "Auto" nor the format of `source`.
+    """Raise ValueError unless `wanted` is "Auto" or the format of `source`.
 
     model: the model reference, for the error.
     """
@@ -181,7 +184,7 @@ def require_format(source: ModelSource, wanted: str, *, model: str) -> None:
 
 
 def find_beside(source: ModelSource, name: str) -> ModelFile | None:
-    """Return the file `name` that accompanies the weights of a model; None if there is none.
+    """Return the file `name` next to the weights of a model; None if there is no such file.
 
     Raises ModelFileError.
     """

@@ -1,4 +1,7 @@
-"""The configuration of a decoder, as plain data. Imports no torch, because schedulers and tools use it too."""
+"""The configuration of a decoder, as plain data.
+
+Does not import torch, because schedulers and tools use this module too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ Activation = Literal["silu", "gelu_tanh"]
 
 
 class UnsupportedModelError(ValueError):
-    """The files are readable, but this runtime cannot run the model in them. The message names the field or tensor."""
+    """Raised if the files are readable, but this runtime cannot run their model.
+
+    The message names the field or tensor.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +39,11 @@ class LinearScaling:
 class YarnScaling:
     """Frequency scaling of Peng et al. 2023, arXiv:2309.00071 (transformers `rope_type: yarn`).
 
-    beta_fast, beta_slow: numbers of rotations within the original length. A rotary pair with more rotations than
-                          beta_fast keeps its frequency; with fewer than beta_slow, the frequency is divided by
-                          `factor`.
-    truncate:             round the bounds of the two ranges to whole pairs.
-    attention_factor:     factor of queries and of keys.
+    beta_fast, beta_slow: numbers of rotations within the original length. A rotary pair with more than beta_fast
+                          rotations keeps its frequency. The frequency of a pair with fewer than beta_slow rotations is
+                          divided by `factor`.
+    truncate:             whether to round the bounds of the two ranges to whole pairs.
+    attention_factor:     factor of queries and keys.
     """
 
     factor: float
@@ -52,9 +58,9 @@ class YarnScaling:
 class LongRopeScaling:
     """Frequency scaling of Ding et al. 2024, arXiv:2402.13753 (transformers `rope_type: longrope`).
 
-    short_factor, long_factor: divisors of the frequency of each rotary pair, in sequences within the original length
-        and in longer sequences.
-    attention_factor:          factor of queries and of keys.
+    short_factor, long_factor: divisor of the frequency of each rotary pair. short_factor is for sequences within the
+        original length, long_factor for longer sequences.
+    attention_factor:          factor of queries and keys.
     """
 
     short_factor: tuple[float, ...]
@@ -68,12 +74,12 @@ RopeScaling = Llama3Scaling | LinearScaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow:
-    """Limits the attention of some layers to the last tokens of the sequence.
+    """The sliding window of a model, which limits the attention of some layers to the last tokens of the sequence.
 
-    window:     number of tokens, including the current one.
-    is_local:   whether each layer is limited; the other layers attend to all tokens.
-    rope_theta: rotary base of the local layers, without scaling; None means base and scaling of the model.
-    rotates:    whether queries and keys of the local layers are rotated.
+    window:     number of tokens, including the current token.
+    is_local:   for each layer, whether it has the window. The other layers attend to all tokens.
+    rope_theta: rotary base of the local layers, without scaling; None means the base and the scaling of the model.
+    rotates:    whether the local layers rotate queries and keys.
     """
 
     window: int
@@ -84,9 +90,9 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts replaces the feed-forward in all layers except `dense_layers`.
+    """The sizes of a mixture of experts, which replaces the feed-forward in all layers except `dense_layers`.
 
-    normalize: the weights of a token's chosen experts are scaled to a sum of one.
+    normalize: whether the weights of a token's selected experts are scaled to a sum of 1.
     """
 
     num_experts: int
@@ -98,20 +104,20 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Sizes, constants and traits of a decoder.
+    """The sizes, constants and traits of a decoder.
 
-    family:             determines the names of tensors and configuration fields: a key of `families.FAMILIES`.
-    eos_token_ids:      tokens that end an answer unless the request names others.
-    qk_norm:            queries and keys are normalized, each head on its own.
-    joint_qk_norm:      with `qk_norm`, all heads of a token are normalized together instead.
-    norm_weight_offset: number that is added to the stored weights of every norm.
-    input_norms:        the inputs of attention and feed-forward are normalized.
-    output_norms:       the outputs of attention and feed-forward are normalized before they are added to the hidden
-                        states.
+    family:             key of `families.FAMILIES`, which determines the names of tensors and configuration fields.
+    eos_token_ids:      ids of the tokens that end an answer unless the request names others.
+    qk_norm:            whether queries and keys are normalized, each head separately.
+    joint_qk_norm:      with `qk_norm`, whether all heads of a token are normalized together instead.
+    norm_weight_offset: number to add to the stored weights of every norm.
+    input_norms:        whether the inputs of attention and feed-forward are normalized.
+    output_norms:       whether the outputs of attention and feed-forward are normalized before they are added to the
+                        hidden states.
     embedding_scale:    factor of the embeddings.
     query_scale:        factor of q·k; None means head_dim ** -0.5.
     logit_scale:        factor of the logits.
-    fused:              in files, the matrices of q, k and v are one tensor, and gate and up are one tensor.
+    fused:              whether files store q, k and v as one tensor, and gate and up as one tensor.
     """
 
     family: str
@@ -150,12 +156,15 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float:
-        """Factor of q·k."""
+        """Factor of q·k in the attention scores."""
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     @property
     def short_length(self) -> int | None:
-        """Length of prompt plus answer above which a sequence uses the long rotary frequencies; None without them."""
+        """Maximum length, prompt plus answer, of sequences that use the short rotary frequencies.
+
+        None if the model has only one set of frequencies.
+        """
         scaling = self.rope_scaling
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else None
 

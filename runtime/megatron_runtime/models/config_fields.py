@@ -1,6 +1,6 @@
 """Reads and checks fields of config.json and of GGUF metadata.
 
-This module also reads rotary embeddings and sliding windows, which several families have in common.
+It also reads rotary embeddings and sliding windows, whose fields several families share.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ Traits = dict[str, Any]
 OTHERS = "`backend: VLLM` runs others"
 """The remedy in errors for a transformers model that this runtime cannot run."""
 GGUF_OTHERS = f"{OTHERS}, from safetensors"
-"""The remedy for a GGUF file that this runtime cannot run. vLLM engines use this runtime's readers for GGUF."""
+"""The remedy for a GGUF file that this runtime cannot run. vLLM engines also use this runtime's readers for GGUF
+files.
+"""
 MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
 """Maximum numbers of layers, of experts per layer, and of all experts.
 
@@ -44,13 +46,13 @@ _MAX_SIZES = {
     **dict.fromkeys(("max_position_embeddings", "context_length"), 1 << 24),
     **dict.fromkeys(("num_attention_heads", "attention.head_count", "head_dim", "attention.key_length"), 1 << 16),
 }
-"""Maximum values of sizes that bound loops or are multiplied. MAX_SIZE is the maximum of all other sizes."""
+"""Maximum values of sizes that limit loops or are multiplied. MAX_SIZE is the maximum of all other sizes."""
 
 
 class Fields:
     """The fields of a configuration that was read from a file. where: name of the file, for messages.
 
-    All methods raise UnsupportedModelError naming the field, its value and what is supported.
+    Every method can raise UnsupportedModelError, which names the field, its value and the supported values.
     """
 
     def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
@@ -70,7 +72,10 @@ class Fields:
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return an integer above zero and up to the field's limit. The field is required unless `default` is given."""
+        """Return an integer above zero and up to the maximum for this field.
+
+        Without `default`, the field is required.
+        """
         value = self.need(key) if default is None else self.get(key, default)
         limit = _MAX_SIZES.get(key, MAX_SIZE)
         if not _is_whole(value) or not 1 <= value <= limit:
@@ -78,7 +83,7 @@ class Fields:
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return true or false."""
+        """Return the boolean value of a field."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "want true or false")
@@ -94,35 +99,35 @@ class Fields:
         return int(value)
 
     def below(self, key: str) -> Fields:
-        """Return the fields of the object in a field; without fields if it is absent."""
+        """Return the fields of the object in field `key`. If the field is absent, the result has no fields."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise self._wrong(key, value, "want an object")
         return Fields(value, where=f"{self.where}, {key}")
 
     def listed(self, key: str, kind: type) -> list[Any]:
-        """Return the list in a field, with at most one element per layer; empty if it is absent."""
+        """Return the list in a field, with at most one element per layer. The list is empty if the field is absent."""
         values = self.get(key, [])
         if not isinstance(values, list) or len(values) > MAX_LAYERS or not all(type(one) is kind for one in values):
             raise self._wrong(key, values, f"want a list of at most {MAX_LAYERS} of type {kind.__name__}")
         return values
 
     def constant(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above zero. The field is required unless `default` is given."""
+        """Return a finite number above zero. Without `default`, the field is required."""
         value = self.need(key) if default is None else self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST_CONSTANT:
             raise self._wrong(key, value, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
         return value
 
     def constants(self, key: str) -> list[float]:
-        """Return the list in a field, of at most _MAX_LISTED finite numbers above zero."""
+        """Return the list in a field, which has at most _MAX_LISTED finite numbers above zero."""
         values = self.need(key)
         if not isinstance(values, list) or len(values) > _MAX_LISTED:
             raise self._wrong(key, values, f"want a list of at most {_MAX_LISTED} numbers")
         return [Fields({key: each}, where=self.where).constant(key) for each in values]
 
     def only(self, key: str, *allowed: Any) -> None:
-        """Raise an error unless a field is absent, null, false or one of `allowed`."""
+        """Raise an error unless a field is absent, null, false or equal to one of `allowed`."""
         value = self.values.get(key)
         if value and value not in allowed:
             supported = f"supported: {', '.join(map(repr, allowed))}" if allowed else "supported without it"
@@ -137,14 +142,14 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def window_everywhere(fields: Fields) -> Traits:
-    """Return the trait `sliding_window` of a family in which all layers have a window or none has."""
+    """Return the trait `sliding` of a family in which either all layers have a window or no layer has."""
     return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
 
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the trait `sliding_window` of a family in which some layers have a window.
+    """Return the trait `sliding` of a family in which some layers have a window.
 
-    is_local: whether each layer has a window; used if the file does not list `layer_types`.
+    is_local: for each layer, whether it has a window. Used if the file does not list `layer_types`.
     """
     window = fields.size("sliding_window") if fields.get("sliding_window") is not None else None
     if fields.get("layer_types") is not None:
@@ -163,9 +168,9 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
 
 
 def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the trait `sliding_window` from the metadata of a GGUF file, in which a window of 0 means no window.
+    """Return the trait `sliding` from the metadata of a GGUF file, in which a window of 0 means no window.
 
-    Takes the arguments of sliding_traits(); `is_local` is used if the file has no pattern of layers.
+    The arguments are as in sliding_traits(). `is_local` is used if the file has no pattern of layers.
     """
     pattern, layers = "attention.sliding_window_pattern", fields.size("block_count")
     if isinstance(fields.get(pattern), list):  # one flag per layer; otherwise the field is a period
@@ -181,7 +186,7 @@ def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: flo
 
 
 def is_local_by_period(num_layers: int, period: int) -> list[bool]:
-    """Return, for each layer, whether it has a sliding window: all do except the last of each `period` layers."""
+    """Return, for each layer, whether it has a sliding window. The last of each `period` layers has none."""
     return [bool((layer + 1) % period) for layer in range(num_layers)]
 
 
@@ -194,8 +199,8 @@ def layer_types(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
-    """Return rotary base and scaling of the layers without a window. theta: the base if the file has none."""
-    # transformers 5 writes rope_parameters, by kind of layer if these differ; transformers 4 wrote rope_theta and
+    """Return the rotary base and scaling of the layers without a window. theta: the base if the file has none."""
+    # transformers 5 writes rope_parameters, by kind of layer if the kinds differ. transformers 4 wrote rope_theta and
     # rope_scaling.
     values = fields.below("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
     if "full_attention" in values.values:
@@ -205,7 +210,7 @@ def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json for the rotary embedding, in the form that transformers 4 and 5 read."""
+    """Return the fields of config.json for the rotary embedding, in a format that transformers 4 and 5 read."""
     scaling, more = config.rope_scaling, {}
     if scaling is None:
         return {"rope_theta": config.rope_theta, "rope_scaling": None}
@@ -217,7 +222,7 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
-    """Return rotary base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
+    """Return the rotary base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
     kind = fields.get("rope.scaling.type", "none")
     base = fields.constant("rope.freq_base", theta)
     scaling: RopeScaling | None = None
@@ -241,10 +246,10 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
 
 
 def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int, where: str) -> Llama3Scaling:
-    """Return the scaling that divides the frequency of each rotary pair by these factors.
+    """Return the Llama 3 scaling that divides the frequency of each rotary pair by `factors`.
 
-    GGUF files contain these factors instead of the constants of the scaling. All Llama 3 models share the constants
-    except the factor. Raises UnsupportedModelError for other factors.
+    GGUF files contain these factors instead of the constants of the scaling. All Llama 3 models have the same constants
+    except the factor. Raises UnsupportedModelError for factors of other models.
     """
     if not factors or not all(0 < factor < math.inf for factor in factors):
         raise UnsupportedModelError(
@@ -275,9 +280,12 @@ _NAMES_OF_SCALINGS: dict[type, str] = {
 
 
 def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
-    """Return the scaling that `values` describe. model: the other fields of the model."""
+    """Return the scaling that the rope fields `values` describe; None if there is none.
+
+    model: fields of the model itself.
+    """
     kind = values.get("rope_type", values.get("type", "default"))
-    # "dynamic" only changes the frequencies of sequences longer than the model's limit, which are rejected.
+    # "dynamic" changes only the frequencies of sequences above the model's limit, and such sequences are rejected.
     if kind in ("default", "dynamic"):
         return None
     if kind == "linear":
@@ -324,9 +332,9 @@ def _yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 
 
 def longest_sequence(declared: int, scaling: RopeScaling | None) -> int:
-    """Return the maximum sequence length of a model.
+    """Return the maximum sequence length of a model in tokens.
 
-    declared: length in its file, which may lack what YaRN adds.
+    declared: length in the model's file, which may lack the extension by YaRN.
     """
     if isinstance(scaling, YarnScaling):
         return max(declared, int(scaling.original_max_position_embeddings * scaling.factor))
@@ -361,11 +369,11 @@ def long_rope(
     attention_factor: float | None,
     where: str,
 ) -> LongRopeScaling:
-    """Return the scaling by factors of the rotary pairs.
+    """Return the LongRoPE scaling, given the factors of all rotary pairs.
 
     factor: length of the model divided by the original length. It determines the attention factor if that is None.
 
-    Raises UnsupportedModelError unless each pair has a factor above zero and the original length is above one.
+    Raises UnsupportedModelError unless each pair has a factor above zero and the original length is above 1.
     """
     if original < 2:
         raise UnsupportedModelError(f"{where} has an original length of {original} tokens: want at least 2")

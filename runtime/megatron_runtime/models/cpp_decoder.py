@@ -1,4 +1,4 @@
-"""The decoder that runs whole steps in the C++ kernels, and the choice between this decoder and the torch decoder."""
+"""The decoder that runs whole steps in the C++ kernels. build_decoder() selects it or the torch decoder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CACHE_FORMATS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float1
 
 
 class PlannedTokens(Protocol):
-    """The part of a step plan that describes its tokens; see backends.native.executor.StepPlan."""
+    """The part of a step plan that describes the step's tokens; see backends.native.executor.StepPlan."""
 
     @property
     def token_ids(self) -> npt.NDArray[np.int32]: ...
@@ -54,13 +54,16 @@ class PlannedTokens(Protocol):
 
 
 def runs_in_cpp(config: ModelConfig, weights: DecoderWeights) -> bool:
-    """Return whether the C++ kernels can run the model: every matrix is packed, and the head size is supported."""
+    """Return whether the C++ kernels can run the model.
+
+    Every matrix must be packed, and the kernels must support the head size.
+    """
     is_packed = all(isinstance(linear, PackedLinear) for linear in weights.linears)
     return is_packed and config.head_dim % PANEL == 0
 
 
 class CppDecoder(DecoderModel):
-    """The decoder of one rank in the C++ kernels. runs_in_cpp() must be true for its model."""
+    """The decoder of one rank, computed in the C++ kernels. The model must satisfy runs_in_cpp()."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class CppDecoder(DecoderModel):
 
         routing_GTJ: as in run_layers().
 
-        Returns x_TD, the hidden states after the last layer, and float32 [N, V], the logits after the tokens
+        Returns x_TD, the hidden states after the last layer, and float32 [N, V], the logits at the tokens
         `logit_rows_N`. The next step overwrites the logits.
         """
         x_TD = self.embed(torch.from_numpy(plan.token_ids))
@@ -116,7 +119,8 @@ class CppDecoder(DecoderModel):
         cache_LPXE: torch.Tensor,
         routing_GTJ: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states after this rank's layers, and write their keys and values to the cache.
+        """Return the hidden states after this rank's layers, and write the keys and values of these layers to the
+        cache.
 
         routing_GTJ: as in run_layers().
         """
@@ -143,7 +147,10 @@ class CppDecoder(DecoderModel):
         return x_TD
 
     def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of the experts' outputs, over all ranks that share the tokens, to be added to x_TD."""
+        """Return the sum of the experts' outputs over all ranks that share the tokens.
+
+        The caller adds the sum to x_TD.
+        """
         x_AD = self._collectives.gather_tokens(x_TD).contiguous()
         y_AD = torch.empty_like(x_AD)
         step.gathered_tokens, step.gathered, step.gathered_sums = len(x_AD), x_AD.data_ptr(), y_AD.data_ptr()
@@ -157,7 +164,7 @@ class CppDecoder(DecoderModel):
         return self._collectives.scatter_sums(y_AD)
 
     def _add_sums(self, step: Step, phase: int, part_TD: torch.Tensor, sums_TD: torch.Tensor) -> None:
-        """Sum this rank's part of a phase over the ranks in sums_TD, and add the sum to the hidden states."""
+        """Sum `part_TD`, the result of a phase, over the ranks into sums_TD, and add the sum to the hidden states."""
         summed_TD = self._collectives.all_reduce(part_TD)
         if summed_TD is not sums_TD:
             sums_TD.copy_(summed_TD)
@@ -191,8 +198,9 @@ class CppDecoder(DecoderModel):
         )
 
     def _extend_rotations(self, positions: int) -> None:
-        """Extend the tables of cos and sin to at least `positions` positions, doubling their length if they are too
-        short.
+        """Extend the tables of cos and sin to `positions` positions or more.
+
+        If they are too short, double their length.
         """
         if self._rotations and len(self._rotations["cos"]) >= positions:
             return
@@ -270,8 +278,9 @@ def _matrix(linear: Linear) -> Matrix:
 
 
 def _halves(linear: Linear) -> tuple[Matrix, Matrix]:
-    """Return the first and the second half of the outputs: two parts of one matrix, or two matrices of different
-    formats.
+    """Return the first and the second half of the outputs.
+
+    They are parts of one matrix, or two matrices with different formats.
     """
     assert isinstance(linear, PackedLinear)
     if len(linear.matrices) == 2:
@@ -297,6 +306,6 @@ def build_decoder(
     shard: Shard | None = None,
     collectives: Collectives | None = None,
 ) -> DecoderModel:
-    """Return the CPU's decoder for `weights`: CppDecoder if the kernels support the model, otherwise DecoderModel."""
+    """Return the decoder of the CPU: a CppDecoder if the C++ kernels support the model, otherwise a DecoderModel."""
     decoder = CppDecoder if runs_in_cpp(config, weights) else DecoderModel
     return decoder(config, weights, shard=shard, collectives=collectives)

@@ -1,9 +1,9 @@
-"""One decoder for all model families, over a paged KV cache. `config.ModelConfig` holds what differs between families.
+"""One decoder for all model families, over a paged KV cache. `config.ModelConfig` describes how the families differ.
 
-Shapes: T tokens of a step, N rows whose logits are computed, D hidden, V vocabulary, W this rank's part of it, L
-layers, P pages, X tokens of a page, E = keys and values of one token, H query heads, K key-value heads, C size of a
-head, Q = (H + 2 K) C, F twice the feed-forward width, J experts of a token, G layers of the model. L, H, K, W, E and F
-count what this rank holds.
+Shapes: T tokens of a step, N rows whose logits are computed, D hidden size, V vocabulary, W this rank's part of the
+        vocabulary, L layers, P pages, X tokens of a page, E = keys and values of one token, H query heads, K key-value
+        heads, C size of a head, Q = (H + 2 K) C, F twice the feed-forward width, J experts of a token, G layers of the
+        model. L, H, K, W, E and F count only what this rank holds.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from megatron_runtime.models.layers.paged_attention import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """The matrices of a feed-forward.
+    """The matrices of a feed-forward. Each expert is also a FeedForward.
 
-    `gate_up_FD` computes gate and up in one product. Each expert is a FeedForward.
+    `gate_up_FD` computes gate and up in one product.
     """
 
     gate_up_FD: Linear
@@ -44,7 +44,7 @@ class ExpertWeights:
     """The weights of a mixture of experts.
 
     router_XD: router weights of all experts.
-    experts:   the experts that this rank holds, which are numbered from `first` on.
+    experts:   the experts that this rank holds. The number of the first is `first`.
     """
 
     router_XD: Linear
@@ -58,7 +58,7 @@ class LayerWeights:
 
     `qkv_QD` computes q, k and v in one product. Norm weights include their offset.
 
-    q_norm_C, k_norm_C: if all heads are normalized together, [H C] and [K C], for this rank's heads.
+    q_norm_C, k_norm_C: if all heads are normalized together, the shapes are [H C] and [K C], for this rank's heads.
     """
 
     qkv_QD: Linear
@@ -87,7 +87,7 @@ class DecoderWeights:
 
     @property
     def linears(self) -> list[Linear]:
-        """The matrices in the order in which a step reads them, without routers."""
+        """The matrices, without routers, in the order in which a step reads them."""
         linears = []
         for layer in self.layers:
             mlps = layer.mlp.experts if isinstance(layer.mlp, ExpertWeights) else (layer.mlp,)
@@ -96,7 +96,7 @@ class DecoderWeights:
         return linears if self.head_WD is None else [*linears, self.head_WD]
 
     def matrices(self) -> list[Linear]:
-        """Return the matrices in a fixed order, without routers.
+        """Return the matrices, without routers, in a fixed order.
 
         An embedding table that is also the head is listed once.
         """
@@ -104,11 +104,11 @@ class DecoderWeights:
         return list(dict.fromkeys(first + self.linears))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors in a fixed order; packed matrices as copies."""
+        """Return all tensors in a fixed order. Packed matrices are returned as dense copies."""
         return [*(linear.dense() for linear in self.matrices() + self._routers), *self._vectors]
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the memory of all tensors in a fixed order, as (name, view). The name is a number and the format."""
+        """Return the memory of all tensors in a fixed order, as pairs (name, view). A name is a number and a format."""
         parts = [part for linear in self.matrices() + self._routers for part in linear.stored()]
         parts += [("vector", vector) for vector in self._vectors]
         return [(f"{number} {format}", memory) for number, (format, memory) in enumerate(parts)]
@@ -125,17 +125,17 @@ class DecoderWeights:
 
     @property
     def bytes_per_step(self) -> int:
-        """Number of bytes of the matrices that a step reads, if it uses every expert."""
+        """Number of bytes of the matrices that a step reads if it uses every expert."""
         return sum(linear.num_bytes for linear in self.linears)
 
 
 class Decoder(ABC):
-    """The base of the decoders of all devices, with the first and the last part of a step.
+    """The base class of the decoders of all devices. It has the first and the last part of a step.
 
-    The C++ kernels have their own last part (Decoder::logits) with the same result.
+    The C++ kernels have their own last part (Decoder::logits), which computes the same result.
 
-    shard:       the part of the model in `weights`; None means all of it.
-    collectives: communication with the other ranks; None for one rank.
+    shard:       the part of the model in `weights`; None means the whole model.
+    collectives: communication with the other ranks; None for a single rank.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class Decoder(ABC):
 
     @property
     def sliding_window(self) -> int | None:
-        """Number of tokens that a layer with a sliding window attends to; None for a model without such layers."""
+        """Number of tokens that a layer with a sliding window attends to; None if the model has no such layer."""
         return None if self.config.sliding is None else self.config.sliding.window
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """Return x_TD, the embeddings of tokens. Called on the first pipeline stage only."""
+        """Return x_TD, the embeddings of tokens. Only the first pipeline stage calls this."""
         embedding, vocab_size = self.weights.embedding, self.config.vocab_size
         assert embedding is not None, "this rank is of a later pipeline stage"
         held = self._shard.vocabulary(vocab_size)
@@ -177,13 +177,13 @@ class Decoder(ABC):
         return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
 
     def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to the hidden states of the last layer. Called on the last pipeline stage only."""
+        """Apply the final norm to the hidden states after the last layer. Only the last pipeline stage calls this."""
         norm_D = self.weights.norm_D
         assert norm_D is not None, "this rank is of an earlier pipeline stage"
         return self._norm(x_ND, norm_D)
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return logits_NV of hidden states after the last layer, in the type of the head's products."""
+        """Return logits_NV, given hidden states after the last layer. Their type is the type of the head's products."""
         head_WD = self.weights.head_WD
         assert head_WD is not None, "this rank is of an earlier pipeline stage"
         logits_NW = head_WD(self.finish(x_ND))
@@ -191,14 +191,15 @@ class Decoder(ABC):
 
     @abstractmethod
     def _norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
-        """Return the RMS norm of `x_TD` times `weight_D`. Overwrites neither."""
+        """Return the RMS norm of `x_TD` times `weight_D`. Overwrites neither argument."""
 
     def _optional_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
         return x_TD if weight_D is None else self._norm(x_TD, weight_D)
 
     def _mean_squares(self, qkv_TQ: torch.Tensor) -> torch.Tensor:
-        """Return means_T2 of the squares of each token's queries, and of its keys, over the heads of all tensor ranks,
-        float32.
+        """Return means_T2, float32, the mean squares of each token's queries and of its keys.
+
+        The means are over the heads of all tensor ranks.
         """
         sizes = [heads * self.config.head_dim for heads in (self._heads, self._kv_heads)]
         parts = qkv_TQ[:, : sum(sizes)].split(sizes, dim=1)
@@ -208,7 +209,7 @@ class Decoder(ABC):
     def _mean_over_ranks(self, means: torch.Tensor) -> torch.Tensor:
         """Return the means over the heads of all tensor ranks.
 
-        means: means over this rank's heads; may be overwritten.
+        means: means over this rank's heads. This function may overwrite them.
         """
         # Every rank has the same number of heads, and every head is on the same number of ranks.
         ranks = self._shard.sizes.tensor
@@ -216,7 +217,7 @@ class Decoder(ABC):
 
 
 class DecoderModel(Decoder):
-    """The decoder in torch operators. It computes from weights and cache, and keeps no state of requests."""
+    """The decoder in torch operators. It computes from weights and cache, and has no state of requests."""
 
     @cached_property
     def _attention(self) -> PagedAttention:
@@ -240,10 +241,11 @@ class DecoderModel(Decoder):
         cache_LPXE: torch.Tensor,
         routing_GTJ: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states after this rank's layers, and write their keys and values to the cache.
+        """Return the hidden states after this rank's layers, and write the keys and values of these layers to the
+        cache.
 
-        routing_GTJ: int32; output, filled for this rank's layers with experts: each token's experts by descending
-                     share.
+        routing_GTJ: int32; receives each token's experts, by descending share, in this rank's layers that
+                     have experts.
         """
         in_full = self._rotary.rotation(positions_T, x_TD.dtype), attention
         in_window = in_full[0], attention.local or attention
@@ -303,7 +305,7 @@ class DecoderModel(Decoder):
     def _mix(
         self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig, routing_TJ: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return y_AD of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
+        """Return y_AD, the sum of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
 
         A tokens, S tokens of one expert, which are computed in one product.
         """

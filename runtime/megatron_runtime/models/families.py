@@ -1,4 +1,4 @@
-"""The supported model families: their tensor names, and how they write configurations in config.json and GGUF files.
+"""The supported model families: their tensor names, and how config.json and GGUF files describe their configurations.
 
 To add a family, add a `Family` with its names and traits to `FAMILIES`, and an example to `CONFIGS` of
 tests/support/random_checkpoint.py, which parametrises its tests.
@@ -34,25 +34,26 @@ _GLOBAL_NAMES = {"embedding": "model.embed_tokens.weight", "norm": "model.norm.w
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One family.
+    """A model family.
 
-    name:              model type in transformers.
-    architecture:      class in transformers.
-    gguf_architecture: `general.architecture` of GGUF files; None for a family whose files identify themselves as Llama.
-    gguf_field:        metadata key that the family's GGUF files have, unlike files of later families with the same
-                       architecture.
-    layer_names:       short name of a layer's tensor -> name in transformers; `{expert}` stands for a number.
-    activation_field:  field of config.json with the activation, and its only supported value.
+    name:              `model_type` in transformers.
+    architecture:      name of the model class in transformers.
+    gguf_architecture: `general.architecture` in GGUF files; None for a family whose files identify themselves as Llama.
+    gguf_field:        metadata key that distinguishes the family's GGUF files from files of later families in FAMILIES
+                       with the same architecture.
+    layer_names:       map from the short name of a layer's tensor to the name in transformers; `{expert}` stands for a
+                       number.
+    activation_field:  name of the field of config.json for the activation, and the field's only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
     traits:            traits of all models of the family.
     from_hf, to_hf:    functions that read and write further traits in config.json.
-    text_defaults:     fields of config.json that the text part of a multimodal model leaves out.
+    text_defaults:     values for fields that config.json of a multimodal model leaves out in its text part.
     from_gguf:         function that reads further traits from the metadata of a GGUF file. The keys have no
                        architecture prefix.
     tied:              whether the head is the embedding if config.json does not state it.
     rope_theta:        rotary base if a file has none.
-    pairs_rotary_rows: in GGUF files the two rows of q and k that rotate together are adjacent.
-    expert_fields:     like _FIELDS, for the sizes in MoEConfig; empty for a family without experts.
+    pairs_rotary_rows: whether, in GGUF files, the two rows of q and k that rotate together are adjacent.
+    expert_fields:     map like _FIELDS for the sizes in MoEConfig; empty for a family without experts.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Family:
     expert_fields: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def hf_name(self, name: str) -> str:
-        """Return the name in transformers of the tensor with the short name `name`."""
+        """Return the transformers name of the tensor with the short name `name`."""
         if name in _GLOBAL_NAMES:
             return _GLOBAL_NAMES[name]
         _, layer, own = name.split(".", 2)
@@ -157,7 +158,7 @@ _QWEN_EXPERT_NAMES = {
 
 
 def _qwen_window(fields: Fields) -> Traits:
-    """Return the trait `sliding_window` of a Qwen model. Only layers from `max_window_layers` on are limited."""
+    """Return the trait `sliding` of a Qwen model. Only the layers from `max_window_layers` on have a window."""
     if not fields.flag("use_sliding_window"):
         return {}
     key = "max_window_layers"
@@ -245,7 +246,7 @@ _GEMMA_NAMES = {
 def _local_theta(fields: Fields, default: float) -> float:
     """Return the rotary base of local layers, which have no scaling.
 
-    transformers 5 writes it next to the base of the other layers.
+    transformers 5 writes this base next to the base of the other layers.
 
     default: base for files of transformers 4.
     """
@@ -255,7 +256,7 @@ def _local_theta(fields: Fields, default: float) -> float:
 
 
 def _rope_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """Return the rotary fields of both kinds of layers, as transformers 5 writes them."""
+    """Return the rotary fields of both kinds of layers, in the format of transformers 5."""
     scaling = rope_to_hf(config)["rope_scaling"] or {"rope_type": "default"}
     local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
     return {
@@ -337,14 +338,14 @@ _GEMMA3 = Family(
 
 
 _NO_PADDING = {"pad_token_id": None}
-"""Fields of config.json without a padding token: transformers' default is a token of one particular vocabulary."""
+"""Fields of config.json without a padding token. transformers' default is a token of one particular vocabulary."""
 
 
 def _granite_of_hf(fields: Fields) -> Traits:
-    """Return the traits of an equivalent decoder whose layers add their outputs unscaled.
+    """Return the traits of an equivalent decoder whose layers add their outputs without a factor.
 
-    A norm cancels any factor of the hidden states, except in its epsilon. So the factor of the layers' outputs can be
-    moved to the embeddings and to epsilon.
+    A norm cancels any factor of the hidden states, except in the norm's epsilon. So the factor of the layers' outputs
+    can be moved to the embeddings and to epsilon.
     """
     residual = fields.constant("residual_multiplier", 1.0)
     return {
@@ -478,8 +479,8 @@ def _olmo3_of_gguf(fields: Fields) -> Traits:
     return traits
 
 
-# arXiv:2501.00656. Its norms follow attention and feed-forward instead of preceding them, and the norms of q and k
-# cover all heads.
+# arXiv:2501.00656. Norms follow attention and feed-forward instead of preceding them. The norms of q and k cover all
+# heads.
 _OLMO2 = Family(
     name="olmo2",
     architecture="Olmo2ForCausalLM",
@@ -539,14 +540,13 @@ _FIELDS = {
 
 
 def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: str) -> ModelConfig:
-    """Return the configuration in a config.json of transformers.
+    """Return the configuration in config.json of transformers.
 
     values: content of config.json.
+    ends:   token ids that end an answer.
+    where:  the origin of `values`, for messages.
 
-    ends:  token ids that end an answer.
-    where: the origin of `values`, for messages.
-
-    Raises UnsupportedModelError naming the field, its value and what is supported.
+    Raises UnsupportedModelError, which names the field, its value and the supported values.
     """
     family, fields = _family_of_hf(Fields(values, where=where))
     fields.only("partial_rotary_factor", 1.0)
@@ -567,7 +567,7 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
 
 
 def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
-    """Return the family and the fields of the text model, which is the only part of a multimodal model that runs."""
+    """Return the family and the fields of the text model. Only this part of a multimodal model runs."""
     architectures = fields.listed("architectures", str)
     for family in FAMILIES.values():
         if family.architecture in architectures:
@@ -602,9 +602,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def family_of_gguf(architecture: object, fields: Fields) -> Family:
-    """Return the family of a GGUF file. Raises UnsupportedModelError naming the architecture and the supported ones.
+    """Return the family of a GGUF file. fields: as for config_from_gguf().
 
-    fields: as for config_from_gguf().
+    Raises UnsupportedModelError, which names the architecture and the supported architectures.
     """
     is_mixture = bool(fields.get("expert_count", 0))
     for family in FAMILIES.values():
@@ -627,7 +627,7 @@ def config_from_gguf(
 ) -> ModelConfig:
     """Return the configuration in the metadata of a GGUF file.
 
-    fields: the metadata with the architecture's prefix, whose keys have no prefix here.
+    fields: the metadata whose keys have the architecture's prefix. In `fields`, the keys have no prefix.
 
     Raises UnsupportedModelError.
     """
@@ -669,7 +669,10 @@ def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True
 
 
 def _config(family: Family, fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """Read the sizes under their `names` in the file, and check them against each other."""
+    """Return the configuration with the sizes that `fields` contain, after they are checked against each other.
+
+    names: name in the file of each size.
+    """
     hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
     for name in ("intermediate_size", "num_layers"):
         others[name] = fields.size(names[name])

@@ -1,6 +1,7 @@
-"""The names and shapes of a decoder's tensors, and the Checkpoint protocol that reads them. Imports no torch.
+"""The names and shapes of a decoder's tensors, and the Checkpoint protocol that reads them. Does not import torch.
 
-Short names of tensors: "embedding", "norm", "head", and for each layer "layers.N." + "q", "router", "experts.E.gate", …
+Short names of tensors are "embedding", "norm", "head", and for each layer "layers.N." + "q", "router",
+"experts.E.gate", and so on.
 """
 
 from __future__ import annotations
@@ -37,37 +38,45 @@ class TensorKind:
 class Checkpoint(Protocol):
     """A set of weights in any file format. The constructor reads only headers, and rejects truncated files.
 
-    kinds: kind of each tensor by its transformers name, in transformers' layout. Each expert has tensors of its own.
+    kinds: shape and type of each tensor, by transformers name and in transformers' layout. Each expert has its own
+           tensors.
     """
 
     config: ModelConfig
     kinds: Mapping[str, TensorKind]
     panels_of: str | None = None
-    """Number format of the matrices, if they are stored in the panels of the CPU kernels; None without panels."""
+    """Number format of the matrices if they are stored in the panels of the CPU kernels; otherwise None."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return the values of a tensor or of a part of it, possibly as a view of the file.
 
-        The caller must copy the values to keep or change them.
+        The caller must copy the values if it keeps or changes them.
         """
 
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
-        """Return a quantized matrix in its stored form, possibly a view of the file.
+        """Return a quantized matrix in its stored form, possibly as a view of the file.
 
-        wanted: accepted GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its
-                blocks. The default implementation is for formats without quantized tensors.
+        Returns None if the type of the tensor is not in `wanted`, or if `part` cuts through the tensor's blocks. The
+        default implementation is for formats without quantized tensors.
+
+        wanted: accepted GGML type numbers.
         """
         return None
 
     def panels(self, name: str, part: Part = (), *, wanted: Container[int]) -> PackedMatrix | None:
-        """Return a matrix that is stored in panels of the CPU kernels, possibly a view of the file.
+        """Return a matrix that is stored in panels of the CPU kernels, possibly as a view of the file.
 
-        wanted: accepted formats. Returns None for another tensor, or if `part` cuts through panels or blocks.
+        Returns None if the tensor is not stored in one of these formats, or if `part` cuts through panels or blocks.
+
+        wanted: accepted formats.
         """
         return None
 
     def close(self) -> None:
-        """Release the resources of read(). The default releases nothing, and views of files stay valid."""
+        """Release the resources of read().
+
+        The default implementation releases nothing, and views of files stay valid.
+        """
         return
 
 
@@ -113,7 +122,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 def num_parameters(config: ModelConfig, *, expert_ranks: int = 1) -> int:
     """Return the number of values in all tensors.
 
-    expert_ranks: ranks that divide the experts; one rank's share counts.
+    expert_ranks: number of ranks that divide the experts. Only one rank's share of the experts is counted.
     """
     shapes = tensor_shapes(config).items()
     return sum(prod(shape) // (expert_ranks if ".experts." in name else 1) for name, shape in shapes)

@@ -1,7 +1,7 @@
 """Builds the fused weights of one rank from the named tensors of a checkpoint.
 
-First the tensors of the checkpoint are compared with the model's tensors. Then each matrix is built from the parts of
-tensors that the rank holds.
+First, the tensors of the checkpoint are compared with the tensors that the model needs. Then each matrix is built from
+the parts that the rank holds.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ def load_weights(
     linears: LinearFactory | None = None,
     threads: int = 1,
 ) -> DecoderWeights:
-    """Read the weights of a rank, each tensor once.
+    """Read the weights of a rank. Each tensor is read once.
 
-    dtype:   type of the norms, the biases and dense matrices.
-    shard: the part of the model that the rank holds; None means all.
-    linears: creates the matrices; None means dense ones.
-    threads: number of threads that read and create matrices. Above one, checkpoint and `linears` must be thread-safe.
+    dtype:   type of norms, biases and dense matrices.
+    shard: the part of the model that the rank holds; None means the whole model.
+    linears: creates the matrices; None means dense matrices.
+    threads: number of threads that read and create matrices. If there is more than one, checkpoint and `linears` must
+             be thread-safe.
 
-    Raises UnsupportedModelError naming the tensors that do not fit, and IndivisibleError if the model cannot be divided
-    among the ranks, both before any tensor is read.
+    Raises UnsupportedModelError, which names the tensors that do not fit, and IndivisibleError if the model cannot be
+    divided among the ranks. No tensor is read before these checks.
     """
     require_fitting(checkpoint)
     require_divisible(checkpoint.config, shard or Shard())
@@ -52,7 +53,7 @@ def load_weights(
 
 
 def require_fitting(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError naming tensors that are missing, unknown or of another shape."""
+    """Raise UnsupportedModelError if tensors are missing, unknown or of a wrong shape. The message names them."""
     config, kinds = checkpoint.config, checkpoint.kinds
     family = FAMILIES[config.family]
     wanted = {family.hf_name(name): shape for name, shape in tensor_shapes(config).items()}
@@ -89,13 +90,16 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
 
 
 class _Scratch(threading.local):
-    """Memory that a thread reuses for one weight at a time, which avoids page faults for every byte of the model."""
+    """Memory that a thread reuses for one weight after the other.
+
+    Without it, every page of the model would cause a page fault.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor, valid until the next call."""
+        """Return an uninitialised tensor. It is valid until the next call."""
         size = shape[0] * shape[1] * dtype.itemsize
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=torch.uint8)
@@ -207,7 +211,7 @@ class _Loader:
     def _weight(self, *parts: NamedPart) -> Weight:
         """Return the matrix whose rows are the rows of the parts.
 
-        It is in stored form if the factory accepts that, otherwise dense, of type `dtype`.
+        It has its stored form if the factory accepts that. Otherwise, it is dense, with type `dtype`.
         """
         if self.checkpoint.panels_of is not None and self.linears.panel_formats:
             panels = [
@@ -261,5 +265,5 @@ def _moved(part: slice, rows: int) -> slice:
 
 
 def _slice(held: range, size: int = 1) -> slice:
-    """Return the rows or columns of this rank's heads, `size` for each head."""
+    """Return the slice of this rank's heads. Each head has `size` rows or columns."""
     return slice(held.start * size, held.stop * size)

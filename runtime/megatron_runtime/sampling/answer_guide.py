@@ -1,4 +1,4 @@
-"""Restricts the tokens of an answer with several parts: first a budget for reasoning, then a grammar.
+"""Restricts the tokens of an answer with several parts, first by a budget for reasoning and then by a grammar.
 
 Imports neither torch nor llguidance.
 """
@@ -16,20 +16,20 @@ from megatron_runtime.sampling.answer_parts import AnswerPart, AnswerParts
 from megatron_runtime.sampling.batch import AnswerState, bits_of
 
 BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[AnswerState]]
-"""Starts to compile a grammar and returns at once. Takes the arguments of GrammarCompiler.begin()."""
+"""Starts to compile a grammar and returns immediately. The arguments are as in GrammarCompiler.begin()."""
 
 
 class AnswerGuide:
-    """AnswerState for an answer with several parts. Not thread-safe.
+    """The AnswerState of an answer with several parts. Not thread-safe.
 
-    The grammar of calls is compiled only when an answer begins with a marker. Only this request waits for the
+    The grammar of tool calls is compiled only when an answer begins with a marker. Only this request waits for the
     compilation. If the grammar is not available or fails, any token is allowed, and the client receives the
     unconstrained output of the model.
 
     parts:   determines the current part of the answer; it has read all tokens so far.
     rest:    tokens of the current part so far, which its grammar must accept.
     grammar: state of the grammar of a structured output after `rest`; None without a structured output.
-    begin:   starts to compile the grammar of calls; None: the engine does not support grammars.
+    begin:   starts to compile the grammar of tool calls; None if the engine does not support grammars.
     """
 
     def __init__(
@@ -62,7 +62,9 @@ class AnswerGuide:
         return self._begun is None and (grammar is None or grammar.is_ready)
 
     def is_fresh(self) -> bool:
-        """Return is_fresh() of the current grammar; False while it is compiled, so that steps do not wait for it."""
+        """Return is_fresh() of the current grammar; False while the grammar is compiled, so that steps do not wait
+        for it.
+        """
         grammar = self._current()
         return grammar is not None and grammar.is_fresh()
 
@@ -88,7 +90,10 @@ class AnswerGuide:
             grammar.accept(token)
 
     def _begin_calls(self, tokens: Sequence[int]) -> None:
-        """Start to compile the grammar of calls if the structure has begun. tokens: tokens of the structure so far."""
+        """Start to compile the grammar of tool calls if the structure has begun.
+
+        tokens: tokens of the structure so far.
+        """
         structure = self._parts.structure
         if structure is None or not self._parts.is_best_effort:
             return
@@ -98,7 +103,10 @@ class AnswerGuide:
             self._begun = self._begin(structure, tokens)
 
     def _current(self) -> AnswerState | None:
-        """Return the grammar state for the next token; None if no grammar applies, or if it is not compiled yet."""
+        """Return the grammar state for the next token.
+
+        Returns None if no grammar applies, or if the grammar is not compiled yet.
+        """
         if self._begun is not None and self._begun.done():
             begun, self._begun = self._begun, None
             if not begun.cancelled() and begun.exception() is None:

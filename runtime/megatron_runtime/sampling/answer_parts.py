@@ -1,6 +1,7 @@
-"""The parts of an answer: reasoning, the text or a call that follows, and where a grammar begins. No torch.
+"""The parts of an answer: reasoning, the text or tool call that follows, and the position where a grammar begins.
 
-The tokens before a token determine its part, so a request that moves to another engine continues in the same part.
+The tokens before a token determine the token's part, so a request that moves to another engine continues in the same
+part. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class AnswerPart(Enum):
 
     REASONING = auto()
     BEGIN = auto()
-    """The beginning of the answer after the reasoning, while it is unknown whether it is a call."""
+    """The start of the answer after the reasoning, until it is known whether the answer is a tool call."""
     TEXT = auto()
     """Free text, up to the end of the answer."""
     STRUCTURE = auto()
@@ -33,7 +34,7 @@ class AnswerParts:
 
     part:   part of the next token.
     tokens: number of tokens so far.
-    free:   number of tokens before the structure; valid when the structure has begun.
+    free:   number of tokens before the structure. It is valid after the structure has begun.
     """
 
     def __init__(self, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> None:
@@ -48,23 +49,26 @@ class AnswerParts:
         self._budget: int | None = reasoning.get("budget")
         self._last: deque[int] = deque(maxlen=max(len(self._closing), len(self._ending)))
         self._reasoned = 0
-        """Number of tokens of the reasoning so far."""
+        """Number of reasoning tokens so far."""
         self._markers = {} if calls is None else {text.encode(): rule for text, rule in calls["markers"].items()}
         self._rule = ""
-        """The grammar rule for the rest of an answer that begins with the marker that was read."""
+        """The grammar rule for the rest of an answer, which depends on the marker with which the answer begins."""
         self._begun: list[int] = []
-        """The first tokens of the answer, while they may still be the opening of the reasoning."""
+        """The first tokens of the answer, as long as they can still be the opening of the reasoning."""
         self._text = b""
-        """The first bytes of the answer, while they may still be the beginning of a marker."""
+        """The first bytes of the answer, as long as they can still be the start of a marker."""
         self._remaining = b""
-        """The remaining part of the marker, with which the structure begins."""
+        """The part of the marker with which the structure begins."""
         self.part = (
             AnswerPart.REASONING if self._closing and (after or reasoning["is_open"]) else self._after_reasoning()
         )
 
     @classmethod
     def of(cls, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> Self | None:
-        """Return the parts of an answer; None if it has only one part. token_bytes: returns the bytes of a token."""
+        """Return the parts of an answer; None if the answer has only one part.
+
+        token_bytes: returns the bytes of a token.
+        """
         if params.reasoning is None and params.call_structure is None and params.structured_output is None:
             return None
         parts = cls(params, token_bytes=token_bytes)
@@ -72,7 +76,7 @@ class AnswerParts:
 
     @property
     def is_best_effort(self) -> bool:
-        """Whether the structure describes calls, and an engine may ignore it."""
+        """Whether the structure describes tool calls. If so, an engine may ignore it."""
         return self._structure is None
 
     @property
@@ -91,7 +95,7 @@ class AnswerParts:
 
     @property
     def forced(self) -> int | None:
-        """The token that must come next because the budget of the reasoning is used up; None if any token may come."""
+        """The token that must come next because the reasoning budget is used up; None if any token is allowed."""
         if self.part is not AnswerPart.REASONING or self._budget is None or self._reasoned < self._budget:
             return None
         last, ending = list(self._last), self._ending
@@ -116,7 +120,7 @@ class AnswerParts:
             self.feed(int(token))
 
     def give_up(self) -> None:
-        """Allow any token from here on, because the grammar of the calls is not available."""
+        """Allow any token from now on, because the grammar of the tool calls is not available."""
         self.part = AnswerPart.TEXT
 
     def _after_reasoning(self) -> AnswerPart:
@@ -134,7 +138,7 @@ class AnswerParts:
         for marker, rule in self._markers.items():
             if text.startswith(marker):
                 self.part, self.free, self._rule = AnswerPart.STRUCTURE, self.tokens, rule
-                if len(text) > len(marker):  # the token reaches beyond the marker, so the grammar describes it too
+                if len(text) > len(marker):  # the token extends beyond the marker, so the grammar describes it too
                     self.free -= 1
                     self._remaining = marker[len(before) :]
                 return
@@ -148,7 +152,8 @@ class AnswerParts:
 def _parts_of(params: SamplingParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any]]:
     """Return the parameters `structured_output`, `call_structure` and `reasoning` that apply to an answer.
 
-    With allowed_token_ids the last two have no effect, because the tokens that they need may not be allowed.
+    With allowed_token_ids, the last two parameters have no effect, because the tokens that they need may not be
+    allowed.
     """
     structure, calls, reasoning = params.structured_output, params.call_structure, params.reasoning or {}
     if params.allowed_token_ids is not None or (structure is not None and "after" not in structure):

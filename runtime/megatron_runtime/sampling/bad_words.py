@@ -1,7 +1,8 @@
-"""Texts that an answer may not contain, as token sequences. No torch.
+"""Texts that an answer may not contain, as token sequences.
 
-The rule is the same as for vLLM's `bad_words`: the last token of a sequence is not allowed if the answer ends with the
-tokens before it. A text that the model writes with other tokens is not recognised.
+The rule is the same as for vLLM's `bad_words`. If the answer ends with all tokens of a sequence except the last, the
+last token is not allowed. A text that the model writes with other tokens is not recognised. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ def token_sequences(
 ) -> tuple[tuple[int, ...], ...]:
     """Return the token sequences of SamplingParams.bad_words.
 
-    Each text gives the sequence without leading white space, and also the sequence with a leading space if the space
-    changes the first token but not the number of tokens. Sequences with a token beyond the model's vocabulary are left
-    out.
+    Each text results in the sequence of the text without leading white space. It also results in the sequence of the
+    text with one leading space, if the space changes the first token but not the number of tokens. Sequences with a
+    token beyond the model's vocabulary are left out.
 
     encode: returns the tokens of a text, without the special tokens that begin a prompt.
     vocab_size: size of the model's vocabulary.
@@ -49,7 +50,7 @@ class BadWords:
         self._lengths = sorted({len(prefix) for prefix in self._last})
 
     def after(self, answer: Sequence[int]) -> list[int]:
-        """Return the tokens that may not follow `answer`, the generated tokens so far."""
+        """Return the tokens that may not follow `answer`, which has all generated tokens so far."""
         end = len(answer)
         prefixes = (tuple(answer[end - length :]) for length in self._lengths if length <= end)
         return [token for prefix in prefixes for token in self._last.get(prefix, ())]

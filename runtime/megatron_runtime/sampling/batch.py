@@ -1,6 +1,7 @@
-"""Sampling parameters: of one step, by row of the batch, and of all running requests, by slot. No torch.
+"""The sampling parameters of one step, by row of the batch, and of all running requests, by slot.
 
-The parameters of a step are plain arrays, so that a plan can be sent to other ranks. n rows, V vocabulary.
+The parameters of a step are plain arrays, so that a plan can be sent to other ranks. n rows, V vocabulary. This module
+does not import torch.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ Float32 = npt.NDArray[np.float32]
 
 NO_LOG_PROBS = -1
 NO_TOKEN = -1
-"""Value that stands for the token of a row that needs no token."""
+"""A value in place of the token of a row that needs no token."""
 _FIRST_CAPACITY = 256
 _MIN_TOP_P = float(np.finfo(np.float32).tiny)
-"""Minimum top_p. A smaller value is or may become 0 in float32, and 0 would keep all tokens."""
+"""Minimum top_p. A smaller value is 0, or can become 0, in float32, and 0 would keep all tokens."""
 
 
 class RowFailure(IntEnum):
-    """Value that stands for the token of a row that cannot be sampled.
+    """A value in place of the token of a row that cannot be sampled.
 
-    Only this row fails, not the step or other rows.
+    Only this row fails. The step and its other rows succeed.
     """
 
     MODEL = -2
@@ -39,7 +40,7 @@ class RowFailure(IntEnum):
 
     @property
     def message(self) -> str:
-        """The error message, with cause and remedy."""
+        """The error message, with the cause and the remedy."""
         return _MESSAGES[self]
 
 
@@ -65,7 +66,7 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
 
 
 class AnswerState(Protocol):
-    """The tokens that may come next in one answer. See structured_output.GrammarState for the members."""
+    """The state that determines which tokens may come next in an answer. See GrammarState for the members."""
 
     @property
     def failure(self) -> str | None: ...
@@ -83,7 +84,7 @@ class AnswerState(Protocol):
 class Penalties:
     """Penalties of one row, and the distinct tokens of its prompt and answer.
 
-    ids:    int32 [m].
+    ids:    int32 [m]; the distinct tokens.
     counts: int32 [m]; number of occurrences of each token in the answer.
     """
 
@@ -96,10 +97,10 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes to the logits of a row before temperature and filters. A field is None if the row has no such change.
+    """The changes to the logits of a row before temperature and filters. A field is None if the row has no such change.
 
-    bias_ids, bias: int32 [m], float32 [m]; added to the logits of these tokens.
-    banned:         int32 [m]; tokens that are removed, unless they are the only allowed ones.
+    bias_ids, bias: int32 [m], float32 [m]; tokens, and the value to add to the logit of each.
+    banned:         int32 [m]; tokens that are removed, unless all allowed tokens are banned.
     allowed:        uint32 [at most ceil(V / 32)]; bit t % 32 of word t // 32 is set for every allowed token t.
     """
 
@@ -114,15 +115,15 @@ class LogitEdits:
 class SamplingBatch:
     """The sampling parameters of one step: one array per parameter, with one element per row of the plan.
 
-    temperature, top_k, top_p, min_p: [n]; 0 means greedy, off, off, off.
-    seeds:          uint64 [n]; seed and position of a row determine its random number.
-    positions:      int64 [n]; number of the generated token in its answer.
-    num_log_probs:  int32 [n]; number of most likely tokens to report in addition to the sampled one; NO_LOG_PROBS for
-                    no report.
-    returns_hidden: bool [n]; report the hidden state from which the row's token is sampled.
-    edits:          by row, for rows with edits.
-    prompt_targets: by row, for rows that want log-probabilities of their prompt: int32 [m], the tokens after the first
-                    m tokens that the row computes in this step.
+    temperature, top_k, top_p, min_p: [n]; a temperature of 0 means greedy sampling, and 0 turns each of the others off.
+    seeds:          uint64 [n]; a row's seed and position determine its random number.
+    positions:      int64 [n]; index of the generated token in the answer.
+    num_log_probs:  int32 [n]; number of most likely tokens to report in addition to the sampled token; NO_LOG_PROBS
+                    reports nothing.
+    returns_hidden: bool [n]; whether to report the hidden state from which the row's token is sampled.
+    edits:          by row, for the rows that have edits.
+    prompt_targets: by row, for the rows that want log-probabilities of their prompt; int32 [m], the tokens that follow
+                    the first m tokens that the row computes in this step.
     """
 
     temperature: Float32
@@ -168,10 +169,10 @@ class _TokenCounts:
 
 @dataclass(slots=True)
 class _Edits:
-    """The state from which a slot's LogitEdits are made.
+    """The state from which a slot's LogitEdits are created.
 
-    allowed: bits of the tokens that may be sampled; None: any token.
-    answer:  generated tokens, if the request has bad words.
+    allowed: bits of the tokens that may be sampled; None allows any token.
+    answer:  generated tokens; only filled if the request has bad words.
     """
 
     params: SamplingParams
@@ -185,7 +186,7 @@ class _Edits:
     grammar: AnswerState | None
 
     def at(self, generated: int) -> LogitEdits | None:
-        """Return the edits for the next token; None if it needs none. generated: length of the answer so far."""
+        """Return the edits for the next token; None if it needs no edits. generated: number of answer tokens so far."""
         counts, grammar = self.counts, self.grammar
         banned = self.stop_ids if generated < self.params.min_tokens else []
         if self.bad_words is not None:
@@ -203,7 +204,7 @@ class _Edits:
 
 
 def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return LogitEdits.allowed for these tokens. The array ends with the word of the highest token."""
+    """Return LogitEdits.allowed for `tokens`. The array ends with the word that contains the highest token."""
     ids = np.array(tokens, np.uint32)
     words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
@@ -211,7 +212,7 @@ def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 def _both(one: npt.NDArray[np.uint32] | None, other: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32] | None:
-    """Return the bits of the tokens that both sets allow. None allows all tokens."""
+    """Return the bits of the tokens that both sets allow. A set that is None allows all tokens."""
     if one is None or other is None:
         return one if other is None else other
     length = min(len(one), len(other))
@@ -221,7 +222,7 @@ def _both(one: npt.NDArray[np.uint32] | None, other: npt.NDArray[np.uint32] | No
 class SamplingColumns:
     """The sampling parameters of all requests that hold a slot.
 
-    The edits of a step share memory with this object until the next append().
+    The edits of a step share memory with this object, and are valid until the next append().
     """
 
     def __init__(self, max_requests: int) -> None:
@@ -242,7 +243,7 @@ class SamplingColumns:
     ) -> None:
         """Set the parameters of the request in `slot`.
 
-        generated: the answer so far, which counts for penalties and bad words.
+        generated: tokens of the answer so far, for penalties and bad words.
         stop_ids:  tokens that end the request; they are banned until `min_tokens`.
         bad_words: token sequences that the answer may not contain.
         grammar:   state of the grammar after `generated`.

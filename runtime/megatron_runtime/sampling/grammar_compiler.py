@@ -1,8 +1,8 @@
-"""The grammar compiler, llguidance, and the trial process that compiles each grammar first. No torch, no NumPy.
+"""The grammar compiler, llguidance, and the trial process that compiles each grammar first.
 
-The compiler is native code. A grammar within its limits can still overflow its stack, run for minutes or take
-gigabytes. So the engine compiles a grammar only after a SacrificialProcess, which runs this module, has compiled it on
-a smaller stack.
+The compiler is native code. A grammar within its limits can still overflow the compiler's stack, run for minutes or
+take gigabytes. So a SacrificialProcess, which runs this module, compiles each grammar first on a smaller stack. The
+engine compiles the grammar only if that succeeds. This module imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MEMORY_BYTES = 1 << 30
 COMPILE_SECONDS = 1.5
 """Timeout of the trial of one grammar, in wall-clock seconds. The largest grammars in use take 0.25 s.
 
-The engine compiles the grammar again after the trial. So a grammar may wait twice this long for another tenant's
-grammar, and in addition for the start of a trial process.
+The engine compiles the grammar again after the trial. So a grammar can wait twice this long for another tenant's
+grammar, and additionally for the start of a trial process.
 """
 MAX_COMPILED_BYTES = 32 << 20
-"""Maximum bytes of memory that a compiled grammar takes in the engine."""
+"""Maximum number of bytes of memory that a compiled grammar can take in the engine."""
 
-# The compiler enforces these limits. They bound neither its stack nor the time of `multipleOf`.
+# The compiler enforces these limits. They limit neither its stack nor the time of `multipleOf`.
 _LIMITS = {
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 100_000,
@@ -57,11 +57,14 @@ _OVERLAPPING = "oneOf constraints are not supported"
 
 
 class InvalidGrammarError(ValueError):
-    """The compiler rejects the grammar. The message refers to the client's text."""
+    """Raised if the compiler rejects the grammar. The message refers to the client's text."""
 
     @classmethod
     def of(cls, message: str) -> InvalidGrammarError:
-        """Return the error for a compiler message, without the names of compiler options and the quoted grammar."""
+        """Return the error for a compiler message.
+
+        The names of compiler options and the quoted grammar are left out.
+        """
         if (error := _ERROR.search(message)) is not None:
             return cls(error[1])
         if (keywords := _KEYWORDS.match(message)) is not None:
@@ -73,10 +76,10 @@ class InvalidGrammarError(ValueError):
 
 @dataclass(frozen=True)
 class VocabularyTable:
-    """A vocabulary in the form that llguidance reads.
+    """A vocabulary in the format that llguidance reads.
 
     tokens:     bytes of each token.
-    vocab_size: width of the logits, at least len(tokens).
+    vocab_size: number of logits per token, not less than len(tokens).
     encode:     returns the token ids of a text, without special tokens.
     """
 
@@ -99,7 +102,7 @@ class VocabularyTable:
         return llguidance.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
 
     def pack(self) -> bytes:
-        """Return all fields except `encode` as bytes, for the trial process."""
+        """Return all fields except `encode` as bytes. They are sent to the trial process."""
         return codec.pack([self.tokens, self.special_token_ids, self.eos_token_ids, self.vocab_size])
 
     @classmethod
@@ -112,11 +115,11 @@ class VocabularyTable:
 
 
 def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, Any]) -> llguidance.LLMatcher:
-    """Return the matcher of an empty answer. Its first mask has been computed.
+    """Compile a grammar, and return the matcher of an empty answer. The matcher has computed its first mask.
 
     structure: as in SamplingParams.structured_output, within the limits of grammar_limits.
 
-    Raises InvalidGrammarError if the compiler rejects it.
+    Raises InvalidGrammarError if the compiler rejects the grammar.
     """
     kind, value = structure["type"], structure.get("value")
     try:
@@ -126,7 +129,7 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, A
         elif kind == "regex":
             grammar = llguidance.LLMatcher.grammar_from_regex(str(value))
         elif kind == "choice":
-            # Use one terminal: a few thousand alternatives of a rule would exceed max_items_in_row.
+            # Use one terminal, because a few thousand alternatives of a rule would exceed max_items_in_row.
             alternatives = " | ".join(json.dumps(text) for text in value or ())
             grammar = llguidance.LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}")
         else:
@@ -144,19 +147,19 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, A
 
 
 def trial_process(vocabulary: VocabularyTable) -> SacrificialProcess:
-    """Return the process that compiles grammars for trial. It starts when the first grammar is compiled."""
+    """Return the process in which grammars are compiled first. It starts when the first grammar is compiled."""
     return SacrificialProcess(__name__, memory_bytes=MEMORY_BYTES, stack_bytes=STACK_BYTES, setup=vocabulary.pack())
 
 
 def try_grammar(process: SacrificialProcess, structure: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
     """Compile a grammar in the trial process.
 
-    Return the bytes of memory that it takes, and the compiled description, in which a GBNF grammar is converted to
-    Lark's notation.
+    Return the number of bytes of memory that the compiled grammar takes, and the description that was compiled. In this
+    description, a GBNF grammar is converted to Lark's notation.
 
     Raises:
-        InvalidGrammarError: the compiler rejects it, or it takes more than MAX_COMPILED_BYTES.
-        ProcessLostError: it crashed the process, or takes more than COMPILE_SECONDS.
+        InvalidGrammarError: the compiler rejects the grammar, or it takes more than MAX_COMPILED_BYTES.
+        ProcessLostError: the grammar has crashed the process, or takes more than COMPILE_SECONDS.
         ProcessStartError: the process cannot be started.
     """
     reply = json.loads(process.call(json.dumps(structure).encode(), timeout_seconds=COMPILE_SECONDS))
@@ -192,7 +195,7 @@ def _prepare(setup: bytes) -> Callable[[bytes], bytes]:
 
 
 def _resident_bytes() -> int:
-    """Return the resident memory of this process, excluding free memory that earlier grammars left in the allocator."""
+    """Return the resident memory of this process in bytes. Free memory that the allocator keeps is not included."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

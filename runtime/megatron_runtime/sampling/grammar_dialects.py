@@ -1,8 +1,8 @@
-"""Converts JSON schemas, regular expressions and grammars to forms that the grammar compiler reads. No torch.
+"""Converts JSON schemas, regular expressions and grammars to formats that the grammar compiler reads.
 
-The schema of a client may have keywords that the compiler lacks. `normalised` removes the keywords that only narrow the
-answer: an answer that matches the remaining schema is still JSON of the right shape. The sets below describe llguidance
-1 and JSON Schema, drafts 4 to 2020-12.
+A client's schema can have keywords that the compiler lacks. `normalised` removes keywords that only restrict the answer
+further. An answer that matches the remaining schema is still JSON of the right structure. The sets below describe
+llguidance 1 and JSON Schema, drafts 4 to 2020-12. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _NARROWING = frozenset(
         *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     }
 )
-"""Keywords that the compiler lacks and that only narrow a schema."""
+"""Keywords that the compiler lacks and that only restrict a schema further."""
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
 )
@@ -34,17 +34,18 @@ _LOOK_AROUND = re.compile(r"\((?:\?<?[=!]|\?>|\?\()")
 _TOKEN = re.compile(r"\\(?:[pPx]\{[^}]{0,64}\}|.)|\[\^?\]?|\]|[^\\\[\]]+|\\", re.DOTALL)
 _ASCII = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\x20\t\n\r\f\v"}
 _ESCAPES = frozenset("dDwWsSnrtfvaxuUpPAz")
-"""Letters and digits that a backslash may precede. Other letters and digits would be assertions or group references."""
+"""Letters and digits that can follow a backslash. Other letters and digits would be assertions or group references."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[A-Za-z_][\w-]*[ \t]*::=")
 _GBNF_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 
 
 def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = False) -> tuple[dict[str, Any], list[str]]:
-    """Return a schema that the compiler knows, and the keywords that it does not enforce.
+    """Return a schema that the compiler supports, and the keywords that this schema does not enforce.
 
-    is_strict: keep `oneOf`, which the compiler rejects unless its schemas are disjoint. Otherwise it becomes `anyOf`.
-    closes: an object with declared properties allows no others unless its schema allows them. An object without
-            declared properties allows any.
+    is_strict: whether to keep `oneOf`, which the compiler rejects unless the alternatives are disjoint. If False,
+               `oneOf` becomes `anyOf`.
+    closes: whether an object with declared properties has no other properties unless its schema allows them. An object
+            without declared properties can have any properties.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)
@@ -53,7 +54,7 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
 class _Normaliser:
     """Normalises one schema.
 
-    dropped: the keywords that it removed.
+    dropped: the keywords that were removed.
     """
 
     def __init__(self, root: Mapping[str, Any], *, closes: bool, keeps_one_of: bool) -> None:
@@ -63,7 +64,7 @@ class _Normaliser:
         self._combined = _combined_definitions(root)
 
     def schema(self, schema: Any, *, is_combined: bool, pointer: str = "#") -> Any:
-        """Return the normalised schema. is_combined: another schema declares properties of the same object."""
+        """Return the normalised schema. is_combined: whether another schema declares properties of the same object."""
         if not isinstance(schema, Mapping):
             return schema
         inner_combined = is_combined or _combines(schema)
@@ -107,8 +108,10 @@ class _Normaliser:
         return is_known
 
     def _name_of(self, key: str, schema: Mapping[str, Any]) -> str:
-        """Return the keyword to write for `key`: `anyOf` for `oneOf`, which the compiler accepts only with disjoint
-        members.
+        """Return the keyword to write for `key`.
+
+        This is `key`, except that `oneOf` becomes `anyOf` unless `oneOf` is kept. The compiler accepts `oneOf` only
+        with disjoint members.
         """
         if key == "oneOf" and not self._keeps_one_of and "anyOf" not in schema:
             self.dropped.add(key)
@@ -129,19 +132,19 @@ def _is_closed(schema: Mapping[str, Any]) -> bool:
         return False
     lists = (value for key in _IN_PLACE if isinstance(value := schema.get(key), list))
     members = (item for items in lists for item in items if isinstance(item, Mapping))
-    # A required property that is not declared must be allowed as another property.
+    # A required property that is not declared must be allowed as an additional property.
     return set(_names(schema.get("required"))) <= set(properties) and all(_DECLARING.isdisjoint(m) for m in members)
 
 
 def _combines(schema: Mapping[str, Any]) -> bool:
-    """Return whether more than one schema may declare properties of the object that `schema` describes."""
+    """Return whether several schemas can declare properties of the object that `schema` describes."""
     parts = [*(key for key in _IN_PLACE if key in schema), *(("$ref",) if "$ref" in schema else ())]
     members = schema.get("allOf")
     return "properties" in schema or len(parts) > 1 or (isinstance(members, list) and len(members) > 1)
 
 
 def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
-    """Return the JSON pointers of definitions that describe an object in combination with other schemas."""
+    """Return the JSON pointers of the definitions that describe an object together with other schemas."""
     combined: set[str] = set()
     leads_to: dict[str, set[str]] = {}
     """For each definition, the definitions that describe the same value."""
@@ -178,10 +181,10 @@ def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
 
 
 def unsupported(pattern: str) -> str | None:
-    """Return the part of a regular expression that no grammar can express; None if there is none.
+    """Return the part of a regular expression that no grammar can express; None if there is no such part.
 
-    These parts are look-around and group references, which depend on text other than the next characters. The compiler
-    reports other errors.
+    Such parts are look-around and group references, because they depend on text other than the next characters. The
+    compiler reports all other errors.
     """
     in_class = 0
     for token in _TOKEN.findall(pattern):
@@ -199,7 +202,7 @@ def unsupported(pattern: str) -> str | None:
 
 
 def with_ascii_classes(pattern: str) -> str:
-    r"""Return a regular expression in which `\d`, `\w`, `\s` and their negations match ASCII characters only."""
+    r"""Return a regular expression in which `\d`, `\w`, `\s` and their negations match only ASCII characters."""
     parts: list[str] = []
     in_class = 0
     for token in _TOKEN.findall(pattern):
@@ -219,14 +222,14 @@ def with_ascii_classes(pattern: str) -> str:
 
 
 def is_gbnf(grammar: str) -> bool:
-    """Return whether a grammar is in the notation of llama.cpp (GBNF) and XGrammar (EBNF), not in Lark's."""
+    """Return whether a grammar is in llama.cpp's notation (GBNF) or XGrammar's notation (EBNF), and not in Lark's."""
     return _GBNF_RULE.search(grammar) is not None
 
 
 def lark_of(grammar: str) -> str:
-    """Return a GBNF or EBNF grammar in Lark's notation. Raises ValueError for an invalid grammar.
+    """Convert a GBNF or EBNF grammar to Lark's notation. Raises ValueError for an invalid grammar.
 
-    The running time is not bounded, so only the trial process calls this function.
+    The running time is not limited, so only the trial process may call this function.
     """
     from llguidance.gbnf_to_lark import gbnf_to_lark
 

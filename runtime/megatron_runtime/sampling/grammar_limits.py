@@ -1,9 +1,9 @@
-"""Limits of the grammars that clients send. The checks read only the text: no compiler, no torch.
+"""Limits of the grammars that clients send. The checks read only the text, without the compiler.
 
-The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB it
-overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. These limits lie well below, and reject
-most hostile grammars early. They are not a guarantee: a grammar within them is first compiled in a process that may
-crash (see grammar_compiler).
+The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB, it
+overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. The limits are far lower, and reject most
+hostile grammars early. They are no guarantee. Therefore, a grammar within the limits is first compiled in a process
+that may crash (see grammar_compiler). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ MAX_REPETITIONS = 10_000  # highest bound of a repetition in a regular expressio
 MAX_MULTIPLE_OF = 10_000  # the number without its decimal point; the compiler creates this many states
 
 JSON_OPTIONS = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
-"""Options of the compiler for JSON. They limit white space, which a small model may generate endlessly."""
+"""Options of the compiler for JSON. They limit white space, because a small model may generate white space
+endlessly.
+"""
 
 # Limits of the entries in one list or object of a JSON schema, by keyword.
 _MAX_ENTRIES = {
@@ -42,7 +44,7 @@ _MAX_ENTRIES = {
 }
 _SHORTEN = "bytes of description: shorten it"
 _OPENING, _CLOSING = "([{", ")]}"
-# These patterns match hostile text, so none may backtrack more than a few hundred characters.
+# These patterns match hostile text, so no pattern may backtrack more than a few hundred characters.
 _BRACES = re.compile(r"\{([\d, ~]{1,60})\}")
 _NUMBER = re.compile(r"\d+")
 # The lexemes of llguidance's dialect of Lark.
@@ -64,11 +66,11 @@ _Node = TypeVar("_Node", int, str)
 
 
 def check_structure(structure: Mapping[str, Any]) -> None:
-    """Check a description against the limits of this module, in time proportional to its size.
+    """Check `structure` against the limits of this module. The time is proportional to the size of `structure`.
 
     structure: as in SamplingParams.structured_output.
 
-    Raises InvalidSamplingParamsError with the value, the limit and the remedy.
+    Raises InvalidSamplingParamsError, which has the value, the limit and the remedy.
     """
     kind, value = str(structure["type"]), structure.get("value")
     if kind == "json_object":
@@ -110,7 +112,7 @@ def _check_expression(kind: str, text: str) -> None:
 
 
 class _Lexeme(NamedTuple):
-    """A lexeme of a grammar, and the value of the JSON text if it is one that follows %json or similar."""
+    """A lexeme of a grammar. If it is JSON text that follows %json or similar, it also has the JSON value."""
 
     kind: str
     text: str
@@ -120,7 +122,7 @@ class _Lexeme(NamedTuple):
 def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
     """Yield the lexemes into which the compiler splits the text.
 
-    Raises InvalidSamplingParamsError for text without a lexeme.
+    Raises InvalidSamplingParamsError if a part of the text is not a lexeme.
     """
     at = 0
     while at < len(text):
@@ -151,7 +153,7 @@ def _check_rules(kind: str, text: str) -> None:
     outer: list[tuple[int, str, str]] = []
     """Depth, scope and rule around each open %lark."""
     names: list[str] = []
-    """Names that were not assigned to a rule yet."""
+    """Names that are not assigned to a rule yet."""
     bodies: dict[str, list[str]] = {}
     for lexeme in _lexemes(kind, text):
         match lexeme:
@@ -201,7 +203,7 @@ def _check_rules(kind: str, text: str) -> None:
 
 
 def _nesting(text: str) -> int:
-    """Return an upper bound of the nesting depth of brackets. Escaped brackets and brackets of any kind count."""
+    """Return an upper bound of the nesting depth of brackets. Brackets of any kind count, even escaped brackets."""
     depth = deepest = 0
     for character in text:
         if character in _OPENING:
@@ -238,7 +240,7 @@ def _check_values(kind: str, root: Any) -> None:
 
 
 def _states(multiple: float) -> Decimal:
-    """Return a number without its decimal point: 9999 for 99.99."""
+    """Return a number without its decimal point, for example 9999 for 99.99."""
     if not math.isfinite(multiple):
         return Decimal(0)  # NaN and infinities are not JSON
     exponent = Decimal(repr(multiple)).normalize().as_tuple().exponent
@@ -258,9 +260,9 @@ def _values(root: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_references(kind: str, schema: Any) -> None:
-    """Check the longest chain of schemas, each of which contains the next or has a `$ref` to it.
+    """Check the longest chain of schemas in which each schema contains the next or has a `$ref` to it.
 
-    The schemas of a chain are the targets of `$ref`, wherever they are in the root.
+    The schemas of a chain are targets of `$ref`, wherever they are in the root.
     """
     references: set[str] = set()
     named: dict[str, Any] = {"#": schema}
@@ -292,9 +294,9 @@ def _check_references(kind: str, schema: Any) -> None:
 
 
 def _target(root: Any, reference: str, named: Mapping[str, Any]) -> Any:
-    """Return the schema that a `$ref` refers to by $anchor, $id or JSON pointer (RFC 6901); None if there is none.
+    """Return the schema to which a `$ref` refers by $anchor, $id or JSON pointer (RFC 6901); None if there is none.
 
-    An $id is looked up by its last segment, because it may be relative to another $id.
+    An $id is looked up by its last segment, because it can be relative to another $id.
     """
     if reference in named:
         return named[reference]
@@ -314,7 +316,7 @@ def _target(root: Any, reference: str, named: Mapping[str, Any]) -> Any:
 
 
 def _longest_chain(edges: Mapping[_Node, Sequence[_Node]]) -> int:
-    """Return the length of the longest path of a depth-first walk, which is how the compiler recurses.
+    """Return the length of the longest path of a depth-first walk, which is the compiler's recursion depth.
 
     A cycle ends a path.
     """

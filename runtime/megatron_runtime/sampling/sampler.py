@@ -1,13 +1,13 @@
-"""Sampling of any mix of requests in one batch, and log-probabilities of tokens (natural logarithms). No torch.
+"""Sampling of any mix of requests in one batch, and log-probabilities of tokens (natural logarithms).
 
-One uniform random number selects a token: the first token, in the order of ids, at which the cumulative weight of the
-kept tokens exceeds the number times the sum of their weights. Every row is computed independently, so its token does
-not depend on the batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf is the probability
-0. The random number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). This
-counter-based generator has no state: the number for (seed, position) is the same in any batch, on any engine, and after
-a request was moved or replayed.
+One uniform random number in (0, 1) selects a token. It is the first token, in the order of ids, at which the cumulative
+weight of the kept tokens exceeds the random number times the sum of their weights. Every row is computed independently,
+so its token does not depend on the batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf
+means the probability 0. The random number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as
+easy as 1, 2, 3"). This counter-based generator has no state. The number for a pair (seed, position) is the same in any
+batch, on any engine, and after a request was moved or replayed.
 
-N rows, V vocabulary, C candidates, K most likely tokens.
+Shapes: N rows, V vocabulary, C candidates, K most likely tokens. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ Int64 = npt.NDArray[np.int64]
 UInt64 = npt.NDArray[np.uint64]
 
 _CANDIDATE_WEIGHTS = (1e-2, 1e-4, 1e-7, 0.0)
-"""Thresholds relative to the most likely token.
+"""Thresholds of weights, relative to the most likely token.
 
-Only tokens above the threshold are sorted; if these are too few to decide, the next threshold is used.
+Only tokens above the threshold are sorted. If there are too few such tokens to decide, the next threshold is used.
 """
 _BLOCK = 256
 _ROUNDS = 10  # rounds of Philox; the constants below are Philox's too
@@ -56,15 +56,16 @@ class StepLogits(Protocol):
     def sample(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[Int32, dict[int, LogProbs]]:
         """Return int32 [n], a token or a RowFailure for each of `sampled_rows`, and the requested log-probabilities.
 
-        The log-probabilities are by row of the plan, for rows that have a token.
+        The log-probabilities are by row of the plan. Only rows that have a token have them.
 
-        reports_raw: report log-probabilities of the model's own logits instead of the processed logits.
+        reports_raw: whether to report log-probabilities of the model's own logits instead of the processed logits.
         """
 
     def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
-        """Yield (row of the plan, log-probabilities of its next prompt targets), in the order of the targets.
+        """Yield (row of the plan, log-probabilities of the row's next prompt targets), in the order of the targets.
 
-        They are computed from the model's unprocessed logits, and are NaN if these are not finite.
+        The log-probabilities are computed from the model's unprocessed logits. They are NaN if these logits are not
+        finite.
         """
 
     def hidden_states(self, which: Int64) -> Float32:
@@ -74,18 +75,19 @@ class StepLogits(Protocol):
         """
 
     def rows_not_finite(self) -> Int64:
-        """Return int64 [n], the rows of the plan with several tokens and a hidden state that is not finite.
+        """Return the rows of the plan, int64 [n], that have several tokens and a hidden state that is not finite.
 
-        The KV of such a token may have affected earlier tokens of the row, so no other request may share this row's KV.
+        The KV of such a token may have affected earlier tokens of the row. Therefore, no other request may share the KV
+        of these rows.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Log-probabilities of the tokens of n rows.
+    """The log-probabilities of the tokens of N rows.
 
     chosen_N:   float32, log-probability of the chosen token of each row.
-    top_ids_NK: int32, the K most likely tokens of each row, in descending order.
+    top_ids_NK: int32, the K most likely tokens of each row, by descending probability.
     top_NK:     float32, their log-probabilities.
     """
 
@@ -100,9 +102,9 @@ class LogProbs:
 
 
 def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """Return the log-probabilities of `tokens_N`; NaN for each row whose logits contain NaN or inf, or are all -inf.
+    """Return the log-probabilities of `tokens_N`. A row is NaN if its logits contain NaN or inf, or are all -inf.
 
-    top_n: K, at most V. Among equal values, the lower id comes first.
+    top_n: K, at most V. Of equal values, the lower id is first.
     """
     top_n = min(top_n, logits_NV.shape[1])
     best_N = logits_NV.max(axis=-1)
@@ -133,11 +135,14 @@ def sample_step(
 ) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs], dict[int, Float32]]:
     """Sample the tokens of one step.
 
-    reports_raw: as in StepLogits.sample().
+    Returns four values by row of the plan:
 
-    Returns int32 tokens by row, NO_TOKEN for a row that needs no token, a RowFailure for a row that fails;
-    log-probabilities by row that requests them; log-probabilities of prompt tokens by row; and float32 hidden states
-    [D] by row.
+    - int32 tokens. A row that needs no token has NO_TOKEN, and a row that fails has a RowFailure.
+    - The requested log-probabilities of sampled tokens.
+    - The requested log-probabilities of prompt tokens.
+    - The requested hidden states, float32 [D].
+
+    reports_raw: as in StepLogits.sample().
     """
     tokens = np.full(len(batch.temperature), NO_TOKEN, dtype=np.int32)
     reported: dict[int, LogProbs] = {}
@@ -170,7 +175,7 @@ def _joined(parts: list[LogProbs]) -> LogProbs:
 def sample_rows(
     logits_NV: Float32, rows: Int64, batch: SamplingBatch, *, reports_raw: bool
 ) -> tuple[Int32, dict[int, LogProbs]]:
-    """Implement StepLogits.sample() on the host. logits_NV: logits of `rows`, which are overwritten."""
+    """Implement StepLogits.sample() on the host. logits_NV: logits of `rows`. This function overwrites them."""
     wanted = np.flatnonzero(batch.num_log_probs[rows] != NO_LOG_PROBS).tolist()
     # sample() changes logits in place.
     reported = {index: logits_NV[index].copy() for index in wanted}
@@ -186,7 +191,10 @@ def sample_rows(
 
 
 def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.NDArray[np.floating[Any]]:
-    """Return the logits that the token of `row` is drawn from: divided by the temperature, -inf for removed tokens."""
+    """Return the logits from which the token of `row` is drawn.
+
+    They are divided by the temperature, and are -inf for removed tokens.
+    """
     edits, temperature = batch.edits.get(row), float(batch.temperature[row])
     if edits is not None:
         apply_edits(logits_V, edits)
@@ -203,9 +211,9 @@ def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.N
 
 
 def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
-    """Return a token or a RowFailure for every row, int32 [N]. The logits of rows with edits are overwritten.
+    """Return a token or a RowFailure for every row, int32 [N]. Overwrites the logits of rows that have edits.
 
-    rows: int64 [N]; the row of `batch` that each row of logits belongs to.
+    rows: int64 [N]; the row of `batch` for each row of logits.
     """
     edited: dict[int, LogitEdits] = {}
     for index, row in enumerate(rows.tolist()) if batch.edits else ():
@@ -236,7 +244,7 @@ def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
 def _cause(best: float, edits: LogitEdits | None) -> RowFailure:
     """Return the failure of a row whose largest logit is `best`.
 
-    edits: its edits, if the model's logits were finite.
+    edits: edits of the row if it has any and the model's own logits were finite; otherwise None.
     """
     if edits is None:
         return RowFailure.MODEL
@@ -265,7 +273,7 @@ def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
 
 
 def _weights(logits_V: Float32, temperature: float) -> Float32:
-    """Return the probabilities scaled so that the largest is 1. The largest logit must be finite."""
+    """Return the tokens' probabilities divided by the largest of them. The largest logit must be finite."""
     scaled_V = logits_V - logits_V.max()
     scaled_V /= np.float32(temperature)
     return np.exp(scaled_V, out=scaled_V)
@@ -292,7 +300,9 @@ def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> I
 
 
 def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, is_all: bool) -> int | None:
-    """Return how many of the most likely tokens top-k and then top-p keep; None if there are too few candidates."""
+    """Return how many of the most likely tokens top-k and then top-p keep; None if too few candidates are given to
+    decide.
+    """
     kept, mass = len(weights_C), total
     cumulative_C = weights_C.cumsum(dtype=np.float64)
     if 0 < top_k <= kept:
@@ -310,7 +320,7 @@ def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, i
 def _invert(weights_V: Float32, ids_C: Int64 | None, number: float) -> int:
     if ids_C is not None:
         return int(ids_C[_first_beyond(weights_V[ids_C].cumsum(dtype=np.float64), number)])
-    # Select the block first, then a token in the block: this is faster than a cumulative sum over the whole vocabulary.
+    # Select a block first, then a token in it. This is faster than a cumulative sum over the whole vocabulary.
     starts = _block_starts(len(weights_V))
     cumulative_B = np.add.reduceat(weights_V, starts).cumsum(dtype=np.float64)
     block = _first_beyond(cumulative_B, number)
@@ -333,7 +343,7 @@ def _block_starts(vocabulary: int) -> Int64:
 
 
 def philox4x32(counters: UInt64, keys: UInt64) -> UInt64:
-    """Return 4 random words of 32 bits, each in a uint64, for every counter.
+    """Return 4 random words of 32 bits for every counter, each word in a uint64.
 
     counters: uint64 [4, n], four words of 32 bits each.
     keys:     uint64 [2, n], two words of 32 bits each.
@@ -348,7 +358,7 @@ def philox4x32(counters: UInt64, keys: UInt64) -> UInt64:
 
 
 def uniform(seeds: UInt64, positions: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Return a uniform number in the open interval (0, 1) for every (seed, position).
+    """Return a uniform number in the open interval (0, 1) for every pair (seed, position).
 
     seeds:     uint64 [n].
     positions: integers >= 0, [n].
@@ -357,6 +367,6 @@ def uniform(seeds: UInt64, positions: npt.NDArray[Any]) -> npt.NDArray[np.float6
     positions = positions.astype(np.uint64)
     counters[0], counters[1] = positions & _LOW, positions >> _HALF
     words = philox4x32(counters, np.stack((seeds & _LOW, seeds >> _HALF)))
-    # Use 52 bits plus one half: with one more bit, the largest number would be rounded up to 1.
+    # Use 52 bits plus one half. With one more bit, the largest number would be rounded up to 1.
     bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
     return (bits.astype(np.float64) + 0.5) * 2.0**-52

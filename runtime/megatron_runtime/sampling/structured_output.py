@@ -1,11 +1,11 @@
-"""Structured output: answers that match a JSON schema, regular expression, grammar or list of texts. No torch.
+"""Structured output: answers that match a JSON schema, regular expression, grammar or list of texts.
 
-Before every token, the grammar (llguidance) gives the set of allowed tokens. The tokens so far determine the grammar's
-state, so a request that moves to another engine continues under the same constraints.
+Before every token, the grammar (llguidance) determines the set of allowed tokens. The tokens so far determine the
+grammar's state, so a request that moves to another engine continues with the same constraints.
 
-Grammars are hostile input. Four bounds keep a grammar from harming other requests: limits on its text
-(grammar_limits), a trial process that compiles it first and may crash (grammar_compiler), a separate thread pool for
-masks, and a limit of CPU time for each answer.
+Grammars are hostile input. Four measures protect other requests from a grammar: limits on its text (grammar_limits), a
+trial process that compiles it first and may crash (grammar_compiler), a separate thread pool for masks, and a limit of
+CPU time for each answer. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from megatron_runtime.sampling.grammar_limits import check_structure
 
 MASK_SECONDS = 1.0
 MASK_SECONDS_PER_TOKEN = 0.01
-"""Limit of CPU seconds for the masks of an answer: a fixed part, and a part per token.
+"""Limits of CPU seconds for the masks of an answer, as a fixed part and a part per token.
 
 Usual grammars take 0.1 ms per token.
 """
@@ -48,10 +48,10 @@ Usual grammars take 0.1 ms per token.
 _MASK_THREADS = 2
 _KEPT = 64
 _KEPT_BYTES = 256 << 20
-"""Limits of the cache of compiled grammars: their number, and their total memory."""
+"""Limits of the cache of compiled grammars: the number of grammars, and their total memory in bytes."""
 _REJECTED = 1024
 _REJECTED_SECONDS = 300.0
-"""Limits of the cache of rejected grammars: their number, and the time that an entry is valid."""
+"""Limits of the cache of rejected grammars: the number of entries, and the seconds for which an entry is valid."""
 
 Mask = npt.NDArray[np.uint32]
 
@@ -71,11 +71,13 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """The state of one answer in its grammar. Used by one thread; another thread computes the mask of the next token.
+    """The state of one answer in its grammar. One thread uses it; another thread computes the mask of the next token.
+
+    No method raises an error. If the grammar fails, only its answer fails.
 
     masks:   runs a function in another thread, and returns a future.
-    failure: why the grammar failed: it exceeded a limit, a forced token does not match it, or the matcher raised an
-             error. Otherwise None. No method raises an error: if the grammar fails, only its answer fails.
+    failure: why the grammar has failed, otherwise None. It fails if it exceeds a limit, if a forced token does not
+             match it, or if the matcher raises an error.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class GrammarState:
             self._mask = self._masks(self._compute)
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the mask of the next token. Return whether it is complete."""
+        """Wait up to `seconds` for the mask of the next token. Return whether the mask is complete."""
         return not wait([self._mask], timeout=seconds).not_done
 
     def is_fresh(self) -> bool:
@@ -118,11 +120,11 @@ class GrammarState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether allowed() returns at once."""
+        """Whether allowed() returns immediately."""
         return self._mask.done()
 
     def allowed(self) -> Mask | None:
-        """Return uint32 [ceil(V / 32)] with a bit set for each allowed token; None if all are allowed.
+        """Return uint32 [ceil(V / 32)] with a bit set for each allowed token; None if all tokens are allowed.
 
         Waits for the mask.
         """
@@ -134,7 +136,7 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer matches and is complete, or the grammar failed."""
+        """Whether the answer matches and is complete, or the grammar has failed."""
         return self._stopped or self.failure is not None
 
     def _consume(self, token: int) -> None:
@@ -158,7 +160,9 @@ class GrammarState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Convert an error of the matcher, or a panic of its native code, to a failure of this grammar."""
+        """Return a context that converts errors of the matcher, and panics of its native code, to a failure of this
+        grammar.
+        """
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -183,7 +187,7 @@ class GrammarCompiler:
     """Creates the grammar state of a request. Thread-safe; grammars are compiled one at a time.
 
     vocabulary: vocabulary of the model's tokenizer.
-    vocab_size: width of the model's logits, which may be padded beyond the tokenizer's vocabulary.
+    vocab_size: number of logits per token, which can be greater than the tokenizer's vocabulary.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, vocab_size: int) -> None:
@@ -204,8 +208,10 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        """Cause of a rejection, and the time.monotonic() until which it is valid. It expires because the process may
-        have died for another reason."""
+        """Cause of a rejection, and the time.monotonic() until which it is valid.
+
+        An entry expires because the process may have died for another reason.
+        """
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
         """Return the grammar state after the tokens `generated`.
@@ -233,7 +239,7 @@ class GrammarCompiler:
             return key in self._compiled or self._rejection(key) is not None
 
     def close(self) -> None:
-        """Stop the trial process and the threads. A begin() in progress raises an error."""
+        """Stop the trial process and the threads. A begin() that is in progress raises an error."""
         self._process.close()
         self._masks.close()
         self._compiler.shutdown(wait=False)
@@ -277,7 +283,7 @@ class GrammarCompiler:
 
 
 def _thread_with_stack(stack_bytes: int) -> ThreadPoolExecutor:
-    """Return a thread pool with one thread, which has a stack of `stack_bytes`."""
+    """Return a thread pool with a single thread, whose stack has `stack_bytes`."""
     pool = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
     before = threading.stack_size(stack_bytes)
     try:
@@ -290,7 +296,7 @@ def _thread_with_stack(stack_bytes: int) -> ThreadPoolExecutor:
 def _key(structure: Mapping[str, Any]) -> bytes:
     """Return the cache key of a structure.
 
-    It depends on the order of properties, which is their order in the answer.
+    The key depends on the order of properties, because this is also their order in the answer.
     """
     value = None if structure["type"] == "json_object" else structure.get("value")
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()

@@ -1,8 +1,8 @@
 """The child process with limits in which chat templates run, in Jinja's immutable sandbox.
 
-A template comes with the weights, so it is not trusted. It gets only the helpers that published templates rely on:
+A template is part of the model and therefore not trusted. It gets only the helpers that published templates need:
 `raise_exception`, `strftime_now`, `tojson`, loop controls and `{% generation %}`. A template that loops forever or
-builds huge values kills this process, which chat_template.py starts again.
+builds huge values kills this process, which chat_template.py restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
 class _GenerationBlock(Extension):
     """The tag `{% generation %}…{% endgeneration %}`, which marks training targets.
 
-    Its content is rendered as it is.
+    The content of the tag is rendered unchanged.
     """
 
     tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
@@ -36,7 +36,7 @@ class _GenerationBlock(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's immutable sandbox, in which a template may append to a list, as Kimi K2's templates do.
+    """Jinja's immutable sandbox, except that a template may append to a list, as Kimi K2's templates do.
 
     Each rendering has its own objects, so a template cannot affect other renderings.
     """
@@ -46,14 +46,14 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _RenderingError(Exception):
-    """The template rejects the messages, or fails on them."""
+    """Raised if the template rejects the messages or fails on them."""
 
 
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[Template, list[str]]:
-    """Return the template and the names of the variables that it reads.
+    """Return the template, and the names of the variables that it reads.
 
-    Raises errors of Jinja and Python if it is invalid.
+    Raises errors of Jinja and Python if the template is invalid.
     """
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
 
@@ -79,9 +79,10 @@ def _tojson(
 def _handle(request: bytes) -> bytes:
     """Compile a template, and render it if the request has a scope.
 
-    request: JSON with `source`, and for a rendering `scope`, which contains all variables.
-    Returns JSON of the rendered `text` (without a scope: of the `variables` of the template), or of the `stage` that
-    failed ("compile", "render") and the `message`.
+    request: JSON with the template's `source` and, for a rendering, `scope`, which contains all variables.
+
+    Returns JSON. After a rendering, it has the `text`; without a scope, it has the `variables` of the template. After a
+    failure, it has the `stage` that failed ("compile" or "render") and the `message`.
     """
     fields = json.loads(request.decode("utf-8", "surrogatepass"))
     try:
@@ -95,7 +96,7 @@ def _handle(request: bytes) -> bytes:
         return _reply(text=_rendered(template, fields["scope"]))
     except _RenderingError as error:
         return _reply(stage="render", message=str(error)[:4000])
-    except Exception as error:  # the template's own code may raise any exception
+    except Exception as error:  # the template's code can raise any exception
         return _reply(stage="render", message=f"the chat template cannot render these messages: {_shown(error)}")
 
 

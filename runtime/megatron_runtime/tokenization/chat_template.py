@@ -1,8 +1,8 @@
-"""Renders chat templates as the transformers library does, in child processes with limits (chat_sandbox.py).
+"""Renders chat templates in the same way as transformers, in child processes with limits (chat_sandbox.py).
 
-A template is part of the model, so it may be hostile: every use of it, compilation included, has limits of time, memory
-and output. A program has at most RENDERERS of these processes for all its templates. Each starts when it is first
-needed.
+A template is part of the model and can be hostile. So each use of a template, including its compilation, has limits of
+time, memory and output. A program has at most RENDERERS of these processes for all its templates. Each process starts
+when it is first needed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from megatron_runtime.protocol import strict_json as json
 logger = logging.getLogger(__name__)
 
 RENDERERS = 2
-"""Maximum number of child processes. Further renderings wait."""
+"""Maximum number of child processes. Further renderings wait for a free process."""
 RENDER_SECONDS = 5.0
-"""Timeout of one compilation or rendering."""
+"""Timeout of one compilation or rendering, in seconds."""
 RENDER_MEMORY_BYTES = 512 << 20
 """Address space of each child process for templates and their output, in bytes."""
 MAX_TEMPLATE_CHARACTERS = 1 << 20
@@ -34,15 +34,15 @@ DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
-"""Seconds for which a template is not tried again after it could not render even a trivial conversation."""
+"""Seconds for which a template is not tried again after a failure to render even a trivial conversation."""
 _TRIVIAL = ({"role": "user", "content": "Hello"},)
 _RESERVED = frozenset({"messages", "tools"})
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered. The message comes from the template, or names the exceeded limit.
+    """Raised if the conversation cannot be rendered. The message comes from the template, or names the exceeded limit.
 
-    variable: name of the invalid variable, if the request set it.
+    variable: name of the invalid variable, if the request has set it.
     """
 
     def __init__(self, message: str, *, variable: str | None = None) -> None:
@@ -51,22 +51,23 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplateRejectedError(ChatTemplateError):
-    """The template rejects the messages, or fails on them. It may accept them in another form."""
+    """Raised if the template rejects the messages or fails on them. It may accept them in another format."""
 
 
 class ChatTemplateUnusableError(ChatTemplateError):
-    """The model's chat template is invalid, or no process could run it: no conversation can be rendered."""
+    """Raised if the model's chat template is invalid, or no process could run it. No conversation can be rendered."""
 
 
 class ChatTemplate:
     """The chat template of a model. Thread-safe.
 
-    A template that does not compile is logged: the model can still complete text, but every rendering raises the error.
+    If a template does not compile, this is logged. The model can still complete text, but every rendering raises the
+    error.
 
     source:  the Jinja text.
     special: variables that every template may use, such as `bos_token` and `eos_token`.
 
-    Raises ChatTemplateUnusableError if no process could be started to compile it.
+    Raises ChatTemplateUnusableError if no process can be started to compile the template.
     """
 
     def __init__(self, source: str, *, special: Mapping[str, str]) -> None:
@@ -86,7 +87,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, sources: Mapping[str, Any], name: str, *, special: Mapping[str, str]) -> Self | None:
-        """Return the template with this name in a model's list; None if the list lacks it."""
+        """Return the template with this name in a model's list; None if the list has no such template."""
         source = sources.get(name)
         return cls(source, special=special) if source and isinstance(source, str) else None
 
@@ -97,10 +98,10 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text, which ends where the assistant's answer begins.
+        """Return the prompt text, up to the position where the assistant's answer begins.
 
         messages, tools, variables: values that JSON can express.
-        variables: further template variables (`add_generation_prompt` is True unless given here).
+        variables: further template variables. `add_generation_prompt` is True unless it is set here.
 
         Raises:
             ChatTemplateUnusableError: the template does not compile, or cannot render even a trivial conversation
@@ -131,7 +132,9 @@ class ChatTemplate:
         return text
 
     def _check_usable(self) -> None:
-        """Raise ChatTemplateUnusableError if not even a trivial conversation is rendered within the limits."""
+        """Raise ChatTemplateUnusableError if the template cannot render even a trivial conversation within the
+        limits.
+        """
         try:
             self._rendered({"messages": _TRIVIAL, "tools": None})
         except ProcessLostError as error:
@@ -160,7 +163,7 @@ class ChatTemplate:
 def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reply of chat_sandbox.py to `request`.
 
-    Raises ChatTemplateError, ChatTemplateUnusableError, or ProcessLostError when a limit was exceeded.
+    Raises ChatTemplateError, ChatTemplateUnusableError, or ProcessLostError if a limit was exceeded.
     """
     try:
         data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -183,7 +186,10 @@ def _lost(error: ProcessLostError) -> str:
 
 
 class _Renderers:
-    """The pool of child processes. Each serves one caller at a time. If all are busy, another one is started."""
+    """The pool of child processes.
+
+    Each process serves one caller at a time. If all are busy, another process is started.
+    """
 
     def __init__(self) -> None:
         self.processes: list[SacrificialProcess] = []
@@ -226,13 +232,13 @@ _renderers = _Renderers()
 
 
 def _start_over() -> None:
-    """Discard the connections after a fork, because parent and child must not share them."""
+    """Discard the connections after a fork, because parent and child must not share connections."""
     global _renderers
     _renderers = _Renderers()
 
 
 def end_idle_renderers() -> None:
-    """Stop the idle renderers, for a program that stops serving. A later rendering starts them again."""
+    """Stop the idle renderers, for a program that stops serving. A later rendering restarts them."""
     _renderers.end_idle()
 
 

@@ -1,8 +1,8 @@
-"""A `Tokenizer` from the metadata of a GGUF file: byte-level BPE, or SentencePiece.
+"""A `Tokenizer` from the metadata of a GGUF file, with byte-level BPE or SentencePiece.
 
 SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) repeatedly joins the two adjacent pieces whose union has the
-highest score. This equals byte-pair encoding with the merges in the order of the scores. Text without a piece in the
-vocabulary becomes byte tokens.
+highest score. This is equal to byte-pair encoding with the merges in the order of the scores. Text without a piece in
+the vocabulary becomes byte tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
 """The value of `tokenizer.ggml.model` for SentencePiece."""
 _SENTENCEPIECE_IDS = {"unknown": 0, "bos": 1, "eos": 2}
-"""Token ids that llama.cpp assumes for a file that does not set them."""
+"""Token ids that llama.cpp assumes if a file does not set them."""
 
 MAX_PIECE_CHARACTERS = 512
 """Maximum length of a piece, because its merges take quadratic time.
@@ -48,11 +48,11 @@ END_OF_TURN_TEXTS = frozenset(
         "</s>",
     }
 )
-"""Control tokens that end an answer in any model, because the metadata of a file can name only one of them."""
+"""Control tokens that end an answer in any model. They are listed here because a file's metadata can name only one."""
 
 
 class _TokenizerFields:
-    """The fields of the tokenizer in the metadata of a GGUF file.
+    """The tokenizer fields in the metadata of a GGUF file.
 
     Raises ModelFileError if the file cannot be read, and ValueError for a field of the wrong type or length.
     """
@@ -113,10 +113,10 @@ class _TokenizerFields:
 
 
 def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
-    """Build the tokenizer in the metadata of `path`, with its chat template or without.
+    """Build the tokenizer from the metadata of `path`. renders_chat: whether it includes the chat template.
 
-    Raises ModelFileError if the file cannot be read, and ValueError for an invalid field, a vocabulary that is neither
-    byte-level BPE nor SentencePiece, or an unknown pre-tokenizer.
+    Raises ModelFileError if the file cannot be read. Raises ValueError for an invalid field, a vocabulary that is
+    neither byte-level BPE nor SentencePiece, or an unknown pre-tokenizer.
     """
     fields = _TokenizerFields(path)
     if not fields.is_sentencepiece and (fields.model != "gpt2" or fields.pre not in WORD_RULES):
@@ -191,7 +191,7 @@ def _sentencepiece_backend(fields: _TokenizerFields) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_merges(fields: _TokenizerFields) -> list[tuple[str, str]]:
-    """Return every merge of two pieces to a normal piece, in descending order of the score of the result."""
+    """Return every pair of pieces whose union is a normal piece, in descending order of the union's score."""
     normal = fields.of_kind(_NORMAL)
     known = set(normal.values())
     return [

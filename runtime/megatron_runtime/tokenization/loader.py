@@ -1,8 +1,8 @@
 """Loads the tokenizer of a model reference, and reads and writes Hugging Face tokenizer directories.
 
-A tokenizer.json is part of the model, so it may be hostile: a regular expression can take years to compile, and a
-normalizer can turn ten characters into gigabytes, which aborts the process. So a child process with limits loads the
-file and encodes some texts first; only then does this process load it.
+A tokenizer.json is part of the model and can be hostile. For example, a regular expression can take years to compile,
+and a normalizer can turn ten characters into gigabytes, which aborts the process. Therefore, a child process with
+limits first loads the file and encodes some texts. Only then does this process load the file.
 """
 
 from __future__ import annotations
@@ -32,35 +32,36 @@ from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
 TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
-"""Timeout for loading a tokenizer.json and encoding the trial texts: fixed, and per megabyte of the file.
+"""Timeout in seconds for loading a tokenizer.json and encoding the trial texts: a fixed part, and a part per
+megabyte.
 """
 TRIAL_MEMORY_BYTES = 4 << 30
 """Address space of the child process for the tokenizer, in bytes."""
 VLLM_SECONDS = 300
-"""Timeout for importing vLLM and reading a vocabulary, which takes about a minute on two loaded cores."""
+"""Timeout in seconds for importing vLLM and reading a vocabulary, which takes about a minute on two loaded cores."""
 VLLM_ENVIRONMENT: Mapping[str, str] = {
     "CUDA_VISIBLE_DEVICES": "",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_TARGET_DEVICE": "cpu",
 }
-"""Environment of child processes that use vLLM without an engine: they get no GPU and no network access."""
+"""Environment of child processes that use vLLM without an engine. They get no GPU and no network access."""
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class TokenizerLoadError(ValueError):
-    """A model reference has no usable tokenizer. The message names the reference and the remedy."""
+    """Raised if a model reference has no usable tokenizer. The message names the reference and the remedy."""
 
 
 def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
     """Return the tokenizer of a model reference.
 
-    model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, a .gguf file, or a directory with a
-           tokenizer.json, with one .gguf file, or with a Megatron-Core checkpoint and a tokenizer.json. If vLLM is
-           installed, a directory may instead contain any other vocabulary that vLLM can read.
-    renders_chat: load the chat template, which only servers need.
+    model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, a .gguf file, or a directory. The
+           directory has a tokenizer.json, one .gguf file, or a Megatron-Core checkpoint and a tokenizer.json. If vLLM
+           is installed, the directory can instead contain any other vocabulary that vLLM can read.
+    renders_chat: whether to load the chat template, which only servers need.
 
     Raises TokenizerLoadError.
     """
@@ -103,15 +104,15 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> Tokenizer:
-    """Build the tokenizer of a directory, with its chat template or without.
+    """Build the tokenizer of a directory. renders_chat: whether it includes the chat template.
 
     If the directory has no tokenizer.json, vLLM reads its vocabulary.
 
-    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
-    and the defaults of sampling also from generation_config.json, the context length from config.json; each of these
-    may be absent.
+    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja. End-of-answer tokens
+    and the defaults of sampling also come from generation_config.json, and the context length from config.json. Each of
+    these files can be absent.
 
-    Raises ValueError naming the file.
+    Raises ValueError, which names the file.
     """
     file = ModelDirectory(directory).file(TOKENIZER_FILE)
     vllms: dict[str, Any] = {}
@@ -144,11 +145,11 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
 
 
 def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer of a tokenizer.json. Padding and truncation in the file are ignored, as transformers does.
+    """Return the tokenizer in a tokenizer.json. Padding and truncation in the file are ignored, as in transformers.
 
-    name: path of the file in errors.
+    name: path of the file, for errors.
 
-    Raises ValueError naming the file.
+    Raises ValueError, which names the file.
     """
     _run_trial(content, name=name)
     with contained(f"{name} is not a readable tokenizer"):
@@ -183,7 +184,7 @@ def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in a terminal would reach the child too
+            start_new_session=True,  # otherwise, Ctrl-C in a terminal would reach the child too
             timeout=VLLM_SECONDS,
             check=False,
         )
@@ -201,9 +202,9 @@ def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
 
 
 def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
-    """Write the tokenizer of the .gguf file at `path` to `directory` in transformers' format; return its EOS ids.
+    """Write the tokenizer of the .gguf file at `path` to `directory` in transformers' format. Return its EOS ids.
 
-    The written files contain only the first EOS id. Raises what tokenizer_from_gguf raises.
+    The written files contain only the first EOS id. Raises the errors of tokenizer_from_gguf().
     """
     tokenizer = tokenizer_from_gguf(path)
     template = tokenizer.chat_template

@@ -16,16 +16,16 @@ from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer, Wind
 from megatron_runtime.tokenization.vocabulary import TokenBound
 
 _LONGEST_TOKEN_BYTES = 256
-"""Assumed maximum length of a token if the vocabulary is unknown, for the lower bound of a text's number of tokens."""
+"""Assumed maximum length of a token in bytes if the vocabulary is unknown, for the lower bound of token counts."""
 
 
 def tokenizer_of(tokenizer: Any) -> Tokenizer:
     """Return `tokenizer` as a Tokenizer.
 
     tokenizer: a Tokenizer, a model reference, a fast tokenizer of transformers, a `tokenizers.Tokenizer`, or an object
-               with `tokenize(text)` and `detokenize(ids)`, as the tokenizers of Megatron-Core.
+               with `tokenize(text)` and `detokenize(ids)`, like the tokenizers of Megatron-Core.
 
-    Raises TypeError for anything else, TokenizerLoadError.
+    Raises TypeError for any other object, and TokenizerLoadError if a model reference has no usable tokenizer.
     """
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
@@ -56,8 +56,8 @@ def tokenizer_of(tokenizer: Any) -> Tokenizer:
 class MegatronTokenizer(Tokenizer):
     """A tokenizer with Megatron-Core's interface: tokenize(text), detokenize(ids), vocab_size, eod and bos.
 
-    As in Megatron-Core, special tokens are decoded as text unless detokenize() has the parameter `skip_special_tokens`.
-    The vocabulary is not known, so structured output is not available.
+    As in Megatron-Core, special tokens are decoded as text, unless detokenize() has the parameter
+    `skip_special_tokens`. The vocabulary is not known, so structured output is not available.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -75,7 +75,7 @@ class MegatronTokenizer(Tokenizer):
 
     @property
     def of_program(self) -> Any:
-        """The wrapped tokenizer of the program."""
+        """The wrapped tokenizer object."""
         return self._tokenizer
 
     def to_json(self) -> str:
@@ -118,7 +118,7 @@ class MegatronTokenizer(Tokenizer):
 
 
 def _id(tokenizer: Any, *names: str) -> int | None:
-    """Return the first token id that the tokenizer has as an attribute of `names`; None if it has none.
+    """Return the first of the attributes `names` that is a token id; None if the tokenizer has no such attribute.
 
     Some tokenizers raise an error for a missing attribute.
     """

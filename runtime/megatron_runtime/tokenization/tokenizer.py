@@ -1,11 +1,12 @@
-"""`Tokenizer`: text to token ids and back, for whole texts and for streams.
+"""`Tokenizer` converts text to token ids and back, for whole texts and for streams.
 
 Byte-level and SentencePiece vocabularies map every token to bytes, so a stream is decoded as incremental UTF-8, in
 linear time. A character is returned when its last byte has arrived. For other vocabularies, a short sliding window of
-tokens is decoded. The concatenated parts of a stream equal `Tokenizer.decode` of all ids.
+tokens is decoded. The concatenated parts of a stream are equal to the result of `Tokenizer.decode` for all ids.
 
-The first token of a sequence is decoded differently, without its space, and a character may begin in one token and end
-in another. So the decoder of a text that continues other tokens must know them: see `after` of `Tokenizer.detokenizer`.
+The first token of a sequence is decoded differently, without its space, and a character can begin in one token and end
+in another. So the decoder of a text that follows other tokens must know these tokens; see `after` of
+`Tokenizer.detokenizer`.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTempla
 from megatron_runtime.tokenization.vocabulary import WORD_START, TokenBound, contained, piece_to_bytes
 
 MAX_SHORT_CHARACTERS = 512
-"""Maximum length of a text that is encoded by the fastest call, which holds the global interpreter lock."""
+"""Maximum length of a text that is encoded with the fastest call. This call holds the global interpreter lock."""
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SEARCHED_TOKENS = 256
-"""Maximum number of preceding tokens that are searched for visible ones."""
+"""Maximum number of preceding tokens in which visible tokens are searched."""
 _CONTEXT_TOKENS = 8
-"""Number of visible preceding tokens that a decoder is given as context."""
+"""Number of visible preceding tokens that a decoder gets as context."""
 _CONTINUATION_BYTES = bytes(range(0x80, 0xC0))
 """The bytes that continue a character in UTF-8."""
 
@@ -42,22 +43,22 @@ LeadingSpaces: TypeAlias = Literal["kept", "one", "all"]
 
 
 class Detokenizer(ABC):
-    """Incremental decoder of one sequence of token ids."""
+    """An incremental decoder of one sequence of token ids."""
 
     @abstractmethod
     def feed(self, ids: Iterable[int]) -> str:
-        """Return the text that the next `ids` complete. An incomplete character is held back."""
+        """Return the text that the next `ids` complete. An incomplete character is kept for the next call."""
 
     @abstractmethod
     def finish(self) -> str:
-        """Return the text that was held back; incomplete characters become U+FFFD."""
+        """Return the text that was kept back. Incomplete characters become U+FFFD."""
 
 
 class BytesDetokenizer(Detokenizer):
-    """Detokenizer for vocabularies in which each token is a string of bytes.
+    """A Detokenizer for vocabularies in which each token is a string of bytes.
 
     token_bytes: returns the bytes of a token id, b"" for a token without text.
-    after:       tokens before the sequence.
+    after:       tokens that precede the sequence.
     stripped:    spaces that are removed if no text precedes the sequence.
     """
 
@@ -92,13 +93,13 @@ class BytesDetokenizer(Detokenizer):
 
 
 class WindowDetokenizer(Detokenizer):
-    """Detokenizer for vocabularies whose decoder needs adjacent tokens (leading spaces, byte fallback).
+    """A Detokenizer for vocabularies whose decoder needs adjacent tokens (leading spaces, byte fallback).
 
     decode: returns the text of consecutive token ids.
-    after:  tokens before the sequence.
+    after:  tokens that precede the sequence.
 
-    The window starts with tokens whose text has been returned, because a decoder may strip the first space of its
-    input.
+    The window starts with tokens whose text has already been returned, because a decoder can strip the first space of
+    its input.
     """
 
     MAX_HELD_TOKENS = 16
@@ -133,18 +134,18 @@ class WindowDetokenizer(Detokenizer):
 
 
 class Tokenizer:
-    """Vocabulary, special tokens and chat template of one model. Safe to share between threads.
+    """The vocabulary, special tokens and chat template of one model. Thread-safe.
 
     backend:        the compiled tokenizer.
-    bos_id:         token that begins a sequence, or None.
-    add_bos:        prompts that are encoded with special tokens begin with `bos_id`.
+    bos_id:         token that begins a sequence; None if the model has no such token.
+    add_bos:        whether prompts that are encoded with special tokens begin with `bos_id`.
     eos_ids:        all tokens that end an answer, such as end of sequence and end of turn. The first is the model's
                     end-of-sequence token.
     chat_template:  None for a model that only completes text.
     tool_template:  chat template for requests with tools; None if the model has one template for all requests.
-    context_length: longest sequence that the model supports, in tokens; None if unknown.
-    logits:         width of the model's logits, which may exceed the vocabulary; 0 if unknown.
-    generation_config: default sampling parameters from its generation_config.json.
+    context_length: maximum number of tokens of a sequence that the model supports; None if unknown.
+    logits:         number of the model's logits per token, which can be greater than the vocabulary; 0 if unknown.
+    generation_config: default sampling parameters from the model's generation_config.json.
     """
 
     def __init__(
@@ -171,8 +172,7 @@ class Tokenizer:
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
         self.id_limit = max(self.vocab_size, logits, max(added, default=-1) + 1)
-        """Upper bound of the token ids that the model may generate. Ids without an entry in the vocabulary have no
-        text."""
+        """Upper bound of the token ids that the model can generate. Ids that are not in the vocabulary have no text."""
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._special_starts = frozenset(added[id_].content[:1] for id_ in self.special_ids)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
@@ -192,9 +192,10 @@ class Tokenizer:
 
         As in the tokenizers library, bytes without a token are left out.
 
-        add_special: also add the tokens that the model expects around a prompt, such as the begin-of-sequence token.
+        add_special: whether to add the tokens that the model expects around a prompt, such as the begin-of-sequence
+                     token.
 
-        Raises ValueError if the text is not valid Unicode (a lone surrogate), or if the library fails on it.
+        Raises ValueError if the text is not valid Unicode (a lone surrogate), or if the library cannot encode it.
         """
         ids: list[int]
         try:
@@ -212,7 +213,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """The lower bound of the number of tokens of a text."""
+        """An object that returns a lower bound of the number of tokens of a text."""
         return TokenBound.of(self._backend)
 
     def render_chat(
@@ -229,7 +230,7 @@ class Tokenizer:
         return template.render(messages, tools=tools, variables=variables)
 
     def template_for(self, tools: Sequence[Any] | None) -> ChatTemplate | None:
-        """Return the chat template of a request with these tools; None for a model that only completes text."""
+        """Return the chat template for a request with these tools; None if the model only completes text."""
         return self.tool_template if tools and self.tool_template is not None else self.chat_template
 
     def encode_chat(
@@ -239,43 +240,48 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation. The template writes all special tokens, so none are added."""
+        """Return the token ids of a conversation.
+
+        No special tokens are added, because the template writes all of them.
+        """
         return self.encode(self.render_chat(messages, tools=tools, variables=variables), add_special=False)
 
     def decode(self, ids: Iterable[int], *, after: Sequence[int] = (), skip_special: bool = True) -> str:
-        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary have no text.
+        """Return the text of `ids`.
 
-        after: tokens before `ids`; see detokenizer().
+        Bytes that are not UTF-8 become U+FFFD, and ids outside the vocabulary have no text.
+
+        after: tokens that precede `ids`; see detokenizer().
         """
         detokenizer = self.detokenizer(after=after, skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`: encode() under Megatron-Core's name."""
+        """Return the token ids of `text`. This is encode() under the name that Megatron-Core uses."""
         return self.encode(text)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`: decode() under Megatron-Core's name."""
+        """Return the text of `ids`. This is decode() under the name that Megatron-Core uses."""
         return self.decode(ids)
 
     @property
     def eod(self) -> int | None:
-        """The end-of-sequence token of the model, by Megatron-Core's name."""
+        """The end-of-sequence token of the model, under the name that Megatron-Core uses."""
         return next(iter(self.eos_ids), None)
 
     @property
     def bos(self) -> int | None:
-        """The begin-of-sequence token, by Megatron-Core's name."""
+        """The begin-of-sequence token, under the name that Megatron-Core uses."""
         return self.bos_id
 
     def answer_text(
         self, ids: Sequence[int], *, after: Sequence[int] = (), stop_token: int | None = None, keeps_end: bool = False
     ) -> str:
-        """Return the text of an answer without the end-of-sequence tokens at its end.
+        """Return the text of an answer. The end-of-sequence tokens at the answer's end are left out.
 
         after:      tokens of the prompt; see detokenizer().
-        stop_token: last token of the answer if it ended the answer; its text is left out too.
-        keeps_end:  the text includes the end-of-sequence tokens.
+        stop_token: last token of the answer, if this token ended the answer. Its text is left out too.
+        keeps_end:  whether the text includes the end-of-sequence tokens.
         """
         end = len(ids) if keeps_end or stop_token is None else len(ids) - 1
         while not keeps_end and end and ids[end - 1] in self.eos_ids:
@@ -287,10 +293,10 @@ class Tokenizer:
     def detokenizer(
         self, *, after: Sequence[int] = (), skip_special: bool = True, visible: Collection[int] = ()
     ) -> Detokenizer:
-        """Return a fresh incremental decoder for one sequence.
+        """Return a new incremental decoder for one sequence.
 
-        after:   tokens before the sequence, such as the prompt of an answer: the text of `after` followed by the
-                 decoder's output is the text of all tokens together. A character that begins in `after` is returned
+        after:   tokens that precede the sequence, such as the prompt of an answer. The text of `after`, followed by the
+                 decoder's output, is the text of all tokens together. A character that begins in `after` is returned
                  whole.
         visible: special tokens that are returned as text.
         """
@@ -313,11 +319,11 @@ class Tokenizer:
         return self.special_ids.difference(visible) if visible else self.special_ids
 
     def special_tokens_in(self, texts: Iterable[str]) -> dict[int, str]:
-        """Return the special tokens that occur in any of `texts`, as a map from token id to text."""
+        """Return the special tokens that occur in one or more of `texts`, as a map from token id to text."""
         special_tokens: dict[int, str] = {}
         for text in texts:
             if not self._special_starts.isdisjoint(text):
-                with contextlib.suppress(ValueError):  # a text that is not valid Unicode has no tokens
+                with contextlib.suppress(ValueError):  # text that is not valid Unicode has no tokens
                     ids = self.special_ids.intersection(self.encode(text, add_special=False))
                     special_tokens.update((id_, self.token_bytes(id_).decode()) for id_ in ids)
         return special_tokens
@@ -328,7 +334,7 @@ class Tokenizer:
         return id_
 
     def token_bytes(self, id_: int) -> bytes:
-        """Return the bytes of a token, special tokens included; b"" for an id outside the vocabulary."""
+        """Return the bytes of a token, including special tokens; b"" for an id outside the vocabulary."""
         known = self._bytes.get(id_)
         if known is None:
             piece = self._backend.id_to_token(id_) if 0 <= id_ < self.id_limit else None
@@ -336,7 +342,7 @@ class Tokenizer:
         return known
 
     def _piece_bytes(self, piece: str) -> bytes:
-        """Return the bytes of an entry of the vocabulary."""
+        """Return the bytes of a vocabulary entry."""
         if self._is_byte_level:
             return piece_to_bytes(piece)
         byte = _BYTE_PIECE.fullmatch(piece)
@@ -344,7 +350,7 @@ class Tokenizer:
 
 
 def context_of(after: Sequence[int], hidden: Collection[int]) -> list[int]:
-    """Return the last tokens of `after` that are visible, at most _CONTEXT_TOKENS. hidden: tokens without text."""
+    """Return the last visible tokens of `after`, at most _CONTEXT_TOKENS. hidden: tokens without text."""
     visible = (id_ for id_ in reversed(after[-_SEARCHED_TOKENS:]) if id_ not in hidden)
     return list(itertools.islice(visible, _CONTEXT_TOKENS))[::-1]
 

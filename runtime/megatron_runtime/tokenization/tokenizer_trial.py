@@ -1,6 +1,7 @@
-"""The trial of a tokenizer.json in a child process: load the file, and encode and decode common texts.
+"""The trial of a tokenizer.json in a child process, which loads the file, and encodes and decodes common texts.
 
-loader.py starts the process. A file that kills it or exceeds its time limit is not loaded into another process.
+loader.py starts the process. A file that kills the process or exceeds its time limit is not loaded into another
+process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TRIAL_TEXTS = (
 
 
 def _verdict(content: bytes) -> bytes:
-    """Return a message about the fault of a tokenizer.json; b"" if the file may be loaded."""
+    """Return a message about the defect of a tokenizer.json; b"" if the file may be loaded."""
     try:
         with contained("the library cannot load it"):
             backend = load_vocabulary(content)
@@ -45,7 +46,7 @@ def _encode_and_decode(backend: tokenizers.Tokenizer, text: str) -> None:
     try:
         ids = backend.encode_batch_fast([text])[0].ids
         decoded = backend.decode(ids, skip_special_tokens=False)
-    except Exception:  # a vocabulary need not cover every text: requests with other texts get an error
+    except Exception:  # a vocabulary need not cover every text; requests with other texts get an error
         return
     except BaseException as error:
         raise ValueError(f"it fails on a common text: {error}") from error

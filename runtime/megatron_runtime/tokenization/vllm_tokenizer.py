@@ -1,15 +1,15 @@
-"""Reads the tokenizer of a model without tokenizer.json with vLLM's code, in a child process: vLLM and transformers are
-large, and the files may be hostile.
+"""Reads the tokenizer of a model without tokenizer.json, with vLLM's code.
 
-vLLM knows vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child converts the tokenizer to a
-tokenizer.json, so that servers and engines use it like any other. loader.py runs it with the directory of the model.
-Its output is a JSON object:
+It runs in a child process, because vLLM and transformers are large, and the files can be hostile. vLLM reads
+vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child converts the tokenizer to a
+tokenizer.json, so that servers and engines use it like any other. loader.py runs the child with the directory of the
+model. Its output is a JSON object:
 
-`tokenizer`:     as the content of a tokenizer.json.
+`tokenizer`:     content of a tokenizer.json.
 `special`:       texts of special tokens, by their names in tokenizer_config.json.
-`adds_bos`:      prompts begin with the begin-of-sequence token, which `tokenizer` does not write.
+`adds_bos`:      whether prompts begin with a begin-of-sequence token that `tokenizer` does not write.
 `chat_template`: None if the model has none.
-`problem`:       why the tokenizer cannot be read; in this case, the other keys are missing.
+`problem`:       why the tokenizer cannot be read. If this key is present, the other keys are missing.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the tokenizer of a directory to the standard output. Arguments: the directory, and the time limit."""
+    """Write the tokenizer of a directory to standard output. Arguments: the directory, and the time limit."""
     be_child()
     signal.alarm(int(sys.argv[2]))
     limit_memory(MEMORY_BYTES)
     output = os.dup(sys.stdout.fileno())
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # libraries print messages, which must not mix with the result
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # messages that libraries print must not reach the result
     try:
         reply = _read(Path(sys.argv[1]))
     except Exception as error:

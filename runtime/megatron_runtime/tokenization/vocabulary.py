@@ -1,10 +1,10 @@
 """Helpers for the compiled `tokenizers` library: error handling, byte alphabet, and a lower bound of token counts.
 
 Every byte of a text is part of some token, and each byte of a token of n bytes accounts for 1/n of the token. So a byte
-value accounts for at least 1/n of a token, where n is the length of the longest token that contains it. The sum over
-the bytes of a text is a lower bound of its number of tokens. With this bound, a text that is too long for a model is
-rejected before it is tokenized. The bound takes milliseconds for megabytes; the tokenizer takes seconds, and up to 300
-bytes of memory for each byte of text.
+value accounts for 1/n of a token or more, where n is the length of the longest token that contains it. The sum over the
+bytes of a text is a lower bound of the number of tokens. With this bound, a text that is too long for a model is
+rejected before it is tokenized. The bound takes milliseconds for megabytes of text. The tokenizer takes seconds, and up
+to 300 bytes of memory for each byte of text.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
 """The character that stands for a space in SentencePiece vocabularies."""
 
 UNKNOWN_BYTES_PER_TOKEN = 256
-"""Bytes per token that are assumed for vocabularies without a provable bound. Real text has 3 to 6 bytes per token.
+"""Assumed number of bytes per token for vocabularies without a provable bound. Real text has 3 to 6 bytes per token.
 
-In such a vocabulary the normalizer drops text, or the model makes one token of a run of unknown text.
+In such a vocabulary, the normalizer drops text, or the model makes one token of a run of unknown text.
 """
 
 _COMPOSITION_SHRINK = 8
-"""Factor by which Unicode normalization may shorten a text in UTF-8: the maximum is 4, doubled here for safety."""
+"""Factor by which Unicode normalization can shorten a text in UTF-8.
+
+The maximum is 4, which is doubled here for safety.
+"""
 
 _Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 _FORMS: frozenset[str] = frozenset(get_args(_Form))
@@ -42,9 +45,11 @@ _CHUNK = 1 << 16
 
 @contextmanager
 def contained(action: str) -> Iterator[None]:
-    """Convert every error of the library, including its panics, which are not an Exception, to a ValueError.
+    """Return a context that converts every error of the library to a ValueError.
 
-    action: beginning of the message, such as "the text cannot be tokenized".
+    This includes the library's panics, which are not an Exception.
+
+    action: start of the message, such as "the text cannot be tokenized".
     """
     try:
         yield
@@ -57,7 +62,7 @@ def contained(action: str) -> Iterator[None]:
 def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:
     """Load a tokenizer.json without its padding and truncation. Raises the errors of the library.
 
-    content: content of a file that passed the trial; see tokenizer_trial.py.
+    content: content of a file that has passed the trial; see tokenizer_trial.py.
     """
     backend = tokenizers.Tokenizer.from_buffer(content)
     backend.no_padding()
@@ -72,12 +77,13 @@ def _alphabet() -> dict[str, int]:
 
 
 BYTE_OF_CHARACTER = _alphabet()
-"""The alphabet of byte-level BPE: a printable character for each byte (GPT-2, Radford et al. 2019)."""
+"""The alphabet of byte-level BPE, which has a printable character for each byte (GPT-2, Radford et al. 2019)."""
 
 
 def piece_to_bytes(piece: str) -> bytes:
-    """Return the bytes of an entry of a byte-level vocabulary; an entry outside the alphabet stands for its own UTF-8
-    bytes.
+    """Return the bytes of an entry of a byte-level vocabulary.
+
+    An entry with characters outside the alphabet stands for its own UTF-8 bytes.
     """
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in piece)
@@ -89,9 +95,9 @@ def piece_to_bytes(piece: str) -> bytes:
 class TokenBound:
     """A lower bound of the number of tokens of a text.
 
-    weights: float64 [256], the minimum part of a token that each byte value accounts for; 0 for bytes that the
-             tokenizer may drop.
-    forms:   Unicode normal forms that the tokenizer converts text to first.
+    weights: float64 [256], the minimum part of a token for which each byte value accounts; 0 for bytes that the
+             tokenizer can drop.
+    forms:   Unicode normal forms to which the tokenizer first converts text.
     longest: upper bound of the length of a token, in bytes.
     """
 
@@ -101,7 +107,7 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound of a vocabulary. The bound is loose if no tighter one can be proved."""
+        """Return the bound for a vocabulary. The bound is loose if no tighter bound can be proved."""
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
         added = list(backend.get_added_tokens_decoder().values())
         longest = max((len(piece.encode()) for piece in (*vocabulary, *(token.content for token in added))), default=1)
@@ -154,7 +160,7 @@ def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
 
 
 def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequence[dict[str, Any]]) -> bool:
-    """Return whether each character of a text reaches the model, unchanged, normalised, or as the mark for a space."""
+    """Return whether each character of a text reaches the model unchanged, normalised, or as the mark for a space."""
     marks_spaces = False
     for part in normalizers:
         match part:
@@ -176,7 +182,10 @@ def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequen
 
 
 def _is_of_pieces(model: Any) -> bool:
-    """Return whether the vocabulary's entries are plain text, without marks for the end or the inside of a word."""
+    """Return whether the entries of the vocabulary are plain text.
+
+    Plain text has no marks for the end or the inside of a word.
+    """
     marks = (getattr(model, name, None) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
     return type(model).__name__ == "BPE" and not any(marks)
 
@@ -186,7 +195,7 @@ def _marked(piece: str) -> bytes:
 
 
 def _sizes(pieces: Iterable[bytes]) -> list[int]:
-    """Return, for each byte value, the length of the longest piece that contains it; 1 if none does."""
+    """Return, for each byte value, the length of the longest piece that contains it; 1 if no piece does."""
     sizes = [1] * 256
     known: set[int] = set()
     for piece in sorted(pieces, key=len, reverse=True):
@@ -200,7 +209,7 @@ def _sizes(pieces: Iterable[bytes]) -> list[int]:
 def _kept_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: bool) -> set[int]:
     """Return the byte values that always become part of a token.
 
-    The model may drop other bytes, or join runs of them.
+    The model can drop other bytes, or join consecutive ones.
     """
     if is_byte_level:
         return {byte for character, byte in BYTE_OF_CHARACTER.items() if character in vocabulary}

@@ -1,4 +1,4 @@
-"""How byte-level vocabularies of GGUF files split text into words before merges, by the value of `tokenizer.ggml.pre`.
+"""How byte-level vocabularies in GGUF files split text into words before merges, by the value of `tokenizer.ggml.pre`.
 
 The names come from llama.cpp (src/llama-vocab.cpp), and the patterns from the tokenizer.json of the models.
 """
@@ -25,7 +25,7 @@ _DEEPSEEK_LETTERS = rf"(?:(?![{_NEWER_LETTERS}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])+"
 
 
 def _cased_words(number: str, contraction: str = "") -> str:
-    """Return the pattern of vocabularies that split words where lower case becomes upper case."""
+    """Return the word pattern of vocabularies that split words where lower case changes to upper case."""
     before = r"[^\r\n\p{L}\p{N}]?"
     return (
         rf"{before}{_UPPER}*{_LOWER}+{contraction}|{before}{_UPPER}+{_LOWER}*{contraction}|{number}"
@@ -41,9 +41,9 @@ def _words(number: str, letters: str = _LETTERS, marks: str = _MARKS) -> str:
 class WordRule:
     """How text is divided into words before byte-pair merges.
 
-    patterns:    regular expressions, applied in order. Text between two matches is a word too.
-    keeps_words: a word that is in the vocabulary is one token, whatever the merges say.
-    adds_bos:    texts begin with the BOS token unless the file says otherwise.
+    patterns:    regular expressions, applied in order. Text between two matches is also a word.
+    keeps_words: whether a word in the vocabulary is always one token, whatever the merges say.
+    adds_bos:    whether texts begin with the BOS token, unless the file states otherwise.
     """
 
     patterns: tuple[str, ...]

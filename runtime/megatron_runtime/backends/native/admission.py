@@ -1,4 +1,4 @@
-"""Checks a request, and creates the engine's record of it. No torch."""
+"""Checks a request and creates the engine's record of the request. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
 
 
 _LONG_VARIANT = "\0long"
-"""Suffix of an adapter's key, which never contains this character."""
+"""Suffix of an adapter's key in KV digests of long sequences. Keys of adapters never contain this character."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class CoreRequest(BackendRequest):
     """The native engine's record of a request.
 
-    tokens:      int32; prompt and answer; kept here only while the request holds no slot.
-    is_long:     whether prompt and answer may exceed the `short_length` of the model.
-    rank:        order in the queues: (priority, place, arrival), the lowest first. `place` counts the open requests of
-                 its tenant and priority that arrived before it; it is 0 while all requests are of one tenant.
-    digests:     keys of the complete blocks of its prompt.
+    tokens:      int32; tokens of prompt and answer. They are stored here only while the request holds no slot.
+    is_long:     whether prompt plus answer may become longer than the model's `short_length`.
+    rank:        sort key in the queues, (priority, place, arrival); the lowest is first. `place` is the number of open
+                 requests of the same tenant and priority that arrived earlier. It is 0 while there is only one tenant.
+    digests:     prefix-cache keys of the complete blocks of the prompt.
     uncached:    number of tokens that were not in the prefix cache when the request began to wait.
     reads_cache: whether the request may use the blocks of `digests` from the prefix cache.
     grammar:     state of the answer's grammar after the generated tokens; None for an answer without a grammar.
@@ -61,8 +61,10 @@ class CoreRequest(BackendRequest):
         return self.request.tenant
 
     def prompt_targets(self, start: int, count: int) -> tuple[int, int] | None:
-        """Return the positions (first, end) of the prompt tokens whose log-probabilities are known once `count` tokens
-        from `start` on are computed. None if the request does not want them, or if an engine has reported them already.
+        """Return the positions (first, end) of the prompt tokens whose log-probabilities a step determines.
+
+        The step computes `count` tokens from position `start` on. Returns None if the request does not want these
+        log-probabilities, or if an engine has reported them already.
         """
         if not self.params.wants_prompt_log_probs or len(self.request.generated_tokens):
             return None
@@ -79,7 +81,7 @@ class CoreRequest(BackendRequest):
         self.prompt_top_n_logprobs += [found.row(line, count) for line in range(len(found.chosen_N))] if count else []
 
     def report_log_probs(self, found: LogProbs, output: RequestOutput) -> None:
-        """Set the log-probabilities of the sampled token in `output`, and in the first output also the
+        """Set the log-probabilities of the sampled token in `output`. In the first output, set also the
         log-probabilities of the prompt.
         """
         output.new_log_probs = found.chosen_N.tolist()
@@ -92,7 +94,10 @@ class CoreRequest(BackendRequest):
 
 
 def transferable_blocks(tokens: int, block_size: int) -> int:
-    """Return how many leading blocks of a request RequestSlots.match() finds and one transfer carries."""
+    """Return the number of leading prompt blocks that one KV transfer carries for a request of `tokens` tokens.
+
+    RequestSlots.match() can find only these blocks.
+    """
     return min(max(0, tokens - 2) // block_size, limits.MAX_TRANSFER_BLOCKS)
 
 
@@ -100,8 +105,9 @@ def transferable_blocks(tokens: int, block_size: int) -> int:
 class Admission:
     """The limits of one engine for requests.
 
-    longest: maximum number of tokens of prompt and answer that fit into its KV cache.
-    limit:   maximum number of tokens of prompt and answer that its model and configuration allow; at least `longest`.
+    longest: maximum number of tokens, prompt plus answer, that fit into the engine's KV cache.
+    limit:   maximum number of tokens, prompt plus answer, that the model and the configuration allow. It is not less
+             than `longest`.
     """
 
     config: InferenceConfig

@@ -1,4 +1,4 @@
-"""Implements EngineBackend with the native engine. One thread runs the core, and the event loop sends it commands.
+"""Implements EngineBackend with the native engine. One thread runs the core, and the event loop sends commands to it.
 
 This module does not import torch.
 """
@@ -50,7 +50,7 @@ _OF_TEXT = frozenset({Capability.STRUCTURED_OUTPUT, Capability.CALL_STRUCTURE, C
 
 
 class EngineStopped(RuntimeError):
-    """A command was sent after the last step of the engine."""
+    """Raised if a command is sent after the engine's last step."""
 
     def __init__(self) -> None:
         super().__init__("the engine has stopped and runs no further commands")
@@ -62,18 +62,21 @@ class Ranks:
     count = 1
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Return when every rank has completed all earlier orders or failed."""
+        """Wait until each rank has completed all earlier commands or has failed. Return the results by rank."""
         return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """Set the callbacks for lost ranks.
+        """Set the callbacks for lost and leaving ranks.
 
         on_failure: called on any thread when a rank is lost.
         on_leave:   called when a rank has received SIGTERM.
         """
 
     def end(self, failure: BaseException | None) -> None:
-        """Stop the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
+        """Stop the other ranks. Idempotent.
+
+        failure: cause to report to them if this engine failed; None for a normal stop.
+        """
 
 
 class NativeKVTransfer(KVTransfer):
@@ -131,13 +134,13 @@ def _transfer_of_core() -> Iterator[None]:
 class NativeBackend(EngineBackend):
     """EngineBackend of the native engine.
 
-    It runs `core` on one thread; all other code must use the core through call().
+    A dedicated thread runs `core`. All other code must use the core through call().
 
-    Commands run between steps, in order. A step wakes the event loop once. The result of a command reaches the event
-    loop after the outputs of every earlier step.
+    Commands run in order between steps. Each step wakes the event loop only once. The event loop receives the result of
+    a command after the outputs of all earlier steps.
 
-    controller: tokenizer and grammars of the model; None if its tokens have no text.
-    ranks:      confirm each verb; None for a single process.
+    controller: tokenizer and grammars of the model; None if the model's tokens have no text.
+    ranks:      the engine's ranks, each of which confirms every verb; None if the engine is a single process.
     """
 
     def __init__(
@@ -223,7 +226,7 @@ class NativeBackend(EngineBackend):
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
-        """Run `command` on the engine's thread before its next step. EngineStopped if the thread has ended."""
+        """Run `command` on the engine's thread before the next step. Raises EngineStopped if the thread has ended."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel the command
         with self._wake:
@@ -254,7 +257,7 @@ class NativeBackend(EngineBackend):
                 self._commands.popleft()[1].set_exception(EngineStopped())
 
     def _wait_for_work(self) -> bool:
-        """Block until there is a command or a step to run. Return False at the end of the engine."""
+        """Block until there is a command or a step to run. Return False when the engine stops."""
         with self._wake:
             self._wake.wait_for(lambda: self._ended or self._commands or (self._running and self.core.has_work))
             return not self._ended
@@ -380,7 +383,7 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await work that undoes itself if it fails, and return its results."""
+        """Await `work` and return its results. `work` must undo its own changes if it fails."""
         try:
             await work
         except Exception as error:
@@ -390,7 +393,7 @@ class NativeBackend(EngineBackend):
 
 
 def _without_grammar(request: EngineRequest) -> AnswerState | None:
-    """Return the state of an answer without a grammar; None if it may have any tokens."""
+    """Return the state of an answer whose tokens are restricted without a grammar; None if any token is allowed."""
     parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
     if parts is None:
         return None

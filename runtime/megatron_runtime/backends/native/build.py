@@ -1,4 +1,4 @@
-"""Builds the native backend from settings: model source, device, executor, core. Imports torch."""
+"""Builds the native backend from settings: the model source, the device, the executor and the core. Imports torch."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def build_native(settings: EngineSettings) -> NativeBackend:
-    """Return the backend that runs the model of `settings`; its weights are not loaded yet.
+    """Return the backend that runs the model of `settings`. The backend has not loaded the weights yet.
 
     Raises:
-        ValueError: a setting or the model is not usable; the message names it and the remedy.
+        ValueError: a setting or the model is not usable. The message names the setting and the remedy.
     """
     controller, config = ModelText.of_model(settings.model), settings.inference_config
     if settings.parallel.world == 1:
@@ -56,11 +56,12 @@ def build_native(settings: EngineSettings) -> NativeBackend:
 
 
 def check_native(settings: EngineSettings) -> None:
-    """Validate settings and model as all ranks of an engine would. Reads the headers of the weights only, and runs
-    without a GPU also for `device="cuda"`.
+    """Validate settings and model in the same way as all ranks of an engine.
+
+    This reads only the headers of the weights. It needs no GPU, even for `device="cuda"`.
 
     Raises:
-        ValueError: a setting or the model is not usable; the message names it and the remedy.
+        ValueError: a setting or the model is not usable. The message names the setting and the remedy.
         OSError: a file of the model cannot be read.
     """
     controller = ModelText.of_model(settings.model)
@@ -72,7 +73,7 @@ def check_native(settings: EngineSettings) -> None:
 
 
 def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
-    """Run a rank other than rank 0 until the engine ends. Raises RankError, and ValueError as build_native()."""
+    """Run a rank other than rank 0 until the engine ends. Raises RankError and the ValueError of build_native()."""
     from megatron_runtime.backends.native.ranked.executor import follow
 
     controller = ModelText.of_model(settings.model)
@@ -88,8 +89,9 @@ def _executor(
     *,
     shard: Shard | None = None,
 ) -> TorchExecutor:
-    """Return the executor of a rank. shard: its part of the model, for an executor that never runs a step and therefore
-    has no `groups`.
+    """Return the executor of a rank.
+
+    shard: the rank's part of the model, for an executor that has no `groups` because it runs no step.
     """
     require_format(source, settings.model_format, model=settings.model)
     threads = settings.threads
@@ -114,7 +116,10 @@ def _executor(
 
 
 def _weight_port(settings: EngineSettings, local_rank: int) -> WeightPort:
-    """Open the port on which a rank offers weights of a trainer. It is called only for engines with such weights."""
+    """Open the port on which a rank offers a trainer's weights to other engines.
+
+    This is called only in engines that use a trainer's weights.
+    """
     from megatron_runtime.distributed.weight_port import WeightPort, address_towards
 
     host = address_towards(coordinator_address(settings.coordinator))
@@ -136,12 +141,12 @@ def select_executor(
 ) -> TorchExecutor:
     """Return the executor of a model, or of this rank's part of it.
 
-    config:             size of a step, CUDA graphs, log-probabilities.
+    config:             maximum size of a step, CUDA graphs, log-probabilities.
     device, local_rank: as for torch_device().
-    is_check:           the executor only validates; the device "cuda" need not exist.
-    make_forward:       returns the forward pass of a model on the CPU, instead of the executor's own.
+    is_check:           whether the executor only validates. If so, the device "cuda" need not exist.
+    make_forward:       returns a forward pass on the CPU that replaces the executor's own forward pass.
 
-    Raises ValueError: there is no such device, it does not support `config`, or the model does not fit.
+    Raises ValueError if the device does not exist or does not support `config`, or if the model does not fit.
     """
     options["logprobs_mode"] = config.logprobs_mode
     options["records_routing"] = config.moe_enable_routing_replay or getattr(source, "records_routing", False)

@@ -1,4 +1,7 @@
-"""The engine's core: schedule() makes a step plan, the executor runs it, collect() appends the tokens. No torch."""
+"""The engine's core. schedule() makes a step plan, the executor runs it, and collect() appends the sampled tokens.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ MASK_GRACE_SECONDS = 0.02
 """Maximum seconds that a step waits for the masks of grammars. A slower mask delays only its own request."""
 
 _MASK_POLL_SECONDS = 0.02
-"""Maximum seconds that a step waits if every request waits for its mask. Commands run between steps."""
+"""Maximum seconds that a step waits if every request waits for its mask. Commands can run only between steps."""
 
 _UNSUPPORTED = {
     "num_speculative_tokens": "this engine generates one token a step",
@@ -52,13 +55,13 @@ _UNSUPPORTED = {
 
 
 class EngineCore:
-    """Continuous batching over a paged KV cache. Not thread-safe: one thread owns a core.
+    """The engine's loop: continuous batching over a paged KV cache. Not thread-safe; one thread owns a core.
 
-    Every step computes the next token of each running request and as much of the prompts as fits `max_tokens`.
-    When pages run out, the last running request is preempted: it keeps its tokens, and its KV is computed again later.
-    A generated token is never sampled again.
+    Every step computes the next token of each running request, and as many prompt tokens as fit into `max_tokens`. When
+    pages run out, the core preempts the last running request. The request keeps its tokens, and its KV is computed
+    again later. A generated token is never sampled again.
 
-    clock: returns monotonic seconds, which deadlines and times refer to.
+    clock: returns monotonic seconds; all deadlines and times of the core are on this clock.
 
     Raises InvalidConfigError for the first field of `config` that this engine does not support.
     """
@@ -93,11 +96,11 @@ class EngineCore:
         self._continued: list[CoreRequest] = []
         """Requests that were added with generated tokens since the last step."""
         self._uses_adapters = False
-        """Whether a request named an adapter since the start."""
+        """Whether a request has named an adapter since the start."""
         self._rows: StepRows | None = None
         """The rows of the step in progress."""
         self._cache_slots: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        """The cache slots of its tokens."""
+        """The cache slots of the tokens in the step in progress."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -112,7 +115,7 @@ class EngineCore:
 
         Raises:
             MaxSequenceLengthOverflowError, BlockOverflowError, TokenOverflowError, RequestOverflowError,
-            InvalidSamplingParamsError, ValueError: it is rejected; the message names field, value and remedy.
+            InvalidSamplingParamsError, ValueError: the request is rejected. The message names field, value and remedy.
         """
         if request.request_id in self._scheduler.open:
             raise ValueError(f"request_id {request.request_id} is already open")
@@ -133,7 +136,7 @@ class EngineCore:
     def abort_request(self, request_id: int) -> bool:
         """Remove a request that was aborted or that a stop text has ended, and free its memory.
 
-        Also ends an export or import with this id. Returns False if no request with this id is open.
+        This also ends an export or import with this id. Returns False if no request with this id is open.
         """
         self.context.transfers.release(request_id)
         request = self._scheduler.open.get(request_id)
@@ -142,7 +145,7 @@ class EngineCore:
         return request is not None
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Remove every request without an answer, and clear the prefix cache unless `preserve_prefix_cache`."""
+        """Discard all requests without outputs. Clear the prefix cache too, unless `preserve_prefix_cache`."""
         for request_id in list(self._scheduler.open):
             self.abort_request(request_id)
         if not preserve_prefix_cache:
@@ -151,7 +154,7 @@ class EngineCore:
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Return its outputs, including requests that ended without running."""
+        """Run one step. Return its outputs and the outputs of requests that ended without running."""
         outputs = self._end_overdue() + self._end_exhausted()
         self._wait_for_masks()
         begun, computed = self._clock(), self._prompt_tokens
@@ -180,7 +183,7 @@ class EngineCore:
         return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """End the requests that are complete when added: their answer has maximum length or ends with a stop token."""
+        """End the requests that are complete when added (maximum length or stop token). Return their outputs."""
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
@@ -192,8 +195,9 @@ class EngineCore:
         return outputs
 
     def _wait_for_masks(self) -> None:
-        """Wait up to MASK_GRACE_SECONDS for the masks that other threads have begun to compute since the last step.
-        Later steps do not wait for them: they leave their requests out until the masks are ready.
+        """Wait up to MASK_GRACE_SECONDS for masks that other threads have begun to compute since the last step.
+
+        Later steps do not wait for these masks. They leave out the requests that need them until the masks are ready.
         """
         until = time.monotonic() + MASK_GRACE_SECONDS
         for grammar in self._scheduler.without_mask().values():
@@ -300,14 +304,14 @@ class EngineCore:
         self._generation_tokens += num_sampled
 
     def _export(self, request: CoreRequest) -> RequestOutput:
-        """End a request of which only the prompt is computed, keep its blocks, and return its last output."""
+        """End a prefill-only request, keep its blocks for export, and return its last output."""
         digests = self.context.transfers.export(request.request_id, request.digests)
         output = self._end(request, "length", [])
         output.exported = ExportedBlocks(digests, self.weights)
         return output
 
     def _fail(self, request: CoreRequest, failure: RowFailure) -> RequestOutput:
-        """Close a request whose row of the step has failed, and return its last output."""
+        """Close a request whose row of the step has failed, and return the request's last output."""
         self._failed_rows += 1
         output = self._end(request, "error", [])
         if failure is RowFailure.MODEL:
@@ -318,7 +322,7 @@ class EngineCore:
 
     @staticmethod
     def _finish_reason(request: CoreRequest, token: int, total_tokens: int) -> FinishReason | None:
-        """Return why a request with the newest token `token` ends; None if it continues."""
+        """Return why a request ends after its newest token `token`; None if the request continues."""
         if request.grammar is not None and request.grammar.failure is not None:
             return "error"
         reason = request.finish_reason(token, total_tokens)
@@ -327,7 +331,7 @@ class EngineCore:
     def _end(
         self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
-        """Close `request` and return its last output. newest: its last token."""
+        """Close `request` and return its last output. newest: the last token of the answer."""
         routing, exported = self._routing_of(request), None
         if request.request.keeps_blocks and reason != "error":
             count = transferable_blocks(request.prompt_length, self.config.block_size_tokens)
@@ -341,12 +345,12 @@ class EngineCore:
         return output
 
     def _routing_of(self, request: CoreRequest) -> npt.NDArray[Any] | None:
-        """Return the experts of a request's tokens; None if they are not recorded, or if it holds no slot."""
+        """Return the experts of a request's tokens. None if they are not recorded, or if the request holds no slot."""
         return self.context.routing_of(request.slot) if request.slot >= 0 else None
 
     @property
     def weights(self) -> str:
-        """Text that identifies the epoch and the weights. Only engines with equal texts exchange blocks."""
+        """Text that identifies the epoch and the weights. Engines exchange KV blocks only if their texts are equal."""
         return f"{self.epoch} {self.executor.digest}"
 
     # --- weights and memory -------------------------------------------------------------------------------------
@@ -364,11 +368,12 @@ class EngineCore:
             request.stamp_epoch(epoch, total_tokens=total, num_computed=computed)
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
-        """Release memory. Requests keep their tokens. By kv_cache_management_mode their KV stays, moves to host memory,
-        or is computed again after resume().
+        """Release memory. Requests keep their tokens.
 
-        tags: parts to release, from SUSPEND_TAGS. Raises ValueError for an unknown one. If a part cannot be released,
-            restores what was released and raises.
+        Depending on kv_cache_management_mode, the requests' KV stays, moves to host memory, or is computed again after
+        resume(). If a part cannot be released, suspend() restores the parts that it has released, and raises.
+
+        tags: parts to release, from SUSPEND_TAGS. Raises ValueError for an unknown tag.
         """
         unknown = set(tags) - SUSPEND_TAGS
         if unknown:
@@ -384,17 +389,15 @@ class EngineCore:
             try:
                 self.executor.release_weights()
             except Exception:
-                self.executor.load()  # a paused engine has its KV cache
+                self.executor.load()  # a paused engine keeps its KV cache
                 raise
 
     def resume(self) -> None:
-        """Reallocate what suspend() released. Raises if memory is short or the weights are not usable."""
+        """Reallocate what suspend() released. Raises if there is too little memory or the weights are not usable."""
         self.executor.load()
 
     def swap_weights(self, epoch: int) -> None:
-        """Use the staged weights from now on, as `epoch`. Requests in flight keep their tokens; their KV is computed
-        again.
-        """
+        """Use the staged weights, labelled as `epoch`. Requests keep their tokens, and their KV is computed again."""
         self.executor.swap_weights()
         self._scheduler.preempt_all()
         self.context.clear_prefix_cache()
@@ -410,7 +413,7 @@ class EngineCore:
         """Return the counters since the start, and the current load. May be called from any thread."""
         scheduler = self._scheduler
         prefill_rate, decode_rate = self._rates.rates()
-        last_request = scheduler.last_request  # read first: a request that is added meanwhile may only be in the tokens
+        last_request = scheduler.last_request  # read before the tokens, which may include later requests
         queued, rows = scheduler.queued_tokens, self._rows
         if rows is not None:  # a step is in progress
             queued += int(rows.counts[rows.counts > 1].sum())

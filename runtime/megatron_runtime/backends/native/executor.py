@@ -1,6 +1,7 @@
-"""The interface between the scheduler and the model: an executor gets a step plan and returns sampled tokens. No torch.
+"""The interface between the scheduler and the model. An executor gets a step plan and returns sampled tokens.
 
-An executor may consist of one or several ranks, which makes no difference to the scheduler.
+An executor can consist of one or several ranks, which makes no difference to the scheduler. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ Bool = npt.NDArray[np.bool_]
 class StepPlan:
     """One step: T tokens of n rows (a row is one sequence) with up to P pages.
 
-    token_ids, positions: int32 [T]; row by row. Rotary positions: the index in the sequence. If the model has a
-                          `short_length`, twice the index, plus one in a long sequence.
+    token_ids, positions: int32 [T]; row by row. A rotary position is the token's index in the sequence. If the model
+                          has a `short_length`, it is twice the index, plus 1 if the sequence is long.
     query_lengths:    int32 [n]; tokens of each row in this step.
     context_lengths:  int32 [n]; tokens of each row in the KV cache after this step.
     block_tables:     int32 [n, P]; pages of each row, padded with the dummy page.
     slot_mapping:     int64 [T]; cache slot of each token's key and value: page · page_size + offset.
-    needs_sample:     bool [n]; sample a token after the row's last one.
-    sampling:         sampling parameters by row, and the log-probabilities to report.
-    adapters:         key of the LoRA adapter of each row, empty for the base model; [] if no row has one.
+    needs_sample:     bool [n]; whether to sample a token after the row's last token.
+    sampling:         sampling parameters by row, and which log-probabilities to report.
+    adapters:         key of the LoRA adapter of each row, empty for the base model; [] if no row has an adapter.
     """
 
     token_ids: Int32
@@ -46,10 +47,10 @@ class StepPlan:
     adapters: list[str] = field(default_factory=list)
 
     def tokens_of(self, rows: Int64) -> Int64:
-        """Return the indices in token_ids of the tokens of `rows`, one row after the other."""
+        """Return the indices in token_ids of the tokens of `rows`, row after row."""
         counts = self.query_lengths[rows]
         ends = self.query_lengths.cumsum(dtype=np.int64)[rows]
-        # Offset to add to an index in the result; it differs by row.
+        # Each row has its own offset, which is added to its indices in the result.
         shifts: Int64 = np.subtract(ends, counts.cumsum(dtype=np.int64))
         return np.repeat(shifts, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 
@@ -58,13 +59,13 @@ class StepPlan:
 class StepResult:
     """The tokens of one step.
 
-    tokens:           int32 [n]; NO_TOKEN if no token was sampled. A RowFailure for a row that fails, whether it needs a
-                      token or only log-probabilities of its prompt.
-    log_probs:        by row, for the rows whose num_log_probs requests them; one line each.
-    prompt_log_probs: by row of `sampling.prompt_targets`; one line for each target.
-    hidden_states:    float32 [D] by row, of the sampled rows that return them.
-    routing:          unsigned [T, G, J]: the J experts of each token of the plan in the G layers with experts, by
-                      descending share; None if they are not recorded.
+    tokens:           int32 [n]; NO_TOKEN if no token was sampled. A row that fails has a RowFailure, even if it needs
+                      only log-probabilities of its prompt.
+    log_probs:        by row, for the rows whose num_log_probs requests them; each LogProbs has one row.
+    prompt_log_probs: by row of `sampling.prompt_targets`; each LogProbs has one row per target.
+    hidden_states:    by row, float32 [D], for the sampled rows that request them.
+    routing:          unsigned [T, G, J]; for each token of the plan and each of the G layers with experts, the J
+                      experts by descending share. None if they are not recorded.
     """
 
     tokens: npt.NDArray[Any]
@@ -75,7 +76,7 @@ class StepResult:
 
 
 class NoCudaProfilerError(RuntimeError):
-    """The executor does not run on a GPU."""
+    """Raised if the executor does not run on a GPU."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -84,14 +85,16 @@ class NoCudaProfilerError(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs the steps of one model. Sizes are known before load(), from the model's metadata and the KV cache's memory.
+    """Runs the steps of one model.
 
-    page_size: tokens of a KV page.
+    All sizes are known before load(), from the model's metadata and the memory of the KV cache.
+
+    page_size: number of tokens of a KV page.
     short_length: as in the model's configuration.
-    num_pages: pages of the KV cache; the last one is the dummy page.
-    kv_cache_bytes: size on each rank; 0: unknown.
-    kv_layout: text that is equal for executors whose pages have equal contents for equal tokens; empty: pages can
-               neither be read nor written, because several ranks hold them.
+    num_pages: number of pages of the KV cache; the last page is the dummy page.
+    kv_cache_bytes: size in bytes on each rank; 0 if unknown.
+    kv_layout: text that is equal for two executors if their pages have equal contents for equal tokens. Empty if pages
+               can be neither read nor written, because several ranks hold them.
     """
 
     vocab_size: int
@@ -108,18 +111,19 @@ class Executor(Protocol):
     def has_weights(self) -> bool: ...
     @property
     def digest(self) -> str:
-        """Digest of the last loaded weights; empty before the first load. May be read from any thread."""
+        """Digest of the weights that were loaded last; empty before the first load. Any thread may read it."""
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Address of each rank at which other engines get the weights of a trainer; empty if there is none. May be read
-        from any thread.
+        """Addresses of the ranks at which other engines can get a trainer's weights; empty if there are none.
+
+        Any thread may read them.
         """
 
     def load(self) -> None:
-        """Load and verify the weights, and allocate the KV cache with the kept pages.
+        """Load and verify the weights, and allocate the KV cache with the contents of the kept pages.
 
-        Parts that are already loaded are not loaded again. Raises if the weights are not usable or memory is short; in
+        Skips the parts that are already loaded. Raises if the weights are not usable or there is too little memory; in
         that case nothing changes.
         """
 
@@ -130,18 +134,18 @@ class Executor(Protocol):
         """Release the KV cache. load() restores the contents of `keep_pages`."""
 
     def read_pages(self, pages: Int32) -> bytes:
-        """Return the keys and values of some pages. Requires a `kv_layout`."""
+        """Return the keys and values of `pages`. Not available if `kv_layout` is empty."""
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
-        """Restore the keys and values of pages that read_pages() returned."""
+        """Write the keys and values that read_pages() returned to `pages`."""
 
     def use_source(self, source: str) -> None:
-        """Make load() read these weights from now on. Only while no weights are loaded."""
+        """Make load() read these weights from now on. Allowed only while no weights are loaded."""
 
     def stage_weights(self, source: str) -> None:
-        """Read and verify new weights while the current ones stay in use. May run on another thread during a step.
+        """Read and verify new weights while the current weights stay in use. May run on another thread during a step.
 
-        Raises ValueError for weights of another model, with the field and both values.
+        Raises ValueError for weights of another model. The message names the field and both values.
         """
 
     def swap_weights(self) -> None:
@@ -151,6 +155,6 @@ class Executor(Protocol):
         """Discard the staged weights, if any."""
 
     def profile(self, active: bool) -> None:
-        """Begin or end the range that a CUDA profiler of this process records. Raises NoCudaProfilerError."""
+        """Start or end the range that a CUDA profiler of this process records. Raises NoCudaProfilerError."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...

@@ -1,4 +1,4 @@
-"""Checks that a load fits into memory, and allocates the memory of one rank's KV cache."""
+"""Checks that what is about to be loaded fits into memory, and allocates the KV cache of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.process.memory import available_bytes
 
 
 class MemoryShortError(RuntimeError):
-    """There is too little memory for a load. The message has both amounts and the remedy."""
+    """Raised if there is too little memory to load something. The message has both amounts and the remedy."""
 
 
 _OF_THE_HOST = "free memory on the node or raise the memory limit of the container"
@@ -31,8 +31,8 @@ def require_memory(
 ) -> None:
     """Raise MemoryShortError unless `needed` bytes are available.
 
-    available: None means what `device` or, without a GPU, the system reports.
-    remedy:    what to do if GPU memory is short.
+    available: available bytes. None means the amount that `device` reports or, without a GPU, the system.
+    remedy:    text that says what to do if GPU memory is short.
     """
     is_gpu = device is not None and device.type == "cuda"
     if available is None:
@@ -46,12 +46,14 @@ def require_memory(
 
 
 def unset_cache_bytes(device: torch.device, *, weights: int) -> int:
-    """Return the size of a KV cache for which no size is set: a constant on a CPU; on a GPU the memory that the weights
-    leave free, minus a tenth of the device for activations and graphs.
+    """Return the size in bytes of a KV cache for which no size is configured.
 
-    weights: bytes of the weights of this rank, which are not loaded yet.
+    On a CPU, the size is a constant. On a GPU, it is the memory that the weights leave free, minus a tenth of the
+    device memory for activations and graphs.
+
+    weights: bytes of this rank's weights, which are not loaded yet.
     """
-    if device.type != "cuda" or not torch.cuda.is_available():  # a check runs on machines without the GPU
+    if device.type != "cuda" or not torch.cuda.is_available():  # a check may run on a machine without a GPU
         return DEFAULT_CPU_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - weights - total // 10)
@@ -60,14 +62,15 @@ def unset_cache_bytes(device: torch.device, *, weights: int) -> int:
 class KVPool:
     """The KV cache of one rank. Its memory can be released and reallocated; selected pages keep their contents.
 
-    cache_LPXE: layers, pages, tokens of a page, keys and values of one token; None while the memory is released.
+    cache_LPXE: shape (layers, pages, tokens of a page, keys and values of one token); None while the memory is
+                released.
     """
 
     def __init__(self, shape_LPXE: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device) -> None:
         self.cache_LPXE: torch.Tensor | None = None
         self._shape_LPXE, self._dtype, self._device = shape_LPXE, dtype, device
         self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Pages whose contents were kept, and their values_LNXE in host memory."""
+        """The pages whose contents are kept, and their values_LNXE in host memory."""
 
     @torch.inference_mode()
     def allocate(self) -> None:
@@ -91,7 +94,7 @@ class KVPool:
 
     @torch.inference_mode()
     def release(self, keep_pages: npt.NDArray[np.int64] | None = None) -> None:
-        """Release the memory. Copy the contents of `keep_pages` to the host; allocate() restores them."""
+        """Release the memory. Copy `keep_pages` to the host, from where allocate() restores them."""
         cache_LPXE, self.cache_LPXE = self.cache_LPXE, None
         if cache_LPXE is None or keep_pages is None or not len(keep_pages):
             return
@@ -106,7 +109,7 @@ class KVPool:
 
     @torch.inference_mode()
     def read(self, pages: npt.NDArray[np.int32]) -> bytes:
-        """Return the contents of some pages, layer by layer. Raises MemoryShortError while the memory is released."""
+        """Return the contents of `pages`, layer by layer. Raises MemoryShortError while the memory is released."""
         cache_LPXE = self._allocated()
         where = torch.from_numpy(pages.astype(np.int64)).to(self._device)
         values_LNXE = cache_LPXE.index_select(1, where)
@@ -114,7 +117,7 @@ class KVPool:
 
     @torch.inference_mode()
     def write(self, pages: npt.NDArray[np.int32], data: bytes) -> None:
-        """Restore page contents that read() returned."""
+        """Write the contents that read() returned to `pages`."""
         cache_LPXE = self._allocated()
         layers, _, tokens, width = self._shape_LPXE
         values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(layers, len(pages), tokens, width)
@@ -127,7 +130,7 @@ class KVPool:
         return self.cache_LPXE
 
     def _zeros(self) -> torch.Tensor:
-        """Allocate zeros: attention masks the slots that are not written yet, but their values must be finite."""
+        """Allocate zeros. Attention masks the slots that are not written yet, but their values must be finite."""
         if self._device.type != "cpu":
             return torch.zeros(self._shape_LPXE, dtype=self._dtype, device=self._device)
         # A separate mapping: the system zeroes each page at its first use, and unmaps all pages with the tensor.

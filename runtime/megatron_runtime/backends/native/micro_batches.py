@@ -1,8 +1,8 @@
-"""Splits a step plan into the rows of each expert rank and the micro-batches of the pipeline. No torch.
+"""Splits a step plan into the rows of each expert rank and the micro-batches of the pipeline.
 
-Every rank splits the same plan in the same way, so no communication is needed. `warm_up_plans` returns plans without
-requests that the ranks run after the first load, so that the first step of a request need not compile kernels, allocate
-buffers or open connections.
+Every rank splits the same plan in the same way, so the ranks need no communication. `warm_up_plans` returns plans
+without requests. The ranks run these plans after the first load, so that a request's first step need not compile
+kernels, allocate buffers or open connections. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Rows = Int64
 class MicroBatch:
     """The part of a plan that one expert rank computes at a time.
 
-    plan: the plan of this expert rank's rows. Without rows it has one token in the dummy page, because the other expert
-          ranks wait for this rank.
+    plan: the plan of this expert rank's rows. If the rank has no rows, the plan has one token in the dummy page,
+          because the other expert ranks wait for this rank.
     rows: row numbers in the whole plan; empty for the dummy token.
     tokens_of_experts: number of tokens of each expert rank in this micro-batch.
     """
@@ -59,7 +59,7 @@ def cut(plan: StepPlan, sizes: ParallelSizes, *, expert_rank: int, dummy_page: i
 
 
 def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Rows:
-    """Return the expert rank that runs each row, given the first pages of the rows.
+    """Return the expert rank that runs each row. pages: the first page of each row.
 
     Requests that share cached KV share their first page, so one rank runs all of them. A request keeps its first page
     while it runs, so its KV stays on one rank.
@@ -69,7 +69,7 @@ def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Ro
 
 
 def take(plan: StepPlan, rows: Rows) -> StepPlan:
-    """Return the part of a plan that has only these rows."""
+    """Return a plan that has only `rows` of `plan`."""
     if len(rows) == len(plan.query_lengths):
         return plan
     tokens = plan.tokens_of(rows)
@@ -91,7 +91,10 @@ def take(plan: StepPlan, rows: Rows) -> StepPlan:
 
 
 def merge(parts: Sequence[tuple[Rows, StepResult]], plan: StepPlan) -> StepResult:
-    """Return the result of the whole plan, given the results of its parts and their rows."""
+    """Return the result of the whole plan, given the results of its parts.
+
+    Each part comes with its row numbers in the plan.
+    """
     num_rows = len(plan.query_lengths)
     if len(parts) == 1 and len(parts[0][0]) == num_rows:
         return parts[0][1]
@@ -113,10 +116,10 @@ def merge(parts: Sequence[tuple[Rows, StepResult]], plan: StepPlan) -> StepResul
 
 
 def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:
-    """Split `rows`, in order, into `count` parts with about equally many tokens. Parts may be empty."""
+    """Split `rows`, in order, into `count` parts with similar numbers of tokens. Parts can be empty."""
     ends = plan.query_lengths[rows].cumsum()
     total = int(ends[-1]) if len(rows) else 0
-    # A row belongs to the part that has its middle token.
+    # A row belongs to the part that contains the row's middle token.
     middles = ends - plan.query_lengths[rows] / 2
     part_of_row = np.minimum((middles * count / max(total, 1)).astype(np.int64), count - 1)
     return [rows[part_of_row == part] for part in range(count)]
@@ -125,11 +128,11 @@ def _balanced(plan: StepPlan, rows: Rows, count: int) -> list[Rows]:
 _MAX_TARGETS = 64
 """Number of prompt tokens of a warm-up row whose log-probabilities are computed."""
 _BIAS = LogitEdits(bias_ids=np.zeros(1, np.int32), bias=np.ones(1, np.float32))
-"""Edits of a warm-up row: the token of a row with a bias is drawn after the step, from edited logits."""
+"""Edits of a warm-up row. The token of a row with a bias is drawn after the step, from edited logits."""
 
 
 class StepLimits(NamedTuple):
-    """Limits of a step: its tokens, its rows, and the length of a row in tokens."""
+    """The limits of a step: its number of tokens, its number of rows, and the length of a row in tokens."""
 
     tokens: int
     rows: int
@@ -137,22 +140,29 @@ class StepLimits(NamedTuple):
 
 
 CPU = StepLimits(tokens=32, rows=8, length=32)
-"""Limits on a CPU: these steps take a few seconds with a large model."""
+"""Limits on a CPU. Steps of this size take a few seconds with a large model."""
 GPU = StepLimits(tokens=8192, rows=64, length=8192)
-"""Limits on a GPU: enough to compile all variants of each kernel. Some have variants for few and for many tokens."""
+"""Limits on a GPU. Steps of this size compile all variants of each kernel.
+
+Some kernels have variants for few and for many tokens.
+"""
 FEW_TOKENS = 64
 """Number of tokens in a warm-up step of short prompts on a GPU."""
 
 
 def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, page_size: int) -> list[StepPlan]:
-    """Return the warm-up plans.
+    """Return the warm-up plans, which are plans of these kinds:
 
-    These are prompts with the maximum number of tokens of a step, prompts with FEW_TOKENS tokens if that is fewer,
-    several decodes, and a single decode. Every row is sampled with log-probabilities, and one row has a bias. The plans
-    may read any page, and write to the dummy page only.
+    - prompts with the maximum number of tokens of a step,
+    - prompts with FEW_TOKENS tokens, if that is less than the maximum,
+    - several decodes,
+    - a single decode.
+
+    Every row is sampled with log-probabilities, and one row has a bias. The plans read any page but write only to the
+    dummy page.
     """
     rows = min(limits.rows, limits.tokens)
-    # One page for each expert rank, at which this rank's rows begin. Fewer if there are not enough pages.
+    # The first page of the rows of each expert rank. Some ranks get no page if there are too few.
     owners = expert_of_pages(np.arange(num_pages), sizes.expert)
     pages = np.unique(owners, return_index=True)[1].astype(np.int32)[:rows]
 
@@ -168,7 +178,7 @@ def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, p
 
 
 def _plan(first_pages: Int32, dummy: int, *, page_size: int, tokens: int = 1, is_sampled: bool = True) -> StepPlan:
-    """Return a plan with a row of `tokens` tokens for each of the pages. Their KV is written to page `dummy`."""
+    """Return a plan that has, for each of `first_pages`, a row of `tokens` tokens. Their KV goes to page `dummy`."""
     rows = len(first_pages)
     lengths = np.full(rows, tokens, dtype=np.int32)
     positions = np.tile(np.arange(tokens, dtype=np.int32), rows)

@@ -1,19 +1,21 @@
-"""Chooses the requests of the next step and their numbers of tokens. Owns the queues, not slots and pages. No torch.
+"""Chooses the requests of the next step and how many tokens each computes. Owns the queues, but not slots and pages.
 
-Both queues are ordered by rank: (priority, place among the tenant's requests, arrival). A preempted request keeps its
-rank, and the last request in the queue is preempted first. So the first request always makes progress, and a request
-starves only behind lower priority numbers.
+Both queues are sorted by rank, which is (priority, place among the tenant's requests, arrival). A preempted request
+keeps its rank, and the last request in the queue is preempted first. So the first request always makes progress, and a
+request starves only behind lower priority numbers.
 
-A waiting request preempts running ones only if their priority number is higher, and only if that makes room for it. So
-requests of one priority never alternate, and a preempted request waits until there is room.
+A waiting request preempts running requests only if their priority number is higher and preemption frees enough memory.
+So requests of one priority never alternate, and a preempted request waits until there is memory for it.
 
-Half of the prompt tokens of a step go to prompts by rank, the other half to those with the fewest tokens left. So a
-short prompt does not wait for a long one, and the first prompt by rank gets at least half of each step, whatever
+Half of the prompt tokens of a step go to prompts by rank. The other half goes to the prompts with the fewest tokens
+left. So a short prompt does not wait for a long one. The first prompt by rank gets at least half of each step, whatever
 arrives after it.
 
-Requests of several tenants are interleaved: within a priority, the first request of each tenant comes first, then the
-second of each, and so on. The n-th request of a tenant may also preempt a request beyond the n-th of another tenant. So
-each tenant that has enough requests gets an equal share of slots, pages and prompt tokens.
+Requests of several tenants are interleaved. Within a priority, the first request of each tenant comes first, then the
+second of each tenant, and so on. The n-th request of a tenant may also preempt a later than n-th request of another
+tenant. So each tenant that has enough requests gets an equal share of slots, pages and prompt tokens.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class StepRows:
     """The rows of a step.
 
     slots:        int64 [n]; the slot of each of `requests`.
-    counts:       int32 [n]; tokens that each computes.
-    needs_sample: bool [n]; sample a token after the row's last one.
+    counts:       int32 [n]; number of tokens that each row computes.
+    needs_sample: bool [n]; whether to sample a token after the row's last token.
     """
 
     requests: list[CoreRequest]
@@ -61,11 +63,12 @@ def _rank(request: CoreRequest) -> tuple[int, int, int]:
 class Scheduler:
     """The queues of one engine.
 
-    open:               every request, by id; each is in `waiting` or `running`, which are ordered by rank.
-    last_request:       the highest id of the requests added so far; 0: none.
+    open:               all requests by id. Each is in `waiting` or `running`, which are sorted by rank.
+    last_request:       the highest request id added so far; 0 if there is none.
     preemptions: number of times that a request lost its pages to other requests.
-    coordination_waits: steps that a request skipped because another request was computing its prefix.
-    cache_queries, cache_hits: number of prompt tokens looked up in the prefix cache, and of those that it had.
+    coordination_waits: number of steps that requests skipped because another request was computing their prefix.
+    cache_queries, cache_hits: number of prompt tokens looked up in the prefix cache, and number of these tokens that
+        the cache had.
     """
 
     def __init__(self, context: RequestSlots, config: InferenceConfig) -> None:
@@ -85,7 +88,9 @@ class Scheduler:
         self._has_changed = False
         """Whether requests were added or removed since the last interleaving."""
         self._waiting_tokens = self._running_tokens = 0
-        """Prompt tokens to compute: of the waiting requests, and of the running ones after the last step."""
+        """Prompt tokens that waiting requests must compute, and prompt tokens left for running requests after the
+        last step.
+        """
         self._next_deadline = math.inf
         """Lower bound of the deadlines of all open requests."""
 
@@ -113,11 +118,11 @@ class Scheduler:
 
     @property
     def queued_tokens(self) -> int:
-        """Number of prompt tokens of open requests that are not computed. May be read from any thread."""
+        """Number of prompt tokens of open requests that are not computed yet. Any thread may read it."""
         return self._waiting_tokens + self._running_tokens if self.open else 0
 
     def overdue(self, now: float) -> list[CoreRequest]:
-        """Return the requests whose deadline has passed; the caller must remove them."""
+        """Return the requests whose deadline has passed. The caller must remove them."""
         if now < self._next_deadline:
             return []
         requests = self.open.values()
@@ -125,12 +130,12 @@ class Scheduler:
         return [one for one in requests if one.deadline <= now]
 
     def preempt_all(self) -> None:
-        """Move every running request to the waiting queue with its tokens; its KV is computed again."""
+        """Move every running request, with its tokens, to the waiting queue. Its KV is computed again."""
         while self.running:
             self._requeue(self.running[-1])
 
     def _requeue(self, request: CoreRequest) -> None:
-        """Move a running request to its rank in the waiting queue, with its tokens."""
+        """Move a running request, with its tokens, to the position of its rank in the waiting queue."""
         request.tokens = self._context.tokens_of(request.slot).copy()
         request.note(Event.EVICT)
         self._release(request)
@@ -162,7 +167,7 @@ class Scheduler:
         self._is_interleaved, self._has_changed = has_several, False
 
     def _places(self) -> list[int]:
-        """Return the place of each open request among its tenant's requests; 0 while there is one tenant."""
+        """Return the place of each open request among its tenant's requests; all 0 if there is only one tenant."""
         places: Counter[tuple[int, str]] = Counter()
         found = []
         for request in self.open.values():  # in the order of arrival
@@ -174,9 +179,11 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
-        """Choose the rows of the next step: one token of each decode, then prompts by rank, partly computed or newly
-        admitted, while tokens and pages last. None if no row can run. max_tokens >= max_requests, so every decode has
-        its token.
+        """Choose the rows of the next step; return None if no row can run.
+
+        The rows are one token of each decode, followed by prompts by rank while tokens and pages last. A prompt is one
+        that is partly computed, or one of a newly admitted request. Every decode gets its token, because max_tokens >=
+        max_requests.
         """
         if self._has_changed:
             self._interleave()
@@ -205,7 +212,7 @@ class Scheduler:
         return StepRows(requests, slots, counts[chosen], needs_sample)
 
     def without_mask(self) -> dict[int, AnswerState]:
-        """Return the grammars that are still computing the mask of the next token, by index of the running request."""
+        """Return the grammars that are still computing the next token's mask, by index of the running request."""
         return {
             index: request.grammar
             for index, request in enumerate(self.running)
@@ -216,17 +223,19 @@ class Scheduler:
         return self._context.tokens_left(_slots(requests))
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
-        """Return how many prompt tokens of a step are assigned by rank, and how many by prompt size."""
+        """Return the numbers of prompt tokens of a step that are assigned by rank and by prompt size."""
         budget = self._config.step_tokens - num_decodes
         if not self._config.enable_chunked_prefill:
-            return budget, 0  # a prompt is computed in one step, so none is cut for another
+            return budget, 0  # each prompt is computed in one step, so no prompt is split to make room for another
         if num_decodes and self._config.max_prefill_tokens is not None:
             budget = min(budget, self._config.max_prefill_tokens)
         return budget - budget // 2, budget // 2
 
     def _shares(self, requests: list[CoreRequest], left: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Return the number of tokens that each of `requests` computes in a step: one for a decode. Prompts share the
-        rest. requests: ordered by rank."""
+        """Return the number of tokens that each of `requests` computes in a step.
+
+        A decode computes one token; prompts share the rest. requests: sorted by rank.
+        """
         shares = np.minimum(left, 1)
         prompts = np.flatnonzero(left > 1)
         by_rank, by_size = self._budgets(len(left) - len(prompts))
@@ -240,9 +249,9 @@ class Scheduler:
         return shares
 
     def _grow(self) -> CoreRequest | None:
-        """Add the pages that the newest tokens need, and preempt the last requests if needed.
+        """Add the pages that the newest tokens need, and preempt the last requests if pages run out.
 
-        Return the first preempted one.
+        Return the first preempted request, or None.
         """
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
@@ -258,12 +267,13 @@ class Scheduler:
         self.preemptions += len(victims)
 
     def _admit(self, victim: CoreRequest | None, *, now: float, epoch: int) -> None:
-        """Admit waiting requests in order, up to `victim`, which this step preempted. Other requests overtake a request
-        while it waits for a prefix that is being computed. Shorter requests overtake it while there is room but this
-        step has no tokens left for it.
+        """Admit waiting requests in order, up to `victim`, which this step preempted.
 
-        A request gets the pages of all its tokens at once, and only if a page is left for each running request, so the
-        next few steps do not preempt it.
+        Other requests overtake a request that waits for a prefix that is being computed. Shorter requests overtake a
+        request for which there is memory but for which this step has no tokens left.
+
+        A request gets the pages of all its tokens at once. It is admitted only if a page is left for each running
+        request, so the next few steps do not preempt it.
         """
         context = self._context
         for request in self.waiting[: context.max_requests]:
@@ -288,15 +298,15 @@ class Scheduler:
             if victims:
                 self._preempt(victims)
                 victim = victims[0]
-                matched, _ = context.match(request)  # blocks that only the victims held may have been evicted
+                matched, _ = context.match(request)  # the cache may have evicted blocks that only the victims held
             slot = context.admit(request, matched)
             self._admitted(request, slot, num_cached=len(matched) * context.block_size, now=now, epoch=epoch)
 
     def _victims(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> list[CoreRequest] | None:
         """Return the requests to preempt so that `request` can be admitted; None if that is impossible.
 
-        Only requests that give way to `request` are preempted (see _gives_way()): the last ones, and no more than
-        necessary.
+        Only requests that give way to `request` (see _gives_way()) are preempted. The result has the last of them, and
+        only as many as are needed.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]
@@ -313,8 +323,9 @@ class Scheduler:
         return lower[len(lower) - count :]
 
     def _tokens_for(self, request: CoreRequest, count: int, *, without: Sequence[CoreRequest]) -> int:
-        """Return how many of its remaining `count` tokens `request` would compute in the step, if it were admitted and
-        the requests `without` were preempted.
+        """Return how many of its `count` remaining tokens `request` would compute in the step.
+
+        The result assumes that `request` is admitted and that the requests in `without` are preempted.
         """
         staying = [other for other in self.running if other not in without] if without else self.running
         place = bisect_left(staying, request.rank, key=_rank)
@@ -336,7 +347,7 @@ class Scheduler:
         insort(self.running, request, key=_rank)
 
     def check_integrity(self) -> None:
-        """Compare the queues with each other and with the slots. Raises AssertionError."""
+        """Check that the queues agree with each other and with the slots. Raises AssertionError."""
         queued = {request.request_id: request for request in [*self.waiting, *self.running]}
         if queued != self.open or len(queued) != len(self.waiting) + len(self.running):
             raise AssertionError("a request is open but in no queue, or in a queue but not open, or in two")
@@ -356,14 +367,19 @@ class Scheduler:
 
 
 def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
-    """Return whether `running` has a lower priority than `waiting`, or exceeds its tenant's share by more."""
+    """Return whether `running` has lower priority than `waiting`, or exceeds its tenant's share by more than
+    `waiting`.
+    """
     if running.priority != waiting.priority:
         return running.priority > waiting.priority
     return running.rank[1] > waiting.rank[1] and running.tenant != waiting.tenant
 
 
 def _filled(wanted: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-    """Return how much of `budget` each entry gets: all that it wants, in order, until the budget is used up."""
+    """Distribute `budget` over the entries in order, and return the share of each entry.
+
+    Each entry gets all it wants until the budget is used up.
+    """
     return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
 
 

@@ -1,4 +1,7 @@
-"""Estimates how fast an engine computes prompts and reads its KV cache, from the durations of steps. No torch."""
+"""Estimates how fast an engine computes prompts and reads its KV cache, from the durations of steps.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _MAX_CONDITION = 1e6
 
 
 class StepCosts(NamedTuple):
-    """Seconds of a step: `step`, plus `prompt` per prompt token, plus `held` per KV cache token that the step reads."""
+    """The cost of a step in seconds.
+
+    It is `step`, plus `prompt` per prompt token, plus `held` per KV cache token that the step reads.
+    """
 
     step: float
     prompt: float
@@ -30,20 +36,22 @@ class StepRates:
 
     def __init__(self) -> None:
         self._products = np.zeros((3, 4))
-        """Weighted sums over steps: (1, prompt tokens, held tokens) times (1, prompt tokens, held tokens, seconds)."""
+        """Weighted sums over steps of (1, prompt tokens, held tokens) times (1, prompt tokens, held tokens,
+        seconds).
+        """
         self._num_steps = 0
         self._prompt: float | None = None
         self._held: float | None = None
 
     def observe(self, *, prompt_tokens: int, held_tokens: int, seconds: float) -> None:
-        """Record a step. held_tokens: tokens that its requests have in the KV cache."""
+        """Record a step that took `seconds`. held_tokens: number of KV cache tokens of the step's requests."""
         row = np.array((1.0, prompt_tokens, held_tokens, seconds))
         self._products *= 0.5 ** (1 / HALF_LIFE_STEPS)
         self._products += row[:3, None] * row
         self._num_steps += 1
 
     def costs(self) -> StepCosts | None:
-        """Return the costs; None if there are too few steps, or if they are too similar."""
+        """Return the costs; None if there are too few steps, or if the steps are too similar."""
         products = self._products.copy()  # another thread may add a step
         scale = np.sqrt(np.diag(products))
         if self._num_steps < MIN_STEPS or not scale.all():
@@ -54,8 +62,10 @@ class StepRates:
         return StepCosts(*(np.linalg.solve(scaled, products[:, 3] / scale) / scale).tolist())
 
     def rates(self) -> tuple[float | None, float | None]:
-        """Return prompt tokens per second, and the tokens in the KV cache that a step reads per second.
-        None: the steps do not determine the rate."""
+        """Return two rates per second: computed prompt tokens, and KV cache tokens that are read.
+
+        A rate is None if the recorded steps do not determine it.
+        """
         costs = self.costs()
         if costs is not None:
             self._prompt = costs.prompt if costs.prompt > 0 else self._prompt

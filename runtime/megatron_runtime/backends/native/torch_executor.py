@@ -37,16 +37,17 @@ if TYPE_CHECKING:
 Parts = list[tuple[Rows, StepResult]]
 
 LOGIT_ROWS = 64
-"""Number of prompt tokens whose logits are computed at a time: 32 MiB with a vocabulary of 128k."""
+"""Number of prompt tokens whose logits are computed at a time. They take 32 MiB with a vocabulary of 128k."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitRows:
     """The rows of a plan in a forward pass, and the tokens whose logits are needed.
 
-    order:        int64 [n]; the plan's rows in the order of the pass's tokens.
+    order:        int64 [n]; the plan's rows, in the order in which the forward pass has their tokens.
     sampled_rows: int64 [n]; the plan's rows that need a token.
-    targets:      (row of the plan, rows of the pass's x_TD whose logits its prompt targets need).
+    targets:      pairs of a row of the plan and indices of x_TD. The logits at these indices predict the row's prompt
+                  targets.
     """
 
     order: Int64
@@ -56,16 +57,16 @@ class LogitRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardStep:
-    """Implements StepLogits: the output of a forward pass, from which the host samples.
+    """The output of a forward pass, from which the host samples. Implements StepLogits.
 
-    rows:         the rows of logits_BV, x_TD and routing_GTJ.
-    logits_BV:    logits of rows.sampled_rows, in the model's type.
-    logits_of:    computes logits_NV of hidden states x_ND after the last layer.
+    rows:         the meaning of the rows of logits_BV, x_TD and routing_GTJ.
+    logits_BV:    logits of rows.sampled_rows, in the model's dtype.
+    logits_of:    computes logits_NV from x_ND, hidden states after the last layer.
     hidden_of:    computes x_ND, the hidden states of some of sampled_rows after the last norm.
     not_finite:   returns the result of rows_not_finite().
     x_TD:         hidden states of prompt tokens after the last layer; None for a step without prompt targets.
-    routing_GTJ:  int32; the J experts of each token in the model's G layers, by descending share; padding may follow.
-                  Undefined for a layer without experts. None if they are not recorded.
+    routing_GTJ:  int32; the J experts of each token in the model's G layers, by descending share. Padding can follow.
+                  The values of a layer without experts are undefined. None if experts are not recorded.
     """
 
     rows: LogitRows
@@ -96,7 +97,7 @@ class ForwardStep:
             yield row, log_probs(_on_host(logits_NV), targets, top_n=max(0, int(batch.num_log_probs[row])))
 
     def prompt_logits(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (row of the plan, number of the first target, logits_NV) for each block of prompt targets."""
+        """Yield (row of the plan, index of the first target, logits_NV) for each block of prompt targets."""
         for row, where in self.rows.targets:
             assert self.x_TD is not None, "a step with prompts is not replayed from a graph"
             for start in range(where.start, where.stop, LOGIT_ROWS):
@@ -107,7 +108,10 @@ class ForwardStep:
         return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
-        """Contribute this rank's part of all logits that the sampling rank reads. For ranks that do not sample."""
+        """Contribute this rank's part of all logits that the sampling rank reads.
+
+        Only ranks that do not sample call this.
+        """
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
         self.wait()
@@ -120,15 +124,15 @@ class TorchOptions(TypedDict, total=False):
     """Options of every TorchExecutor.
 
     kv_cache_memory: bytes of the KV cache; None means unset_cache_bytes(). On the CPU, the operating system allocates
-                     them as they are written.
-    max_sequence_length: prompt + generated tokens; None means the model's limit.
-    page_size:       tokens of a KV page.
-    threads:         None means one for each physical core, within the container's limit.
-    groups:          communication of a rank that holds a part of the model; None for the whole model.
-    shard:           part of the model of an executor without groups, which runs no step; None for the whole model.
+                     each page at the first write.
+    max_sequence_length: maximum number of tokens, prompt plus answer; None means the model's limit.
+    page_size:       number of tokens of a KV page.
+    threads:         number of threads. None means one per physical core, within the container's limit.
+    groups:          process groups of a rank that holds a part of the model; None for the whole model.
+    shard:           part of the model, for an executor that runs no step and has no groups; None for the whole model.
     logprobs_mode:   "raw_logprobs" are computed from the model's logits, "processed_logprobs" after temperature and
                      filters.
-    records_routing: return the experts of each token.
+    records_routing: whether steps return the experts of each token.
     keys_dir, open_port: as in WeightStore.
     """
 
@@ -149,13 +153,13 @@ class TorchExecutor(ABC):
 
     If `groups` is given, this rank holds a part of the model, and all ranks must run execute_part().
 
-    controller:      tokenizer and grammars; None uses the source's tokenizer.
+    controller:      tokenizer and grammars; None means the tokenizer of the model source.
     dtype, cache_dtype: types of activations, and of keys and values.
-    linears:         returns a new factory of the model's matrices.
+    linears:         returns a new factory for the model's matrices.
     staging:         as in WeightStore.
 
     Raises:
-        ValueError: a value does not fit the model; the message names it and the remedy.
+        ValueError: an argument does not fit the model. The message names the argument and the remedy.
     """
 
     def __init__(
@@ -236,7 +240,7 @@ class TorchExecutor(ABC):
         return self.num_pages * self._page_bytes
 
     def use_pages(self, num_pages: int) -> None:
-        """Use this number of pages, because another rank has no room for more. Call it before load()."""
+        """Use only `num_pages` pages, because another rank has no memory for more. Call it before load()."""
         self.num_pages = num_pages
         self._pool = self._make_pool()
 
@@ -244,7 +248,9 @@ class TorchExecutor(ABC):
 
     @abstractmethod
     def _use_model(self, weights: DecoderWeights | None) -> None:
-        """Build the model of `weights`; None releases the model. Raises ValueError if the device cannot run it."""
+        """Build the model from `weights`, or release the model if None. Raises ValueError if the device cannot run the
+        model.
+        """
 
     @abstractmethod
     def _forward(self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor) -> ForwardStep | None:
@@ -268,7 +274,7 @@ class TorchExecutor(ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weights that a step reads; approximate before the weights are loaded."""
+        """Number of bytes of weights that a step reads; approximate before the weights are loaded."""
         return self._store.weights.bytes_per_step if self._store.weights is not None else self._store.num_bytes
 
     @property
@@ -281,7 +287,7 @@ class TorchExecutor(ABC):
 
     @property
     def cache_LPXE(self) -> torch.Tensor:
-        """The KV cache. Raises RuntimeError while weights or cache are not loaded."""
+        """The KV cache. Raises RuntimeError while the weights or the cache are not loaded."""
         cache_LPXE = self._pool.cache_LPXE
         if cache_LPXE is None or not self.has_weights:
             raise RuntimeError("the model's weights and its KV cache are not loaded: load() or resume first")
@@ -310,7 +316,7 @@ class TorchExecutor(ABC):
         self._loaded = (not had_weights, not had_cache)
 
     def unload(self) -> None:
-        """Undo the last load(), because a later part of the load failed here or on another rank."""
+        """Undo the last load(), because a later part of the load has failed, here or on another rank."""
         (weights, cache), self._loaded = self._loaded, (False, False)
         if weights:
             self.release_weights()
@@ -318,7 +324,7 @@ class TorchExecutor(ABC):
             self.release_kv(self._kept_pages)
 
     def prepare(self) -> None:  # noqa: B027 - a CPU has nothing to prepare
-        """Compile kernels and record graphs. Called on each rank after all ranks have loaded."""
+        """Compile kernels and record graphs. Each rank calls this after all ranks have loaded."""
 
     def release_weights(self) -> None:
         self._use_model(None)
@@ -341,7 +347,7 @@ class TorchExecutor(ABC):
         self._store.keys_dir = keys_dir
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Set the model to which the model reference IN_MEMORY refers from now on."""
+        """Set the model in memory that the model reference IN_MEMORY denotes from now on."""
         self._store.in_memory = model
 
     def use_source(self, source: str) -> None:
@@ -366,10 +372,10 @@ class TorchExecutor(ABC):
 
     @torch.inference_mode()
     def execute_part(self, plan: StepPlan) -> Parts:
-        """Compute this rank's part of a step, which all ranks of `groups` run.
+        """Compute this rank's part of a step. All ranks of `groups` must run the step.
 
         Return the tokens that this rank sampled, with their rows of the plan. The first tensor rank of the last
-        pipeline stage samples the rows of its expert rank; all other ranks sample none.
+        pipeline stage samples the rows of its expert rank. Other ranks sample no token.
         """
         groups, shard, cache_LPXE, parts = self._groups, self._shard, self.cache_LPXE, Parts()
         for batch in cut(
@@ -387,7 +393,7 @@ class TorchExecutor(ABC):
             if step.routing_GTJ is not None:
                 result = replace(result, routing=self._routing_of(batch.plan, step.routing_GTJ, step.rows.order))
             if groups is not None and not len(step.sampled_rows):
-                step.wait()  # a step must be computed before it is reported as done
+                step.wait()  # report a step as done only when its computation has completed
             if len(batch.rows):
                 parts.append((batch.rows, result))
         if groups is not None:
@@ -397,7 +403,10 @@ class TorchExecutor(ABC):
     # --- the experts of a step's tokens -------------------------------------------------------------------------
 
     def _new_routing(self, tokens: int) -> torch.Tensor | None:
-        """Return routing_GTJ with the experts in layers of earlier pipeline stages; None if they are not recorded."""
+        """Return routing_GTJ, in which the layers of earlier pipeline stages are filled already.
+
+        Returns None if experts are not recorded.
+        """
         if not self._records_routing:
             return None
         routing_GTJ = empty_routing(self.model_config, tokens, self.device)
@@ -428,18 +437,22 @@ class TorchExecutor(ABC):
 
 
 def empty_routing(config: ModelConfig, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return memory for the experts of `tokens` tokens: routing_GTJ, as in ForwardStep."""
+    """Return memory for routing_GTJ, the experts of `tokens` tokens, as in ForwardStep."""
     assert config.moe is not None, "TorchExecutor has checked that the model has experts"
     return torch.empty(config.num_layers, tokens, config.moe.experts_per_token, dtype=torch.int32, device=device)
 
 
 def rows_not_finite(x_TD: torch.Tensor, plan: StepPlan, order: Int64) -> Int64:
-    """Return StepLogits.rows_not_finite(). x_TD: hidden states after the last layer. order: rows of `plan` in x_TD."""
+    """Return the value of StepLogits.rows_not_finite().
+
+    x_TD:  hidden states after the last layer.
+    order: rows of `plan` in the order of x_TD.
+    """
     counts = plan.query_lengths[order]
     if counts.max() == 1:
         return np.empty(0, np.int64)
     is_finite_T = x_TD.sum(dim=1).isfinite()
-    if not is_finite_T.all():  # or the sum of finite numbers overflows
+    if not is_finite_T.all():  # otherwise the sum of finite numbers overflows
         is_finite_T = x_TD.isfinite().all(dim=1)
     return order[~np.logical_and.reduceat(is_finite_T.numpy(), counts.cumsum() - counts) & (counts > 1)]
 
@@ -450,7 +463,9 @@ def _on_host(logits_NV: torch.Tensor) -> Float32:
 
 
 class NoGpuError(ValueError):
-    """An engine for GPUs finds no GPU. It does not fall back to the CPU, which would be many times slower.
+    """Raised if an engine for GPUs finds no GPU.
+
+    The engine does not fall back to the CPU, which would be many times slower.
 
     reason, remedy: for the termination message.
     """
@@ -472,12 +487,12 @@ def _cuda_error() -> str:
 
 
 def torch_device(name: str, *, local_rank: int) -> torch.device:
-    """Return the device of a rank's tensors: on a machine with GPUs, the GPU whose number is the local rank.
+    """Return the device of a rank's tensors. On a machine with GPUs, it is the GPU whose number is the local rank.
 
-    name:       "cpu", "cuda", or "auto" for a GPU if there is one.
+    name:       "cpu", "cuda", or "auto", which selects a GPU if there is one.
     local_rank: number of this rank among the ranks of its machine.
 
-    Raises NoGpuError: there is no such device; the message has the remedy.
+    Raises NoGpuError if the device does not exist. The message has the remedy.
     """
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={name!r}: choose among auto, cpu, cuda")

@@ -1,4 +1,4 @@
-"""The weights of one rank: their source, the weights in use, and staged weights that will replace them."""
+"""The weights of one rank: their source, the weights in use, and the staged weights that will replace them."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ logger = logging.getLogger(__name__)
 
 
 class WeightStore:
-    """Verifies weights while it reads them; unverified weights are never used.
+    """The weights of one rank. They are verified while they are read, and unverified weights are never used.
 
     stage() may run during a step, on another thread. All other methods must run on the thread that runs the steps.
 
     source:  the model that load() reads.
-    linears: returns a new factory of the matrices; None keeps them dense, of type `dtype`.
+    linears: returns a new factory for the matrices; None keeps the matrices dense, with type `dtype`.
     require_memory: called as require_memory(bytes, what=...) before weights are read; raises MemoryShortError.
-    staging: given the weights in use, returns a factory of staged matrices in host memory; swap() copies them over the
-             weights in use. None stages with `linears`.
-    shard:   the part of the model that this rank holds; None means all of it.
-    keys_dir: directory of engine.key, engine.pub and trainer.pub, for weights of a trainer; None: no encryption.
-    open_port: opens the port on which this rank offers weights of a trainer to other engines. It is called when the
-               rank has the first such weights. None: the rank offers none.
-    reading: returns a context manager; inside it, the threads of this port may copy weights from the device.
+    staging: gets the weights in use and returns a factory for staged matrices in host memory. swap() copies the staged
+             matrices over the weights in use. None stages with `linears`.
+    shard:   the part of the model that this rank holds; None means the whole model.
+    keys_dir: directory of engine.key, engine.pub and trainer.pub, for connections to a trainer; None means no
+              encryption.
+    open_port: opens the port on which this rank offers a trainer's weights to other engines. It is called when the rank
+               has such weights for the first time. None means that the rank offers no weights.
+    reading: returns a context manager, within which the threads of this port may copy weights from the device.
     """
 
     def __init__(
@@ -71,7 +72,10 @@ class WeightStore:
         self.config = checkpoint.config
         self.source = source
         self.in_memory = source if isinstance(source, ModelInMemory) else None
-        """The model that the reference IN_MEMORY names. The program may set another one of the same architecture."""
+        """The model to which the reference IN_MEMORY refers.
+
+        The program can set another model of the same architecture.
+        """
         self.weights: DecoderWeights | None = None
         self._dtype = dtype
         self._linears = linears or LinearFactory
@@ -83,35 +87,37 @@ class WeightStore:
         self._reading = reading
         self._port: WeightPort | None = None
         self._kinds: Kinds | None = checkpoint.kinds
-        """Kinds that the tensors of files must have; None: any. The kinds of a trainer's tensors do not matter, because
-        the matrices have the engine's type."""
+        """Shapes and types that the tensors of files must have; None accepts any.
+
+        The types of a trainer's tensors do not matter, because the matrices have the engine's type.
+        """
         self._signature: Signature | None = None
         self._staged: tuple[ModelSource, DecoderWeights, Signature] | None = None
         self._kept: DecoderWeights | None = None
-        """Released weights of which there may be no other copy."""
+        """Released weights that are kept because they may be the last copy."""
 
     @property
     def num_bytes(self) -> int:
-        """Approximate size of this rank's weights."""
+        """Approximate size of this rank's weights in bytes."""
         sizes = self._shard.sizes
         values = num_parameters(self.config, expert_ranks=sizes.expert)
         return int(values * self._linears().value_bytes(self._dtype)) // (sizes.tensor * sizes.pipeline)
 
     @property
     def digest(self) -> str | None:
-        """Digest of the last loaded weights; None before the first load."""
+        """Digest of the weights that were loaded last; None before the first load."""
         return self._signature.digest if self._signature is not None else None
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Address at which other engines can get the weights of this rank; empty if it does not offer them."""
+        """Address at which other engines can get this rank's weights; empty if the rank does not offer them."""
         return (self._port.address,) if self._port is not None else ()
 
     def load(self) -> None:
         """Read the weights if they are not loaded.
 
-        After release(), files must still contain the same weights. A model that the program trains may have changed.
-        Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
+        After release(), the files must still contain the same weights. A model that is trained in this program may have
+        changed. Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
         """
         if self.weights is not None:
             return
@@ -132,8 +138,8 @@ class WeightStore:
     def release(self) -> None:
         """Release the weights in use and the staged weights.
 
-        Weights of a trainer that the trainer no longer offers stay in memory, and load() uses them again. This may be
-        their last copy, if the other engines release theirs, too.
+        Weights that a trainer published and no longer offers stay in memory, and load() uses them again. They may be
+        the last copy if the other engines release theirs, too.
         """
         self._staged = None
         source = self.source
@@ -145,11 +151,11 @@ class WeightStore:
             self._withdraw()
 
     def use_source(self, source: str) -> None:
-        """Make load() read these weights from now on. Only while no weights are loaded."""
+        """Make load() read these weights from now on. Allowed only while no weights are loaded."""
         assert self.weights is None, "weights are in use: stage() and swap()"
         before, self.source = self.source, self._resolve(source)
         if isinstance(before, PublishedModel) and isinstance(self.source, PublishedModel):
-            if _session(before) == _session(self.source):  # only the engines that have copies are others
+            if _session(before) == _session(self.source):  # they differ only in the engines that have copies
                 return
         elif not isinstance(self.source, PublishedModel):
             self._kinds = None
@@ -157,7 +163,10 @@ class WeightStore:
         self._withdraw()
 
     def stage(self, source: str) -> None:
-        """Read and verify new weights of the same model. Current weights stay in use. Raises the errors of load()."""
+        """Read and verify new weights of the same model.
+
+        The current weights stay in use. Raises the errors of load().
+        """
         self._staged = None
         resolved = self._resolve(source)
         linears, require_memory = self._linears(), self._require_memory
@@ -167,7 +176,7 @@ class WeightStore:
         self._staged = resolved, *self._read(resolved, linears, require_memory, what=what)
 
     def swap(self, adopt: Callable[[DecoderWeights], DecoderWeights] = lambda staged: staged) -> None:
-        """Use the staged weights from now on. adopt: returns the weights to use, given the staged ones."""
+        """Use the staged weights from now on. adopt: gets the staged weights and returns the weights to use."""
         if self._staged is None:
             raise RuntimeError("swap_weights() without staged weights: stage_weights() first")
         self._withdraw()  # adopt() may write to the memory of the weights in use
@@ -185,7 +194,7 @@ class WeightStore:
         return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
 
     def _offer(self) -> None:
-        """Offer the weights in use to the same rank of other engines, if a trainer published them."""
+        """Offer the weights in use to the same rank of other engines, if they come from a trainer."""
         if self._open_port is None or self.weights is None or not isinstance(self.source, PublishedModel):
             return
         # Loading from files does not need the connection code.
@@ -286,7 +295,7 @@ class WeightStore:
         return weights, checkpoint.signature()
 
     def _not_finite(self, opened: Checkpoint) -> UnusableWeightsError:
-        """Return the error for weights that are not finite after they were converted and copied."""
+        """Return the error for weights that are not finite after conversion and copying."""
         checkpoint = VerifiedCheckpoint(opened)
         try:
             for name in checkpoint.kinds:
@@ -300,14 +309,16 @@ class WeightStore:
 
 
 def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:
-    """Return whether the matrices are mapped from the page cache, so that the kernel may evict and re-read them."""
+    """Return whether the matrices are mapped from the page cache. The kernel may then evict and read them again."""
     return checkpoint.panels_of is not None and PANEL_FORMATS[checkpoint.panels_of] in linears.panel_formats
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Run torch operations on one thread: a load runs thousands of short operations, and the barrier after each costs
-    more than the second thread saves (2.9 s of CPU time on two threads, 0.4 s on one, for a quantised 135M model).
+    """Return a context in which torch operations run on one thread.
+
+    A load runs thousands of short operations. The barrier after each costs more than the second thread saves (2.9 s of
+    CPU time on two threads, 0.4 s on one, for a quantised 135M model).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,1 +1,1 @@
-"""vLLM's AsyncLLM behind EngineBackend."""
+"""EngineBackend implemented with vLLM's AsyncLLM."""

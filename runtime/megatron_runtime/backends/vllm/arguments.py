@@ -33,21 +33,27 @@ from megatron_runtime.requests.sampling_params import MAX_TOP_LOGPROBS
 logger = logging.getLogger(__name__)
 
 SUPPORTED = ((0, 26), (0, 34))
-"""Versions of vLLM: from the first, below the second. Its interface changes between minor versions."""
+"""The first supported version of vLLM, and the first that is too new. Minor versions change its interface."""
 
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
-"""Since vLLM 0.31. Before that, V2 accepts no external logits processors, and vLLM chooses V1 if there is one."""
+"""A module that vLLM has since 0.31.
+
+Before, V2 accepts no external logits processor, and vLLM selects V1 if there is one.
+"""
 
 LONGEST_THAT_FITS = -1
 """Value of max_model_len in each supported version: the model's limit, or less if the KV cache is too small for it."""
 
 SHARED_GPU = 0.01
-"""Value of gpu_memory_utilization with a KV cache of a fixed size. At its start, vLLM requires this share of the GPU to
-be free. With the default of 0.92 a second engine on the GPU would not start."""
+"""Value of gpu_memory_utilization for a KV cache of a fixed size. vLLM requires this share of the GPU to be free at
+start.
+
+With the default of 0.92, a second engine on the GPU would not start.
+"""
 
 NOT_RUN = "not run"
 RUN = "docs/measurements/2026-11-27-gpu-h200.md"
-"""What has run on a GPU: Model Runner V1 of vLLM 0.26, with enforce_eager."""
+"""Record of the run on a GPU, which used Model Runner V1 of vLLM 0.26 with enforce_eager."""
 ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     "Model Runner V2 instead of V1, with vLLM 0.31 or newer": (
         "tests/vllm/test_model_runner_v2.py::test_ngram_on_v2_continues_every_answer_of_a_killed_engine",
@@ -88,8 +94,10 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     ),
     "ranks exchange tensors by NCCL": (NOT_RUN,),
 }
-"""What a GPU runs differently from the CPUs of `make test-vllm`: the tests that cover it on a GPU, and whether they
-have run on one."""
+"""Differences between a GPU and the CPUs of `make test-vllm`.
+
+The values are the tests that cover each on a GPU, and whether these tests have run on a GPU.
+"""
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -105,9 +113,9 @@ def engine_arguments(
 
     directory:       directory of the model.
     cache_events:    endpoint at which vLLM publishes changes of its prefix cache.
-    draft_directory: given a model reference, returns the directory of the draft model for speculation.
+    draft_directory: returns the directory of a draft model for speculation, given its model reference.
 
-    Raises ValueError: a setting or the version of vLLM is not supported; the message has name, value and remedy.
+    Raises ValueError if a setting or the version of vLLM is not supported. The message has name, value and remedy.
     """
     check_version(vllm.__version__)
     sizes, node = settings.parallel, node_identity(settings.parallel)
@@ -132,7 +140,7 @@ def engine_arguments(
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
     sleep_level(settings)
-    # On a GPU, vLLM measures the free memory after the load, and chooses limits by the model and the device.
+    # On a GPU, vLLM measures the free memory after loading, and derives the limits from the model and the device.
     is_cpu = current_platform.is_cpu()
     requests = settings.max_requests or (DEFAULT_MAX_REQUESTS if is_cpu else None)
     tokens = settings.max_tokens or (DEFAULT_MAX_TOKENS if is_cpu else None)
@@ -180,9 +188,9 @@ def engine_arguments(
 
 
 def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = "") -> Iterator[str]:
-    """Yield an error for each argument that the installed version of vLLM lacks, or that has another type there.
+    """Yield an error for each argument that the installed version of vLLM lacks or declares with a different type.
 
-    declared: the dataclass of vLLM that has the arguments as fields.
+    declared: vLLM's dataclass that has the arguments as fields.
     parent:   name of the argument whose members are checked, followed by a dot; empty for top-level arguments.
     """
     declared_types = _declared_types(declared)
@@ -200,8 +208,9 @@ def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = ""
 
 
 def _declared_types(declared: type) -> dict[str, tuple[Any, ...]]:
-    """Return the types that each field of a dataclass accepts. An annotation that only type checkers can evaluate
-    becomes `Any`; therefore each field is evaluated separately.
+    """Return the types that each field of a dataclass accepts.
+
+    Each field is evaluated separately, because an annotation that only type checkers can evaluate becomes `Any`.
     """
     names = vars(sys.modules[declared.__module__])
     found: dict[str, tuple[Any, ...]] = {}
@@ -244,7 +253,7 @@ _JSON_TYPES: Mapping[Any, tuple[tuple[type, ...], str]] = {
     tuple: ((list,), "a list"),
     type(None): ((type(None),), "null"),
 }
-"""Python type -> the types of JSON values that it accepts, and their name in messages."""
+"""Map from a Python type to the types of JSON values that it accepts, and their name in messages."""
 
 
 def _accepts(declared: Any, value: object) -> bool:
@@ -269,12 +278,12 @@ def _described(declared: Any) -> str:
 
 
 def logits_processor_of(config: VllmConfig) -> type | None:
-    """Return our logits processor class for the model runner that vLLM chose in `config`.
+    """Return our logits processor class for the model runner that vLLM has selected in `config`.
+
+    Returns None if vLLM accepts no logits processor. This is so for speculation with Model Runner V1, or with a version
+    of V2 that lacks the interface. vLLM fails to start if a logits processor has the interface of the other runner.
 
     config: configuration that was built without a logits processor.
-
-    vLLM fails at its start if a logits processor has the interface of the other runner. Return None if vLLM accepts no
-    logits processor: it uses speculation with Model Runner V1, or with a version of V2 without the interface.
     """
     if config.use_v2_model_runner and find_spec(V2_INTERFACE) is not None:
         # Older versions of vLLM do not have the module that it imports.
@@ -289,7 +298,7 @@ def logits_processor_of(config: VllmConfig) -> type | None:
 def _cpu_shares(ranks: int) -> str:
     """Return the CPUs of each rank in vLLM's notation. Each rank gets an equal part of the CPUs of this process.
 
-    If this is not set, vLLM divides CPUs by NUMA node only.
+    Without this setting, vLLM divides the CPUs only by NUMA node.
     """
     cpus = sorted(os.sched_getaffinity(0))
     shares = [cpus[rank::ranks] or [cpus[rank % len(cpus)]] for rank in range(ranks)]
@@ -299,7 +308,7 @@ def _cpu_shares(ranks: int) -> str:
 def sleep_level(settings: EngineSettings) -> int:
     """Return vLLM's sleep level for SUSPEND. Level 2 drops the weights of draft models, which vLLM does not reload.
 
-    Raises ValueError: the settings ask for level 2 together with a draft model.
+    Raises ValueError if the settings request level 2 together with a draft model.
     """
     speculation = settings.vllm_arguments.get("speculative_config") or {}
     keeps_drafts = bool(speculation) and speculation.get("method") not in WITHOUT_DRAFT_WEIGHTS
@@ -311,7 +320,7 @@ def sleep_level(settings: EngineSettings) -> int:
 
 
 def check_version(version: str) -> None:
-    """Log a warning if this version of vLLM is newer than the supported ones.
+    """Log a warning if this version of vLLM is newer than the supported versions.
 
     Raises ValueError if it is older.
     """

@@ -1,8 +1,8 @@
 """Implements EngineBackend with vLLM, which runs in a separate process (process.py, service.py).
 
-This module imports neither vLLM nor torch. The engine's process keeps prompt and generated tokens of every request. So
-requests continue after vLLM's process has exited, as in a suspend, which releases all its memory, and has been started
-again.
+This module imports neither vLLM nor torch. The engine's process keeps the prompt and the generated tokens of every
+request. A suspend ends vLLM's process, which releases all its memory. After the next start of vLLM's process, the
+requests continue.
 """
 
 from __future__ import annotations
@@ -51,8 +51,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNUSED_SECONDS = 60.0
-"""A vLLM process that gets no order to load weights exits after this time. This happens in an engine that joins a
-suspended pool. The imports alone take 900 MiB."""
+"""Seconds after which a vLLM process exits that is not requested to load weights.
+
+This happens in an engine that joins a suspended pool. The imports alone take 900 MiB.
+"""
 
 CAPABILITIES = frozenset(Capability) - {
     Capability.KV_TRANSFER,
@@ -74,8 +76,10 @@ WITHOUT_FORCED_TOKENS = frozenset(
         Capability.CALL_STRUCTURE,
     }
 )
-"""Features that an engine lacks if it cannot force the tokens of an interrupted answer: Model Runner V1 with
-speculation."""
+"""Features that an engine lacks if it cannot force the tokens of an interrupted answer.
+
+This is the case for Model Runner V1 with speculation.
+"""
 WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
 """Features that vLLM rejects in combination with speculation, with both model runners."""
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
@@ -87,14 +91,15 @@ REMEDIES = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmRequest(BackendRequest):
-    """A request of this engine. Its queue time is 0: vLLM does not report it separately but counts it as prefill.
+    """A request of this engine. Its queue time is 0, because vLLM includes it in the prefill time.
 
-    tokens:         tokens generated so far, by this or another engine.
-    is_running:     whether vLLM runs it.
-    timer, grammar: timer of its deadline, and the check of its grammar while that is in progress.
-    parts:          parts of its answer; None if it has only one. vLLM runs each part as a request that continues the
-                    previous one, because its grammars describe the whole text of a request.
-    released:       done when vLLM has dropped the previous part.
+    tokens:         tokens that this or another engine has generated.
+    is_running:     whether the request is in vLLM.
+    timer:          timer of the request's deadline.
+    grammar:        task that checks the request's grammar or starts its next part; None if there is none.
+    parts:          parts of the answer; None if it has only one part. vLLM runs each part as a request that continues
+                    the previous part, because vLLM's grammars describe the whole text of a request.
+    released:       task that ends when vLLM has dropped the previous part.
     """
 
     tokens: list[int]
@@ -109,7 +114,9 @@ class VllmRequest(BackendRequest):
         return self.prompt_length + len(self.tokens)
 
     def submission(self) -> tuple[SamplingParams, int]:
-        """Return the sampling parameters of the next part, and the number of answer tokens that its prompt includes."""
+        """Return the sampling parameters of the next part, and the number of answer tokens that belong to the part's
+        prompt.
+        """
         params, parts = copy.copy(self.params), self.parts
         params.call_structure = params.reasoning = None
         if parts is None:
@@ -122,7 +129,7 @@ class VllmRequest(BackendRequest):
         return params, parts.free
 
     def take(self, tokens: Sequence[int]) -> tuple[int, bool]:
-        """Append tokens from vLLM up to the end of the current part.
+        """Append `tokens`, which vLLM has generated, up to the end of the current part.
 
         Return the number of appended tokens, and whether another part follows.
         """
@@ -142,9 +149,9 @@ class VllmRequest(BackendRequest):
         return len(self.tokens) - before, ends
 
     def end_reasoning(self) -> list[int]:
-        """Append the tokens that end the reasoning if its budget is used up, and return them.
+        """Append the tokens that end the reasoning if its token budget is used up. Return these tokens.
 
-        The limit of the answer may truncate them.
+        The length limit of the answer can cut them off.
         """
         added: list[int] = []
         while self.parts is not None and (token := self.parts.forced) is not None:
@@ -158,7 +165,7 @@ class VllmRequest(BackendRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The weights that load_staged_weights() replaces, and whether the engine was running before."""
+    """The weights that load_staged_weights() has replaced, and whether the engine was running before."""
 
     directory: str
     was_running: bool
@@ -170,7 +177,7 @@ class VllmBackend(EngineBackend):
     The constructor starts vLLM's process, which takes ten seconds or more.
 
     Raises:
-        VllmRejectedError: a setting, the model or the version of vLLM is not usable; the message has the remedy.
+        VllmRejectedError: a setting, the model or the version of vLLM is not usable. The message has the remedy.
         VllmError: vLLM's process failed.
     """
 
@@ -206,12 +213,12 @@ class VllmBackend(EngineBackend):
         self._running = False
         self._open: dict[int, VllmRequest] = {}
         self._held: list[RequestOutput] = []
-        """Outputs held back until unpause()."""
+        """Outputs that are kept until unpause()."""
         self._epoch = 0
         self._digest = ""
         self._staged: tuple[str, str, int] | None = None
         self._replaced: _Replaced | None = None
-        """Set while the staged weights are loaded and not committed."""
+        """Set from load_staged_weights() until the weights are committed or discarded."""
         self._adapters: dict[str, str] = {}
         """Directory of each loaded LoRA adapter, by its key."""
         self._stats: Mapping[str, float] = {}
@@ -228,7 +235,10 @@ class VllmBackend(EngineBackend):
             await self._followers.listen()
 
     def _end_unused(self) -> asyncio.Task[None]:
-        """Stop a process that has loaded no weights after a while, unless _vllm() is called earlier."""
+        """Start a task that stops vLLM's process after UNUSED_SECONDS, unless _vllm() is called before.
+
+        This is for a process that has loaded no weights.
+        """
 
         async def end() -> None:
             await asyncio.sleep(UNUSED_SECONDS)
@@ -237,7 +247,7 @@ class VllmBackend(EngineBackend):
         return asyncio.create_task(end())
 
     async def _vllm(self) -> VllmProcess:
-        """Return the running process of vLLM; start it if it has ended."""
+        """Return vLLM's running process. Start the process if it has ended."""
         self._unused.cancel()
         if self._process is None:
             self._process = await asyncio.to_thread(VllmProcess, self._settings)
@@ -358,13 +368,13 @@ class VllmBackend(EngineBackend):
         return AnswerParts.of(params, token_bytes=lambda id_: self._text.tokenizer.token_bytes(id_))
 
     def _end_part(self, opened: VllmRequest, *, is_ended: bool) -> None:
-        """Make vLLM drop a part, unless the part has ended, and then run the next one."""
+        """Make vLLM drop the current part unless it has ended there, and then run the next part."""
         opened.is_running = False
         opened.released = asyncio.create_task(_dropped(opened.request_id, None if is_ended else self._process))
         self._enter_part(opened)
 
     def _enter_part(self, opened: VllmRequest) -> None:
-        """Run the next part of an answer once vLLM has dropped the previous one."""
+        """Run the next part of an answer after vLLM has dropped the previous part."""
         opened.grammar = asyncio.create_task(self._begin_part(opened))
 
     async def _begin_part(self, opened: VllmRequest) -> None:
@@ -384,8 +394,9 @@ class VllmBackend(EngineBackend):
             self._attach(opened)
 
     async def _check_grammar(self, opened: VllmRequest) -> None:
-        """Check the grammar in a process that may crash. Reject the request if the grammar is invalid or too expensive;
-        otherwise run it.
+        """Check the request's grammar in a process that may crash.
+
+        Reject the request if the grammar is invalid or too expensive, otherwise run the request.
         """
         try:
             await self._grammars.begin(replace(opened.request, deadline_seconds=None))  # opened.timer stops it
@@ -417,7 +428,7 @@ class VllmBackend(EngineBackend):
         return done
 
     def _attach(self, opened: VllmRequest) -> None:
-        """Run a request in vLLM, or continue it there after the tokens that it has."""
+        """Submit a request to vLLM. It continues after the tokens that it already has."""
         if (added := opened.end_reasoning()) and self._is_over(opened, added):
             return
         request, (params, free) = opened.request, opened.submission()
@@ -442,7 +453,10 @@ class VllmBackend(EngineBackend):
         )
 
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
-        """Deliver the tokens `added`, which end the reasoning. Return whether they also reach the answer's limit."""
+        """Deliver the tokens `added`, which end the reasoning.
+
+        Return whether the answer has reached its limit. If so, the request has ended.
+        """
         output = opened.output(added)
         if opened.params.wants_log_probs:
             output.new_log_probs = [0.0] * len(added)
@@ -479,7 +493,7 @@ class VllmBackend(EngineBackend):
                 note_progress(message)
 
     def _take(self, opened: VllmRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
-        """Return the output for an entry of service.py: new tokens, or an error."""
+        """Return the output for an entry of service.py, which has new tokens or an error."""
         if isinstance(tokens, str):
             if tokens == "rejected":
                 error = VllmRejectedError(reason or "", field=details[0] if details else "")
@@ -515,7 +529,7 @@ class VllmBackend(EngineBackend):
         cached: int,
         label: str | None,
     ) -> RequestOutput:
-        """Return the output for an entry of pooling.py."""
+        """Return the output for the result of a pooling request, as pooling.py sent it."""
         output = opened.output([])
         output.pooled = np.frombuffer(values, "<f4").reshape(shape)
         output.prompt_length, output.num_cached_tokens, output.label = tokens, cached, label
@@ -540,7 +554,7 @@ class VllmBackend(EngineBackend):
             opened.grammar.cancel()
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Deliver outputs. A paused engine holds them back."""
+        """Deliver outputs. While the engine is paused, keep them for later."""
         if not self._running:
             self._held += outputs
         elif outputs:
@@ -570,7 +584,7 @@ class VllmBackend(EngineBackend):
             await (await self._vllm()).call("unpause")
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
-        """Release all memory, whichever tags are given: vLLM cannot run a request without both parts."""
+        """Release all memory. `tags` is ignored, because vLLM cannot run requests without both parts."""
         return await self._perform(self._release_memory())
 
     async def _release_memory(self) -> None:
@@ -640,7 +654,7 @@ class VllmBackend(EngineBackend):
             await self._end_replacing()
 
     async def _end_replacing(self) -> None:
-        """Return to the state before load_staged_weights()."""
+        """Unpause the engine if load_staged_weights() paused it, after its weights are committed or discarded."""
         replaced, self._replaced = self._replaced, None
         if replaced is not None and replaced.was_running:
             await self._unpause()
@@ -687,14 +701,14 @@ class VllmBackend(EngineBackend):
 
 
 async def _dropped(request_id: int, process: VllmProcess | None) -> None:
-    """Return when vLLM's process has dropped a request, or has exited."""
+    """Wait until vLLM's process has dropped a request or has exited."""
     if process is not None:
         with contextlib.suppress(VllmError):
             await process.call("abort", request_id)
 
 
 def _sent_media(request: EngineRequest) -> list[Any] | None:
-    """Return the media of a request as service.Submission has them."""
+    """Return the media of a request in the format of service.Submission."""
     if request.media is None:
         return None
     template = tokens_from_bytes(request.media.template).tolist()
@@ -702,7 +716,7 @@ def _sent_media(request: EngineRequest) -> list[Any] | None:
 
 
 def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
-    """Return the capabilities of a started vLLM, as service.py describes it."""
+    """Return the capabilities of vLLM, given the facts that service.py has reported at its start."""
     if started["task"] is not None:
         adapters = {Capability.ADAPTERS} if started["has_adapters"] else frozenset()
         return POOLING_CAPABILITIES | {POOLING[started["task"]]} | adapters
@@ -714,5 +728,5 @@ def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
 
 
 def _pairs(top: list[list[list[Any]]] | None) -> Any:
-    """Return the most likely tokens as (id, log-probability) tuples; a message has them as lists."""
+    """Return the most likely tokens as (id, log-probability) tuples, given the lists of a message."""
     return None if top is None else [[(token, value) for token, value in row] for row in top]

@@ -1,6 +1,6 @@
-"""Translates vLLM's KV cache events to digests of our blocks. vLLM publishes them on a ZeroMQ socket.
+"""Translates vLLM's KV cache events to digests of our blocks. vLLM publishes the events on a ZeroMQ socket.
 
-vLLM identifies a block by a hash of its own. The coordinator routes by the digests of requests.hashing, which cover the
+vLLM identifies a block by its own hash. The coordinator routes by the digests of requests.hashing, which cover the
 tokens of a block and all blocks before it. The event `BlockStored` contains the tokens and vLLM's hash of the previous
 block, so this module can compute the digest.
 """
@@ -23,9 +23,9 @@ logger = logging.getLogger(__name__)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Return the endpoint at which a data-parallel rank publishes events, derived from `endpoint` as in vLLM.
+    """Return the endpoint at which a data-parallel rank publishes events. vLLM derives it in the same way.
 
-    `endpoint` must contain `inproc`; otherwise vLLM derives no endpoints for ranks other than 0.
+    `endpoint` must contain `inproc`. Otherwise, vLLM derives no endpoints for ranks other than rank 0.
     """
     return f"{endpoint}_dp{rank}" if rank else endpoint
 
@@ -37,7 +37,7 @@ class MergedCaches:
         self._blocks: list[set[bytes]] = [set() for _ in range(ranks)]
 
     def merge(self, rank: int, events: CacheEvents) -> CacheEvents:
-        """Return how the engine's blocks change when one rank's blocks change."""
+        """Apply the changes of one rank's blocks. Return the resulting changes of the engine's blocks."""
         own = self._blocks[rank]
         others = [blocks for number, blocks in enumerate(self._blocks) if number != rank]
 
@@ -57,9 +57,9 @@ class MergedCaches:
 class CacheEventTranslator:
     """Translates vLLM's block hashes to our digests, for the blocks in vLLM's prefix cache.
 
-    block_size: number of tokens of the blocks that are translated. Blocks of other sizes, which layers other than
-                attention may have, are ignored.
-    media:      digests of images, audio and video by the identifiers that vLLM gives them.
+    block_size: number of tokens of a translated block. Blocks of other sizes are ignored; layers other than attention
+                can have such blocks.
+    media:      digests of images, audio and video, by vLLM's identifiers for them.
     """
 
     def __init__(self, block_size: int, media: Mapping[str, bytes] | None = None) -> None:
@@ -71,7 +71,8 @@ class CacheEventTranslator:
     def translate(self, number: int, batch: KVEventBatch) -> CacheEvents:
         """Return the changes of one batch.
 
-        number: number of the batch. A gap means that batches were lost: then all blocks count as evicted.
+        number: number of the batch. A gap in the numbers means that batches were lost; all blocks then count as
+                evicted.
         """
         stored: dict[bytes, None] = {}
         evicted: dict[bytes, None] = {}
@@ -98,7 +99,7 @@ class CacheEventTranslator:
         if event.block_size != self._block_size:
             return []
         if event.parent_block_hash is None:
-            # The name of the LoRA adapter comes first if there is one, then the salt.
+            # The first key is the name of the LoRA adapter, if the event has one. The salt follows.
             keys = [key for key in (event.extra_keys or [None])[0] or () if isinstance(key, str)]
             adapter = keys.pop(0) if event.lora_name else ""
             before = root_digest(keys[0].encode() if keys else b"", adapter)
@@ -111,7 +112,7 @@ class CacheEventTranslator:
         return digests
 
     def _media_of(self, event: BlockStored) -> dict[int, bytes]:
-        """Return the digests of the media in each block. Their keys are pairs of a name and an offset."""
+        """Return the digests of the media in each block that has media, by the block's index in the event."""
         found = {}
         for block, keys in enumerate(event.extra_keys or ()):
             names = [key[0] for key in keys or () if isinstance(key, list | tuple) and key]

@@ -1,4 +1,4 @@
-"""Messages over a stream socket: msgpack with a length prefix. Both ends are processes of one engine."""
+"""Messages over a stream socket, encoded as msgpack with a length prefix. Both ends are processes of one engine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ OnMessage = Callable[[list[Any]], None]
 
 
 class Channel(asyncio.Protocol):
-    """One end of the connection on an event loop. A callback for each message costs less than a task that reads.
+    """One end of the connection, on an event loop. One callback per message costs less than a task that reads.
 
-    on_message: called with each message. An exception closes the connection.
-    on_end:     called once when the connection has ended, also by close().
+    on_message: called with each message. If it raises, the connection is closed.
+    on_end:     called once when the connection has ended, even if close() has ended it.
     """
 
     def __init__(self, on_message: OnMessage, on_end: Callable[[], None]) -> None:
@@ -29,17 +29,17 @@ class Channel(asyncio.Protocol):
 
     @classmethod
     async def open(cls, end: socket.socket, on_message: OnMessage, on_end: Callable[[], None]) -> Channel:
-        """Return the channel over `end`, which it closes, on the running loop."""
+        """Return the channel over the socket `end` on the running loop. The channel closes the socket."""
         loop = asyncio.get_running_loop()
         _, channel = await loop.create_unix_connection(lambda: cls(on_message, on_end), sock=end)
         return channel
 
     def send(self, message: Any) -> None:
-        """Send a message. It is dropped if the connection has ended."""
+        """Send a message. The message is dropped if the connection has ended."""
         self._transport.write(frame(message))
 
     def close(self) -> None:
-        """Close the connection after all sent messages. Idempotent."""
+        """Close the connection after all queued messages are sent. Idempotent."""
         self._transport.close()
 
     # --- asyncio.Protocol ---------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def frame(message: Any) -> bytes:
 
 
 def receive(end: socket.socket) -> Any:
-    """Return the next message of a blocking socket. Raises OSError if the other end has closed it."""
+    """Return the next message from a blocking socket. Raises OSError if the other end has closed the connection."""
     (size,) = _SIZE.unpack(_receive(end, _SIZE.size))
     return unpack(_receive(end, size), DETAILS)
 

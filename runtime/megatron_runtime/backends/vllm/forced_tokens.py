@@ -1,7 +1,7 @@
-"""Keys of `SamplingParams.extra_args` with which our logits processors force and ban tokens of an answer.
+"""Keys of `SamplingParams.extra_args` that make our logits processors force and ban tokens of an answer.
 
-vLLM has two model runners with different interfaces: logits_processor.py is for V1, logits_processor_v2.py for V2.
-arguments.py chooses one of them.
+vLLM has two model runners with different interfaces. logits_processor.py is for Model Runner V1, logits_processor_v2.py
+for V2. arguments.py selects one of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 FORCED = "megatron_forced_tokens"
 BAD_WORDS = "megatron_bad_words"
-"""The tokens to force, and the sequences that the answer must not contain."""
+"""Keys for the tokens to force, and for the sequences that the answer must not contain."""
 
 
 def require_token_ids(extra_args: Mapping[str, Any] | None) -> None:

@@ -1,10 +1,10 @@
 """Logits processor for vLLM's Model Runner V1 that forces and bans tokens. It runs in vLLM's engine process.
 
-A request that moves to this engine has tokens that its client already received. If they were part of the prompt,
-penalties on generated tokens and the state of a grammar would not include them. Instead, vLLM is forced to generate
-exactly these tokens first. Its state is then the same as on the previous engine.
+A request that moves to this engine has tokens that its client has already received. If these tokens were part of the
+prompt, penalties on generated tokens and the state of a grammar would not include them. Instead, the logits processor
+forces vLLM to generate exactly these tokens first. vLLM's state is then the same as on the previous engine.
 
-`bad_words` of vLLM are not used, because a request fails if a grammar allows only tokens that they ban.
+vLLM's own `bad_words` is not used, because a request fails if `bad_words` bans every token that its grammar allows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AnswerTokens(AdapterLogitsProcessor):
-    """Implements vLLM's LogitsProcessor, with one function for each request."""
+    """Implements vLLM's LogitsProcessor. Each request has its own function."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -48,7 +48,7 @@ class AnswerTokens(AdapterLogitsProcessor):
             elif banned := bad_words.after(answer):
                 before_M = logits_V[banned]
                 logits_V[banned] = -math.inf
-                # Does not wait for the GPU. If no other token is allowed, these stay allowed.
+                # Does not wait for the GPU. If no other token is allowed, banned tokens stay allowed.
                 logits_V[banned] = before_M.where(logits_V.max() == -math.inf, -math.inf)
             return logits_V
 

@@ -1,10 +1,11 @@
-"""The logits processor of logits_processor.py for Model Runner V2, which vLLM has since version 0.31.
+"""The counterpart of logits_processor.py for Model Runner V2, which vLLM has since version 0.31.
 
 V2 passes all rows of a step to a logits processor at once. Without speculation, a request has one row. With
 speculation, it has one more row for each draft token: row i predicts the token after draft token i, and assumes that
 the draft tokens before it are accepted.
 
-Tensor suffixes: N rows, V vocabulary, T forced tokens, W sequences, K tokens of a sequence before its last.
+Tensor suffixes: N rows, V vocabulary, T forced tokens, W banned sequences, K tokens of a sequence without its last
+                 token.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ if TYPE_CHECKING:
 NO_TOKEN = -1
 """A position before the answer, or a draft token that vLLM rejects."""
 ANY_TOKEN = -2
-"""Padding before a sequence that is shorter than the longest."""
+"""Padding in front of a sequence that is shorter than the longest sequence."""
 
 
 class AnswerRows(LogitsProcessor):
-    """Implements vLLM's LogitsProcessor of V2 for all rows of a step. It never synchronizes with the device.
+    """Implements the LogitsProcessor interface of V2 for all rows of a step. It never synchronises with the device.
 
-    The state of a request is stored by its slot in vLLM. add_request() may reuse the slot of an earlier request.
+    The state of a request is stored by the request's slot in vLLM. add_request() can reuse the slot of an earlier
+    request.
     """
 
     def __init__(self, vllm_config: VllmConfig, req_states: LogitsProcRequestState) -> None:
@@ -44,9 +46,9 @@ class AnswerRows(LogitsProcessor):
         self._has_forced: npt.NDArray[np.bool_] = np.zeros(slots, dtype=bool)
         self._has_words: npt.NDArray[np.bool_] = np.zeros(slots, dtype=bool)
         self._words: dict[int, Sequence[Sequence[int]]] = {}
-        """Sequences by slot."""
+        """Banned sequences by slot."""
         self._table: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        """Of `_words`: slot [W], tokens before the last [W, K], last token [W]."""
+        """The contents of `_words` as tensors: slot [W], tokens before the last [W, K], last token [W]."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -105,7 +107,7 @@ class AnswerRows(LogitsProcessor):
         logits_NV.scatter_reduce_(1, last_NW, value_NW.masked_fill(~ends_NW, -math.inf), "amax")
 
     def _newest(self, ctx: LogitsContext, slots_N: torch.Tensor, prompt_N: torch.Tensor, count: int) -> torch.Tensor:
-        """Return the `count` newest answer tokens of each row, the input token of the row last.
+        """Return the `count` newest answer tokens of each row, [N, count]. The last of them is the row's input token.
 
         Positions before the first token of the answer have NO_TOKEN.
         """
@@ -129,7 +131,7 @@ class AnswerRows(LogitsProcessor):
 
 
 def _copied(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return int64 values on the device, without waiting for it."""
+    """Return int64 values on the device, without waiting for the copy."""
     on_host = torch.tensor(values, dtype=torch.int64)
     if device.type == "cuda":
         on_host = on_host.pin_memory()

@@ -1,7 +1,7 @@
 """Images, audio and video of requests. vLLM's process reads them in the same way as vLLM's own server.
 
-This module computes the features from the files that the client sent. Only files are sent between our processes, not
-features. The server has expanded the prompt with the same classes of vLLM (server/formats/vllm_worker.py), and both
+This module computes the features from the files that the client has sent. Our processes exchange only files, not
+features. The server expands the prompt with the same classes of vLLM (server/formats/vllm_worker.py), and both
 expansions must be equal.
 """
 
@@ -18,19 +18,22 @@ from vllm.config import ModelConfig
 from megatron_runtime.protocol.media import data_url
 
 MAX_NAMES = 1 << 16
-"""Number of media whose names in vLLM's cache events are remembered. The least recently used one is forgotten first."""
+"""Maximum number of media whose names in vLLM's cache events are stored.
+
+The least recently used name is removed first.
+"""
 
 Item = tuple[str, bytes, bytes]
-"""Kind (protocol.media.KINDS), digest and file."""
+"""Kind (see protocol.media.KINDS), digest and content of a media file."""
 
 
 def takes_media(config: ModelConfig) -> bool:
-    """Return whether the model takes images, audio or video, and this version of vLLM has the interface."""
+    """Return whether the model accepts images, audio or video, and this version of vLLM has the required interface."""
     return bool(getattr(config, "supports_multimodal_inputs", False)) and _tracker() is not None
 
 
 def _tracker() -> Any:
-    """Return the class that loads the media of a conversation; None before vLLM 0.32."""
+    """Return the class that loads the media of a conversation; None if vLLM is older than 0.32."""
     try:
         from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
     except ImportError:
@@ -39,10 +42,10 @@ def _tracker() -> Any:
 
 
 class MediaReader:
-    """Converts prompts with media to inputs of vLLM's engine.
+    """Converts prompts with media to inputs for vLLM's engine.
 
     renderer: the renderer of AsyncLLM.
-    names:    digests of the media by the identifiers that vLLM gives them and that its cache events contain.
+    names:    digests of the media, by vLLM's identifiers for them. vLLM's cache events contain these identifiers.
     """
 
     def __init__(self, renderer: Any) -> None:
@@ -53,11 +56,12 @@ class MediaReader:
     async def engine_input(
         self, template: Sequence[int], items: Sequence[Item], tokens: Sequence[int]
     ) -> dict[str, Any]:
-        """Return the input for `tokens`: the expanded prompt and tokens of its answer.
+        """Return the input for `tokens`, which are the expanded prompt and tokens of the answer.
 
-        template: the prompt with one placeholder for each item.
+        template: the prompt, with one placeholder for each media item.
 
-        Raises ValueError if the model does not support the media, or if the expanded template differs from `tokens`.
+        Raises ValueError if the model does not support the media, or if `tokens` does not start with the expanded
+        template.
         """
         tracker = self._tracker(self._renderer.model_config)
         parser = tracker.create_parser()
@@ -68,7 +72,7 @@ class MediaReader:
         prompt = TokensPrompt(prompt_token_ids=list(template), multi_modal_data=loaded)
         if names is not None:
             prompt["multi_modal_uuids"] = names
-        # Does not use the cache that this process and the engine core must keep in step: a request may be aborted in
+        # Skips the media cache. This process and the engine core must keep it in sync, but a request can be aborted in
         # between.
         made: dict[str, Any] = await self._renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         expanded = made["prompt_token_ids"]

@@ -1,4 +1,4 @@
-"""The files of a model for vLLM: a directory with config.json and safetensors, as transformers writes it."""
+"""The files of a model for vLLM, a directory with config.json and safetensors in the layout of transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TensorTypes = dict[str, tuple[str, tuple[int, ...]]]
 
 
 def model_directory(model: str, *, wanted_format: str = "Auto") -> Path:
-    """Return the directory of a model that vLLM can read. Models of other formats are converted once, to bfloat16.
+    """Return a directory of the model that vLLM can read. Models in other formats are converted once, to bfloat16.
 
     model:         model reference, as for checkpoints.source.resolve().
     wanted_format: "Auto", or the only format that is accepted.
@@ -58,7 +58,7 @@ def _cache(kind: str) -> Path:
 
 
 def _fingerprint(source: StoredModel) -> str:
-    """Return a fingerprint that changes with the files of a model."""
+    """Return a fingerprint that changes when the model's files change."""
     files = [source.path] if source.path.is_file() else sorted(source.path.rglob("*"))
     facts = [f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
@@ -69,10 +69,10 @@ def weights_bytes(directory: Path) -> int:
 
 
 def weights_digest(directory: Path) -> str:
-    """Return the SHA-256 of the names and contents of a model's weight files.
+    """Return a SHA-256 over the names and contents of a model's weight files.
 
-    A file is read only if no digest was recorded when it was downloaded or in an earlier call. This function records
-    digests in `directory` or, if that is read-only, in the cache of this machine.
+    A file is read only if its digest was not recorded when it was downloaded, or in an earlier call. This function
+    records digests in `directory` or, if that is read-only, in the cache of this machine.
     """
     files = _weight_files(directory)
     downloaded, markers = recorded_digests(directory), _Markers(directory)
@@ -98,9 +98,9 @@ def weights_digest(directory: Path) -> str:
 
 
 class _Markers:
-    """The recorded digests of the files of a directory.
+    """The recorded digests of the files in a directory.
 
-    They are a map from a file's name to its size, its time of last change in nanoseconds, and its SHA-256.
+    The record maps the name of a file to its size, its modification time in nanoseconds, and its SHA-256.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -150,7 +150,7 @@ def _tensor_types(directory: Path) -> TensorTypes:
 
 
 def eos_ids(directory: Path) -> tuple[int, ...]:
-    """Return the tokens that end an answer of a model."""
+    """Return the ids of the tokens that end an answer of the model."""
     place = ModelDirectory(directory)
     config = place.file("config.json")
     if config is None:
@@ -166,7 +166,7 @@ def _weight_files(directory: Path) -> Sequence[Path]:
 
 
 def _file_digest(file: Path, note: Callable[[int], None]) -> str:
-    """Return the SHA-256 of a file. note: called with the number of bytes of each part read."""
+    """Return the SHA-256 of a file. note: called after each part with the part's number of bytes."""
     digest = hashlib.sha256()
     with file.open("rb") as opened:
         while part := opened.read(READ_BYTES):

@@ -1,13 +1,13 @@
-"""The pods of an engine that spans several: their vLLM processes start, end and fail together.
+"""The pods of an engine that spans several pods. Their vLLM processes start, end and fail together.
 
-vLLM's workers in other pods do not notice the loss of the first pod, and a suspend has to stop the processes of all
-pods. So each pod has a TCP connection to the first pod, at the rendezvous port plus 1. Both sides send one byte every
-second. The first pod sends START and END. Another pod sends LEAVE when it gets SIGTERM. ALIVE is the heartbeat. If a
-side receives nothing for SILENCE_SECONDS, or its connection closes, it terminates the container of its pod. The
+vLLM's workers in other pods do not notice the loss of the first pod, and a suspend must stop the processes of all pods.
+So each pod has a TCP connection to the first pod, at the rendezvous port plus 1. Both sides send one byte every second.
+The first pod sends START and END. Another pod sends LEAVE when it gets SIGTERM. ALIVE is the heartbeat. A side
+terminates the container of its own pod if it receives nothing for SILENCE_SECONDS, or if the connection closes. The
 kubelet restarts the container, and the whole engine starts again.
 
-The connection carries no data of requests and has no authentication. vLLM's own channels between pods have none
-either, and unpickle what they receive: see SECURITY.md.
+The connection carries no request data and has no authentication. vLLM's own channels between pods have no
+authentication either, and unpickle what they receive; see SECURITY.md.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def _port(node: NodeIdentity) -> int:
 
 
 class Followers:
-    """The other pods of the engine, as the first pod sees them.
+    """The first pod's view of the engine's other pods.
 
     on_lost:  called when a pod is lost.
-    on_leave: called when a pod is about to stop: the engine drains.
+    on_leave: called when a pod is about to stop, so that the engine drains.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Followers:
     async def start(self, *, timeout_seconds: float) -> None:
         """Start vLLM in every other pod that lacks it.
 
-        Raises RendezvousError: a pod does not connect in time.
+        Raises RendezvousError if a pod does not connect in time.
         """
         wanted = set(range(1, self._node.nodes))
         try:
@@ -96,7 +96,7 @@ class Followers:
             self._tell(ALIVE)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Exchange messages with one other pod. The first byte that it sends is its number."""
+        """Exchange messages with another pod. The first byte from that pod is its number."""
         try:
             number = (await asyncio.wait_for(reader.readexactly(1), SILENCE_SECONDS))[0]
         except (EOFError, OSError, TimeoutError):
@@ -123,9 +123,9 @@ class Followers:
 
 
 async def follow(settings: EngineSettings) -> None:
-    """Run vLLM in a pod other than the first, from START to END of the first pod. Return when both pods leave.
+    """Run vLLM in a pod other than the first, from START to END. Return when both pods leave.
 
-    Raises RankError: the first pod is lost, or vLLM failed.
+    Raises RankError if the first pod is lost or vLLM fails.
     """
     node = node_identity(settings.parallel)
     rank = node.node_rank * node.ranks_per_node
@@ -164,7 +164,7 @@ async def follow(settings: EngineSettings) -> None:
 
 
 async def _obey(reader: asyncio.StreamReader, settings: EngineSettings, *, on_lost: OnLost) -> None:
-    """Start and stop vLLM at START and END. Raises EOFError, OSError or TimeoutError if the first pod is lost."""
+    """Start vLLM at START and stop it at END. Raises EOFError, OSError or TimeoutError if the first pod is lost."""
     vllm: VllmProcess | None = None
     try:
         async for message in _messages(reader):
@@ -201,7 +201,7 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield each byte. Raises EOFError, OSError, TimeoutError: the other side is lost."""
+    """Yield each byte from the other side. Raises EOFError, OSError or TimeoutError if the other side is lost."""
     while True:
         yield await asyncio.wait_for(reader.readexactly(1), SILENCE_SECONDS)
 

@@ -1,4 +1,4 @@
-"""Converts sampling parameters to vLLM's, and vLLM's outputs to ours."""
+"""Converts sampling parameters to vLLM's format, and vLLM's outputs to ours."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _STRUCTURES = {
 
 
 def must_force(params: SamplingParams) -> bool:
-    """Return whether the tokens generated so far must be generated again instead of joining the prompt.
+    """Return whether vLLM must generate the existing answer tokens again, instead of getting them in the prompt.
 
     Penalties on generated tokens, bad words and grammars depend on which tokens are the answer. All other parameters do
     not.
@@ -45,10 +45,10 @@ def to_vllm(
     """Return vLLM's sampling parameters for a request that continues after `generated`.
 
     bad_words:  token sequences of params.bad_words.
-    stop_ids:   tokens that end the answer, including the model's own.
-    max_tokens: number of tokens after the prompt at which the request ends, including `generated`.
+    stop_ids:   ids of the tokens that end the answer, including the model's own end tokens.
+    max_tokens: maximum number of tokens after the prompt, including `generated`.
 
-    Raises ValueError: vLLM supports no such value; its message names the parameter.
+    Raises ValueError if vLLM does not support a value. The message names the parameter.
     """
     forced = list(generated) if must_force(params) else []
     extra = {FORCED: forced, BAD_WORDS: [list(sequence) for sequence in bad_words]}
@@ -88,9 +88,9 @@ def _structure(structure: dict[str, Any] | None) -> StructuredOutputsParams | No
 def log_probs(
     tokens: Sequence[int], details: Sequence[dict[int, Any] | None], *, top: int
 ) -> tuple[list[float], list[TopLogProbs] | None]:
-    """Return the log-probability of each token, and the `top` most likely tokens at its position; None if top is 0.
+    """Return the log-probability of each token and the `top` most likely tokens at its position (None if top is 0).
 
-    details: vLLM's map from token id to log-probability and rank, for each token.
+    details: for each token, vLLM's map from token id to log-probability and rank.
     """
     chosen, likeliest = [], []
     for token, found in zip(tokens, details, strict=True):
@@ -102,7 +102,7 @@ def log_probs(
 
 
 def stop_token(output: CompletionOutput) -> int | None:
-    """Return the token that ended the answer: a stop token, or the model's end-of-sequence token."""
+    """Return the token that ended the answer, either a stop token or the model's end-of-sequence token."""
     if output.finish_reason != "stop":
         return None
     return output.stop_reason if isinstance(output.stop_reason, int) else output.token_ids[-1]

@@ -1,6 +1,6 @@
-"""Requests of pooling models, rendered as vLLM's own server renders them: embeddings, classes, scores of pairs.
+"""Requests of pooling models (embeddings, classes, scores of pairs), rendered in the same way as by vLLM's own server.
 
-vLLM's classes read the texts, so limits, special tokens, templates and token types of pairs follow the model.
+vLLM's classes read the texts, so the limits, special tokens, templates and token types of pairs match the model.
 """
 
 from __future__ import annotations
@@ -26,16 +26,19 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from megatron_runtime.requests.sampling_params import POOLING_TASKS
 
 TASKS = {"bi-encoder": "embed", "cross-encoder": "classify", "late-interaction": "token_embed"}
-"""vLLM's score type of a model -> its task."""
+"""Map from vLLM's score type of a model to the model's task."""
 READS_ALL_AT_ONCE = "JinaForRanking"
-"""Architecture of a model whose one prompt holds the query and all documents."""
+"""Architecture of a model that reads the query and all documents in one prompt."""
 _RENDERED = (
     *("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens_per_query", "max_tokens_per_doc"),
 )
 
 
 class PoolingRejectedError(ValueError):
-    """vLLM rejects a request. field: the key of `pooling`, or vLLM's name of the invalid argument; empty: unknown."""
+    """Raised if vLLM rejects a request.
+
+    field: the key of `pooling`, or vLLM's name of the invalid argument; empty if unknown.
+    """
 
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(message)
@@ -47,9 +50,9 @@ class PoolingSubmission:
     """A request as the engine sends it.
 
     pooling:    SamplingParams.pooling.
-    text:       the prompt; None: `prompt` has its tokens.
-    adapter:    key of a loaded LoRA adapter; empty: none.
-    cache_salt: None: it has none.
+    text:       the prompt as text; None if `prompt` has the prompt's tokens.
+    adapter:    key of a loaded LoRA adapter; empty for the base model.
+    cache_salt: salt of the prefix cache; None if the request has none.
     """
 
     request_id: int
@@ -78,7 +81,7 @@ def task_of(config: VllmConfig) -> str:
 class Pooling:
     """Renders and runs the requests of one loaded model.
 
-    Raises ValueError if the task that the configuration names is not the one of the model that was loaded.
+    Raises ValueError if the loaded model's task differs from the task that the configuration names.
     """
 
     def __init__(self, llm: AsyncLLM, config: VllmConfig, supported: tuple[Any, ...]) -> None:
@@ -100,10 +103,11 @@ class Pooling:
         self._pairs = reader(CrossEncoderIOProcessor) if scores_pairs else None
 
     async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> list[Any]:
-        """Return the message to the engine: shape and float32 values of the result, the number of prompt tokens and of
-        cached ones, and the class name of a text.
+        """Return the message to the engine.
 
-        Raises PoolingRejectedError, and RuntimeError if vLLM could not compute it.
+        It has the shape and the float32 values of the result, the number of prompt tokens, the number of cached prompt
+        tokens, and the class name of a text. Raises PoolingRejectedError, or RuntimeError if vLLM cannot compute the
+        result.
         """
         try:
             output = await self._run(request, lora)

@@ -6,9 +6,9 @@ cause. The two processes exchange messages over a pair of sockets (channel.py):
     to the process
         [number, method, arguments]                       the methods are in service.py
     from the process
-        [number, result, error]                           the reply; number 0: vLLM has started, or could not start
+        [number, result, error]                           the reply; number 0 reports the start of vLLM or its failure
         ["outputs", ...], ["cache", ...], ["metrics", ...]
-        ["progress", stage, done, total]                  before the reply to load, also before number 0
+        ["progress", stage, done, total]                  before the reply to load, and before number 0
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ PROGRAM = "megatron_runtime.backends.vllm.service"
 STARTED = 0
 """Number of the message with which the process reports that it has started."""
 SHUTDOWN_SECONDS = 30.0
-"""Time for vLLM to exit voluntarily. After it, its processes are killed."""
+"""Maximum seconds for vLLM to exit voluntarily. After that, its processes are killed."""
 LOG_SECONDS = 0.2
-"""Time for the last log lines of an exited process to arrive."""
+"""Seconds to wait for the last log lines of an exited process."""
 LOG_LINES = 400
-"""Newest lines of vLLM's log that are searched for the cause of a failure."""
+"""Number of vLLM's newest log lines that are searched for the cause of a failure."""
 
 _EXCEPTION = re.compile(r"(?:^|[\s\]])(?P<type>[A-Za-z_][\w.]*(?:Error|Exception)): (?P<text>\S.*)$")
 _CONSEQUENCE = re.compile(
@@ -61,17 +61,20 @@ _KILLED = re.compile(r"Failed core proc\(s\): \{[^}]*: (?P<status>-?\d+)")
 
 
 class VllmError(RuntimeError):
-    """vLLM failed; the message has the cause."""
+    """Raised if vLLM failed. The message has the cause."""
 
 
 class VllmKilledError(VllmError):
-    """A process of vLLM was killed, most often because it exceeded its memory limit. A later start may succeed."""
+    """Raised if a process of vLLM was killed, usually because it exceeded its memory limit.
+
+    A later start may succeed.
+    """
 
 
 class VllmRejectedError(ValueError):
-    """vLLM rejected its arguments, the model or a request; the message names it.
+    """Raised if vLLM rejects its arguments, the model or a request. The message names what is rejected.
 
-    field: for a pooling request, the name of the invalid argument; empty: unknown.
+    field: for a pooling request, the name of the invalid argument; empty if unknown.
     """
 
     def __init__(self, message: str, *, field: str = "") -> None:
@@ -85,8 +88,8 @@ OnLost = Callable[[VllmError], None]
 def cause_of(lines: Iterable[str], status: int | None) -> str:
     """Return why vLLM's processes exited.
 
-    lines:  lines of its log. The newest exception that is not a consequence of another one is the cause.
-    status: exit status of its first process; negative for a signal; None while it runs.
+    lines:  lines of vLLM's log. The cause is the newest exception that is not a consequence of another exception.
+    status: exit status of vLLM's first process; negative for a signal; None while the process runs.
     """
     cause, killed = "", None
     for line in lines:
@@ -111,12 +114,12 @@ def _signal_name(status: int) -> str:
 
 
 def map_of(settings: EngineSettings) -> dict[str, Any]:
-    """Return the settings as msgpack-ready values."""
+    """Return the settings as plain values that msgpack can encode."""
     return {**asdict(settings), "keys_dir": None}
 
 
 def settings_of(values: Mapping[str, Any]) -> EngineSettings:
-    """Return the settings of map_of()."""
+    """Return the settings, given the values that map_of() returned."""
     return EngineSettings(**{**values, "parallel": ParallelSizes(**values["parallel"])})
 
 
@@ -124,9 +127,10 @@ class VllmProcess:
     """A running vLLM.
 
     started:     facts about the model and its configuration, from service.py.
-    is_starting: set it to False after load(), so that the log is no longer read for progress.
-    kv_cache_bytes: size on the rank with the smallest cache, as measured by vLLM; 0: not measured.
-    checks_only: only check the settings. Works on a machine that lacks the GPU they are for.
+    is_starting: whether the log is read for progress. Set it to False after load().
+    kv_cache_bytes: KV cache size in bytes on the rank with the smallest cache, as measured by vLLM; 0 if not measured.
+    checks_only: whether vLLM only checks the settings. If so, the machine need not have the GPU that the settings
+                 require.
 
     The constructor waits until the process has imported vLLM and has checked its settings, which takes ten seconds or
     more. Call it in a thread if there is an event loop.
@@ -186,7 +190,7 @@ class VllmProcess:
                 self._note(text)
 
     def _note(self, line: str) -> None:
-        """Report the progress of the start if a line of vLLM's log shows it."""
+        """Report the start's progress if `line` of vLLM's log shows it."""
         for pattern, stage in _STAGES:
             if (match := pattern.search(line)) is not None:
                 percent = int(match.groupdict().get("percent") or 0)
@@ -197,7 +201,7 @@ class VllmProcess:
             self.kv_cache_bytes = min(self.kv_cache_bytes or found, found)
 
     async def connect(self, on_message: OnMessage, on_lost: OnLost) -> None:
-        """Receive messages on the running loop.
+        """Start to receive messages on the running loop.
 
         on_message: called with each message that is not a reply.
         on_lost:    called once if the process exits without end().
@@ -249,14 +253,14 @@ class VllmProcess:
         return status
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Return the result of a method. Raises VllmError, VllmRejectedError."""
+        """Call a method of service.py and return its result. Raises VllmError or VllmRejectedError."""
         self._number += 1
         call = self._calls[self._number] = asyncio.get_running_loop().create_future()
         self._write([self._number, method, arguments])
         return await call
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method that has no result."""
+        """Call a method of service.py that has no result."""
         self._write([STARTED, method, arguments])
 
     def _write(self, message: list[Any]) -> None:
@@ -267,7 +271,7 @@ class VllmProcess:
             call.set_exception(VllmError("vLLM's process has ended"))
 
     async def end(self) -> None:
-        """Stop vLLM, and return when its processes are gone."""
+        """Stop vLLM, and return when its processes have exited."""
         if self._channel is not None and self._losing is None:
             with contextlib.suppress(VllmError, TimeoutError):
                 await asyncio.wait_for(self.call("shutdown"), SHUTDOWN_SECONDS)
@@ -290,7 +294,7 @@ class VllmProcess:
 
 
 def note_progress(message: list[Any]) -> None:
-    """Report the stage of a message "progress"."""
+    """Report the stage that a "progress" message contains."""
     _, stage, done, total = message
     PROGRESS.report(Stage(stage), done, total)
 

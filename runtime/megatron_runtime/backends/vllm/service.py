@@ -1,7 +1,8 @@
-"""The process in which vLLM runs: AsyncLLM, controlled by messages of process.py. Only vLLM's public interface is used.
+"""The process in which vLLM runs. Messages of process.py control its AsyncLLM. It uses only vLLM's public interface.
 
-Started as `python -m megatron_runtime.backends.vllm.service DESCRIPTOR`, with the file descriptor of the socket to the
-engine. The engine keeps a copy of every request of this process, so the process may be killed at any time.
+The engine starts it as `python -m megatron_runtime.backends.vllm.service DESCRIPTOR`. DESCRIPTOR is the file descriptor
+of the socket to the engine. The engine keeps a copy of every request of this process, so the process can be killed at
+any time.
 """
 
 from __future__ import annotations
@@ -67,12 +68,18 @@ POOLING_INTERFACE = "vllm.entrypoints.pooling.scoring"
 HEALTH_SECONDS = 1.0
 """How often an idle vLLM is checked."""
 ABORT_SECONDS, HEALTH_STEP_SECONDS = 30.0, 0.1
-"""If vLLM itself ends a request: how long to wait for the loss of a rank to show, and how often to check for it. vLLM
-waits 5 s for the other ranks before it reports the loss."""
+"""For a request that vLLM itself ends: maximum seconds to wait for the loss of a rank to show, and seconds between
+checks.
+
+vLLM waits 5 s for the other ranks before it reports the loss.
+"""
 METRICS_SECONDS = 10.0
-"""How often vLLM's metrics are sent to the engine."""
+"""Seconds between two reports of vLLM's metrics to the engine."""
 GRACE_SECONDS = 5.0
-"""Time for vLLM's processes to remove their shared memory after the engine has exited. After it, they are killed."""
+"""Seconds for vLLM's processes to remove their shared memory after the engine has exited.
+
+After that, they are killed.
+"""
 
 STATS = {
     "num_requests_running": "num_running",
@@ -84,7 +91,7 @@ STATS = {
     "prefix_cache_queries_total": "prefix_cache_queries",
     "prefix_cache_hits_total": "prefix_cache_hits",
 }
-"""Name of vLLM's metric -> field of BackendStats."""
+"""Map from the name of vLLM's metric to the field of BackendStats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +99,12 @@ class Submission:
     """A request as the engine sends it.
 
     params:     SamplingParams.serialize().
-    bad_words:  token sequences of the sampling parameter; None: it is not set.
-    adapter:    key of a loaded LoRA adapter; empty: none.
-    generated:  tokens of the answer that an engine has generated already.
-    stop_ids:   tokens that end the answer.
-    max_tokens: length at which the answer ends, including `generated`.
-    media:      the prompt with one placeholder for each image, audio or video, and the media; None: no media.
+    bad_words:  token sequences of the sampling parameter `bad_words`; None if it is not set.
+    adapter:    key of a loaded LoRA adapter; empty for the base model.
+    generated:  tokens of the answer that an engine has already generated.
+    stop_ids:   ids of the tokens that end the answer.
+    max_tokens: number of answer tokens at which the request ends, including `generated`.
+    media:      the prompt with one placeholder per image, audio or video, and these media; None if it has no media.
     """
 
     request_id: int
@@ -112,7 +119,7 @@ class Submission:
 
 
 class VllmService:
-    """Methods that the engine calls by name, with positional arguments. All run on one event loop.
+    """The methods that the engine calls by name, with positional arguments. All run on one event loop.
 
     directory: directory of the model's files.
     """
@@ -132,7 +139,7 @@ class VllmService:
         self._background: list[asyncio.Task[None]] = []
         self._adapters: dict[str, LoRARequest] = {}
         self._pooling: Pooling | None = None
-        """The loaded pooling model; None if the model generates."""
+        """The loaded pooling model; None if the model generates text."""
 
     def _config(self) -> VllmConfig:
         """Return vLLM's configuration. Raises vLLM's errors."""
@@ -160,7 +167,7 @@ class VllmService:
         }
 
     async def serve(self, end: socket.socket) -> None:
-        """Handle calls until the engine closes the connection. Calls of different methods may overlap."""
+        """Handle calls until the engine closes the connection. Calls of different methods can overlap."""
         ended = asyncio.Event()
         self._channel = channel = await Channel.open(end, self._received, ended.set)
         loop = asyncio.get_running_loop()
@@ -191,8 +198,10 @@ class VllmService:
     # --- memory and weights -------------------------------------------------------------------------------------
 
     async def load(self) -> tuple[int, int]:
-        """Load vLLM, paused. Return the limit of prompt plus answer that fits into its KV cache, in tokens, and the
-        size of each rank's cache in bytes; 0: vLLM measured it.
+        """Load vLLM in the paused state.
+
+        Return the maximum number of tokens, prompt plus answer, that fits into the KV cache, and the configured size of
+        each rank's cache in bytes. The size is 0 if vLLM measures it.
         """
         config = await asyncio.to_thread(self._config)
         PROGRESS.report(Stage.LOAD, 0, weights_bytes(Path(self._arguments.model)))
@@ -211,11 +220,11 @@ class VllmService:
             self._pooling = await asyncio.to_thread(Pooling, llm, config, supported)
         await llm.pause_generation(mode="keep", clear_cache=False)
         gc.collect()
-        gc.freeze()  # a collection with the objects of all imports stalls every stream
+        gc.freeze()  # a garbage collection over the objects of all imports would stall every stream
         return int(config.model_config.max_model_len), int(config.cache_config.kv_cache_memory_bytes or 0)
 
     def _follow_caches(self, block_size: int) -> None:
-        """Report the changes of the prefix cache of every data-parallel rank."""
+        """Start to report the changes of the prefix cache of every data-parallel rank."""
         ranks = self._settings.parallel.data
         merged = MergedCaches(ranks)
         for rank in range(ranks):
@@ -225,7 +234,7 @@ class VllmService:
             self._background.append(asyncio.create_task(following))
 
     async def run_workers(self) -> None:
-        """Run the ranks of this pod, which is not the engine's first pod, as `vllm serve --headless` does."""
+        """Run the ranks of a pod other than the engine's first pod, like `vllm serve --headless`."""
         config = await asyncio.to_thread(self._config)
         executor = await asyncio.to_thread(MultiprocExecutor, config, monitor_workers=False)
         await asyncio.to_thread(executor.start_worker_monitor, inline=True)  # returns when a rank has ended
@@ -244,13 +253,16 @@ class VllmService:
         return await asyncio.to_thread(weights_digest, Path(directory))
 
     async def stage(self, source: str, current: str) -> tuple[str, str]:
-        """Return directory and digest of other weights of the model whose files are in `current`."""
+        """Read other weights of the same model, and return their directory and digest.
+
+        current: directory of the model in use. Raises ValueError if the tensors of both models differ.
+        """
         directory = await asyncio.to_thread(model_directory, source)
         await asyncio.to_thread(require_same_tensors, directory, Path(current))
         return str(directory), await asyncio.to_thread(weights_digest, directory)
 
     async def use_weights(self, directory: str) -> None:
-        """Use the weights in `directory` from the next step or load on. No step may run."""
+        """Use the weights in `directory` for the next step or load. No step may run during the call."""
         self._arguments.model = directory
         if self._llm is not None:
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
@@ -261,7 +273,7 @@ class VllmService:
             await self._llm.reset_prefix_cache(reset_running_requests=True)
 
     async def sleep(self) -> None:
-        """Release the memory of the GPU, at the level of sleep_level()."""
+        """Release GPU memory, at the level that sleep_level() returns."""
         await self.abort(*self._requests)
         assert self._llm is not None
         level = sleep_level(self._settings)
@@ -271,7 +283,7 @@ class VllmService:
         await self._llm.sleep(level=level, mode="keep")
 
     async def wake_up(self) -> None:
-        """Undo sleep(). No request is in vLLM, so no step runs. After level 2, no adapter is loaded."""
+        """Undo sleep(). No step runs, because vLLM has no request at that time. After level 2, no adapter is loaded."""
         assert self._llm is not None
         if sleep_level(self._settings) == 2:
             await self._llm.wake_up(tags=["weights"])
@@ -282,7 +294,7 @@ class VllmService:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def set_adapters(self, adapters: dict[str, str]) -> None:
-        """Load and unload adapters until exactly these are loaded. adapters: directory by key."""
+        """Load and unload adapters until exactly `adapters` are loaded. adapters: directories by key."""
         for name in self._adapters.keys() - adapters.keys():
             await self.unload_adapter(name)
         for name, directory in adapters.items():
@@ -313,7 +325,7 @@ class VllmService:
         await self._llm.resume_generation()
 
     async def submit(self, *fields: Any) -> None:
-        """Run a request, or continue it. fields: fields of Submission."""
+        """Run or continue a request. fields: fields of Submission."""
         request = Submission(*fields)
         self._requests[request.request_id] = asyncio.create_task(self._run(request))
 
@@ -392,8 +404,9 @@ class VllmService:
             skipped = max(0, skipped - new)
 
     async def _require_health(self) -> None:
-        """Raise EngineDeadError if vLLM stops. When a rank is lost, the other ranks end their requests; another engine
-        can continue them.
+        """Raise EngineDeadError if vLLM stops.
+
+        When a rank is lost, the other ranks end their requests. Another engine can continue these requests.
         """
         assert self._llm is not None
         for _ in range(round(ABORT_SECONDS / HEALTH_STEP_SECONDS)):
@@ -403,7 +416,7 @@ class VllmService:
     # --- reports ------------------------------------------------------------------------------------------------
 
     def _report(self, entry: list[Any]) -> None:
-        """Queue an entry, to be sent together with all others of the same step."""
+        """Queue an entry. All entries of a step are sent together."""
         if not self._outputs:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outputs.append(entry)
@@ -428,7 +441,7 @@ class VllmService:
                     field = STATS.get(sample.name.removeprefix("vllm:"))
                     if field is not None:
                         values[field] += sample.value
-            values["kv_usage"] /= self._settings.parallel.data  # a share of each rank's cache
+            values["kv_usage"] /= self._settings.parallel.data  # the sum over ranks of the usage of each rank's cache
             text = b"".join(line for line in generate_latest().splitlines(True) if b"vllm:" in line)
             self._channel.send(["metrics", values, text])
             await asyncio.sleep(METRICS_SECONDS)
@@ -443,7 +456,7 @@ class VllmService:
 
 
 def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *, skipped: int) -> list[Any]:
-    """Return the new tokens of a request, without the first `skipped`, which were forced."""
+    """Return the entry with a request's new tokens. Leave out the first `skipped` tokens, which were forced."""
     completion = found.outputs[0]
     tokens = list(completion.token_ids)[skipped:]
     chosen, top, prompt_chosen, prompt_top = None, None, None, None
@@ -497,7 +510,7 @@ def _settled_config(arguments: AsyncEngineArgs, settings: EngineSettings) -> Vll
 
 
 def _register_logits_processor(arguments: AsyncEngineArgs, config: VllmConfig | None = None) -> VllmConfig:
-    """Set the logits processor for the model runner that vLLM chooses, and return the resulting configuration.
+    """Set the logits processor for the model runner that vLLM selects, and return the resulting configuration.
 
     config: configuration of the arguments without a logits processor; None builds it here.
     """
@@ -510,8 +523,9 @@ def _register_logits_processor(arguments: AsyncEngineArgs, config: VllmConfig | 
 
 
 def _task_of(config: VllmConfig) -> str | None:
-    """Return the task of a pooling model; None: the model generates. Raises ValueError for a task that is not
-    offered.
+    """Return the task of a pooling model; None if the model generates text.
+
+    Raises ValueError for a task that is not supported.
     """
     if config.model_config.runner_type != "pooling":
         return None
@@ -523,7 +537,7 @@ def _task_of(config: VllmConfig) -> str | None:
 
 
 def check(settings: EngineSettings) -> None:
-    """Check arguments and model without the weights. Raises the errors of vLLM and of engine_arguments()."""
+    """Check arguments and model without loading the weights. Raises the errors of vLLM and engine_arguments()."""
     source = resolve(settings.model)
     require_format(source, settings.model_format, model=settings.model)
     with ExitStack() as drafts:
@@ -559,7 +573,7 @@ def _described(error: Exception) -> list[str]:
 
 
 def _end_with_engine(end: socket.socket) -> None:
-    """Kill all processes of this group when the engine has exited: they do not detect its exit themselves."""
+    """Kill all processes of this process group when the engine has exited, because they do not detect its exit."""
     poll = select.poll()
     poll.register(end, select.POLLRDHUP)
     poll.poll()
@@ -571,8 +585,8 @@ def _end_with_engine(end: socket.socket) -> None:
 def main() -> None:
     end = socket.socket(fileno=int(sys.argv[1]))
     setup, checks_only = receive(end)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # its children get the signal too, and have other handlers
-    # Its own descriptor: the event loop closes `end`, and another file can get its number while the thread polls.
+    signal.signal(signal.SIGTERM, lambda *_: None)  # the child processes get the signal too and handle it
+    # The thread has its own descriptor. The event loop closes `end`, and another file could get its number meanwhile.
     threading.Thread(target=_end_with_engine, args=(end.dup(),), daemon=True).start()
     service, started, error = None, {}, None
     try:

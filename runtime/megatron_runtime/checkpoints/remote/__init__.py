@@ -1,8 +1,7 @@
-"""Models from a Hugging Face hub, `hf:ORG/NAME[@REVISION]`, and from object stores: `s3://`, `gs://`, `az://`,
-`https://`. Imports no torch.
+"""Models from a Hugging Face hub (`hf:ORG/NAME[@REVISION]`) and object stores (`s3://`, `gs://`, `az://`, `https://`).
 
-hub.py lists and fetches files through huggingface_hub, object_store.py through obstore. download.py chooses the files,
-verifies their digests, and writes a manifest of them, in a directory or a cache.
+hub.py lists and fetches files through huggingface_hub, object_store.py through obstore. download.py selects the files,
+verifies their digests, and writes their manifest, in a directory or a cache. This package does not import torch.
 """
 
 import os

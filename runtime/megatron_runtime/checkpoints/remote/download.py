@@ -1,9 +1,9 @@
-"""Fetches a repository of a hub or a model in an object store, to a directory or to a cache.
+"""Fetches a repository of a hub, or a model in an object store, to a directory or to a cache.
 
-The cache for hubs is the cache of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has
+The cache for hubs is the cache of huggingface_hub, which other programs on the machine share. `models--ORG--NAME/` has
 contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. This
 program adds manifests of digests in `.megatron/`. It writes a manifest when all files are complete and their digests
-match the hub's list. The cache for object stores has the same layout; a commit is the digest of the list of objects.
+match the hub's list. The cache for object stores has the same layout; its commits are digests over the list of objects.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ _CONCURRENT_FILES = 8
 """Number of files that are fetched concurrently, because one connection seldom saturates the network."""
 _COMMIT_CHARACTERS = 256
 _TOKENIZER_SUFFIX = "-tokenizer"
-"""Suffix of the manifest directory of a commit of which only the tokenizer was fetched."""
+"""Suffix of the manifest directory for a commit if only its tokenizer was fetched."""
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 AnyReference = Reference | ObjectReference
 Source = HubApi | ObjectStoreApi
 
 
 def parse_reference(model: str) -> AnyReference:
-    """Return the reference of `hf:ORG/NAME[@REVISION]`, or of the URL of an object store. Raises HubError."""
+    """Parse `hf:ORG/NAME[@REVISION]` or the URL of an object store. Raises HubError."""
     return ObjectReference.parse(model) if is_object_reference(model) else Reference.parse(model)
 
 
 def connect(reference: AnyReference, *, endpoint: str | None = None, token_file: Path | None = None) -> Source:
-    """Return the client that lists and reads a reference. Raises HubError, SecretError.
+    """Return the client that lists and reads the files of a reference. Raises HubError or SecretError.
 
-    endpoint, token_file: endpoint and token of a hub; by default the ones that huggingface_hub finds.
+    endpoint, token_file: endpoint and token of a hub. By default, huggingface_hub determines them.
     """
     if isinstance(reference, ObjectReference):
         return ObjectStoreApi(reference)
@@ -75,7 +75,7 @@ def connect(reference: AnyReference, *, endpoint: str | None = None, token_file:
 
 
 def _cache_root(reference: AnyReference, cache: Path | None) -> Path:
-    """Return the directory of the repositories in a cache. cache: None means this user's caches."""
+    """Return the directory of the repositories in a cache. cache: None means the caches of this user."""
     if isinstance(reference, ObjectReference):
         return (cache or hf_home()) / "megatron-objects"
     return hub_cache() if cache is None else cache / "hub"
@@ -84,15 +84,15 @@ def _cache_root(reference: AnyReference, cache: Path | None) -> Path:
 def cached_directory(
     model: str, *, tokenizer_only: bool = False, cache: Path | None = None, progress: Progress | None = None
 ) -> Path:
-    """Return the cached directory with all files of `model`. Missing files are fetched.
+    """Return the cached directory with all files of `model`, and fetch files that are missing.
 
     model:          an `hf:` reference or the URL of an object store.
     tokenizer_only: fetch only the tokenizer of a repository that has one.
-    cache:          cache directory. By default, a model in $MEGATRON_MODEL_CACHE is used from there, and any other
-                    model is fetched to the cache of the Hugging Face libraries.
-    progress: called with the progress, which is logged by default.
+    cache:          cache directory. By default, a model in $MEGATRON_MODEL_CACHE is used from there. Any other model is
+                    fetched to the cache of the Hugging Face libraries.
+    progress: called with the progress. By default, the progress is logged.
 
-    Raises HubError, HubUnavailableError, ModelFileError, OSError.
+    Raises HubError, HubUnavailableError, ModelFileError or OSError.
     """
     reference = parse_reference(model)
     snapshot = cached_snapshot(reference, tokenizer_only=tokenizer_only, cache=cache)
@@ -120,11 +120,12 @@ def cached_directory(
 
 
 def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, cache: Path | None = None) -> Path | None:
-    """Return the directory of a model that can be used without the network. Return None if a file is missing, and for a
-    branch or an object store, because these may have changed.
+    """Return the directory of a model that can be used without the network.
 
-    The directory is in $MEGATRON_MODEL_CACHE, or a commit in the cache, or any revision in the cache if HF_HUB_OFFLINE
-    is set. Raises HubError if HF_HUB_OFFLINE is set and the cache lacks the model.
+    Return None if a file is missing. Return None also for a branch or an object store, which may have changed.
+
+    The directory is in $MEGATRON_MODEL_CACHE, or it is a cached commit, or, if HF_HUB_OFFLINE is set, any cached
+    revision. Raises HubError if HF_HUB_OFFLINE is set and the cache lacks the model.
     """
     shared = os.environ.get(MODEL_CACHE) if cache is None else None
     if shared:
@@ -143,8 +144,9 @@ def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, ca
 
 
 def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_only: bool = False) -> Path | None:
-    """Return the directory of a commit if it has all files of its manifest, from which other programs may have deleted
-    some.
+    """Return the directory of a commit if it has all files of its manifest; otherwise None.
+
+    Other programs may have deleted some files.
     """
     if not is_commit(commit):
         return None
@@ -159,7 +161,7 @@ def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_onl
 def recorded_digests(directory: Path) -> dict[str, str]:
     """Return the SHA-256 of each file in `directory` that a download has verified and that has not changed since.
 
-    directory: as cached_directory() returns it, or one that `megatron fetch` has written.
+    directory: a directory that cached_directory() has returned or that `megatron fetch` has written.
     """
     for own in (directory, directory.parent.parent / ".megatron" / directory.name):
         try:
@@ -180,9 +182,9 @@ def recorded_digests(directory: Path) -> dict[str, str]:
 
 
 def _reported(reference: AnyReference) -> Progress:
-    """Return a Progress that reports to the probes of this process and, for each tenth, to its log.
+    """Return a Progress that reports to the probes of this process and, after each tenth, to its log.
 
-    Without it, an engine that fetches a model would look idle.
+    Without these reports, an engine that fetches a model would appear to be stalled.
     """
 
     def log(done: int, size: int, files: int) -> None:
@@ -207,11 +209,12 @@ def fetch(
     progress: Progress = silent,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
-    """Fetch files of a listing to `directory`. Files that are there with the right content are not transferred again.
+    """Fetch `files` of a listing to `directory`. Files that are there with the correct content are not transferred
+    again.
 
     wait: sleeps for a number of seconds.
 
-    Raises HubError, HubUnavailableError, OSError.
+    Raises HubError, HubUnavailableError or OSError.
     """
     cache = directory / _PARTIAL_DIRECTORY
     return _Fetch(source, listing, directory, directory, progress, cache=cache, wait=wait).run(files)
@@ -221,11 +224,11 @@ def fetch(
 class _Fetch:
     """Fetches several files at a time. The first failure cancels all transfers.
 
-    directory: target directory, with the files by name.
+    directory: target directory, in which the files have their names.
     own: directory of the manifest and the lock.
     cache: cache of repositories, to which the source fetches.
-    blobs: contents of the repository in this cache, to which `directory` has links. None: the files are moved from the
-           cache to the directory, and the cache is deleted.
+    blobs: contents of the repository in this cache, to which `directory` has links. If None, the files are moved from
+           the cache to the directory, and the cache is deleted.
     wait:      sleeps for a number of seconds. None waits until another file fails.
     """
 
@@ -273,7 +276,7 @@ class _Fetch:
             held = known | self._get_all(missing)
             fetched = Manifest(name, listing.commit, {file.path: held[file.path] for file in wanted})
             write_manifest(fetched, self.own)
-            # Remove files that only an earlier revision has: they would count as parts of the model.
+            # Remove files that only an earlier revision has. They would otherwise count as parts of the model.
             for path in set(known) - {file.path for file in listing.files}:
                 (self.directory / path).unlink(missing_ok=True)
             if self.blobs is None:
@@ -281,7 +284,7 @@ class _Fetch:
             return fetched
 
     def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
-        """Return the entries of a manifest by path."""
+        """Fetch the files, and return their entries in the manifest by path."""
         with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
             transfers = {pool.submit(self._get, file): file for file in files}
             try:
@@ -293,7 +296,7 @@ class _Fetch:
                 raise
 
     def _get(self, file: RemoteFile) -> dict[str, Any]:
-        """Return the entry of a file. Fetch the file unless it has been downloaded."""
+        """Return the manifest entry of a file. Fetch the file unless it is already there."""
         path = self.directory / file.path
         sha256 = check_file(file, path) if self.blobs is None and not file.version else None
         if sha256 is None:
@@ -307,9 +310,9 @@ class _Fetch:
         return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
     def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
-        """Return the path of a file in the cache, and its sha256.
+        """Return the path of a file in the cache, and the file's sha256.
 
-        A file with wrong content is fetched a second time.
+        If the content is wrong, the file is fetched a second time.
         """
         for again in (False, True):
             get = partial(self.source.get, self.listing, file, self.cache, partial(self._received, file), again=again)
@@ -326,7 +329,7 @@ class _Fetch:
         )
 
     def _received(self, file: RemoteFile, count: int) -> None:
-        """Report that `count` bytes of a file have arrived."""
+        """Report that `count` bytes of a file have been received."""
         if self.stop.is_set():
             raise HubError("the transfer of another file failed")
         with self.lock:
@@ -347,7 +350,7 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the lock of a directory. Other processes wait for the lock, and can then use the files."""
+    """Return a context that holds the lock of a directory. Other processes wait, and can then use the files."""
     with (directory / ".megatron-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -1,5 +1,7 @@
-"""The files of a model at a hub or in an object store: which of them a model needs, their digests, and the manifest of
-the files in a directory.
+"""The files of a remote model.
+
+This module selects the files that a model needs, computes their digests, and reads and writes the manifest of a
+directory.
 """
 
 from __future__ import annotations
@@ -33,18 +35,21 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _READ_BYTES = 1 << 20
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""Names of the files that a model needs. consolidated*.safetensors would be the same weights in another format."""
+"""Names of the weight files that a model needs. consolidated*.safetensors has the same weights in another format."""
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
 
 
 class HubError(ValueError):
-    """The hub does not provide what was requested, and a retry does not help. The message names the remedy."""
+    """Raised if the hub does not provide what was requested, and a retry does not help.
+
+    The message names the remedy.
+    """
 
 
 class HubUnavailableError(OSError):
-    """The hub cannot be reached or is overloaded; a retry may help.
+    """Raised if the hub cannot be reached or is overloaded. A retry may help.
 
-    retry_after: seconds to wait that an overloaded hub names, 0 if it names none; None if no hub answers.
+    retry_after: seconds to wait according to an overloaded hub, 0 if the hub names no time; None if no hub responds.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
@@ -53,7 +58,7 @@ class HubUnavailableError(OSError):
 
 
 class WrongContentError(HubError):
-    """The content of a file does not match the hub's list. The message names both digests."""
+    """Raised if the content of a file does not match the hub's list. The message names both digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class RemoteFile:
 
     sha256:  digest of the content, if the source lists it.
     blob:    git's name of the content.
-    version: version of an object in a store; it changes with the content but is not a digest.
+    version: version of an object in a store. It changes with the content but is not a digest.
     """
 
     path: str
@@ -73,7 +78,7 @@ class RemoteFile:
 
     @property
     def digest(self) -> str:
-        """The digest of the content, otherwise its version. It is the name of the content in the cache."""
+        """The digest of the content or, if it is not listed, the version. The content has this name in the cache."""
         return self.sha256 or self.blob or self.version
 
 
@@ -88,7 +93,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The verified content of a directory. files: sha256 and size by path."""
+    """The verified content of a directory. files: sha256 and size of each file, by path."""
 
     repository: str
     commit: str
@@ -103,7 +108,7 @@ def silent(done: int, size: int, files: int) -> None: ...
 
 
 def each_tenth(report: Progress) -> Progress:
-    """Return a Progress that calls `report` at the beginning and after each tenth of the bytes."""
+    """Return a Progress that calls `report` at the start and after each tenth of the bytes."""
     reported = -1
 
     def progress(done: int, size: int, files: int) -> None:
@@ -117,7 +122,7 @@ def each_tenth(report: Progress) -> Progress:
 
 
 def is_commit(name: object) -> bool:
-    """Return whether a revision names a commit: 40 or 64 lowercase hexadecimal digits."""
+    """Return whether a revision is the name of a commit, which is 40 or 64 lowercase hexadecimal digits."""
     return isinstance(name, str) and bool(_COMMIT.fullmatch(name))
 
 
@@ -127,13 +132,14 @@ def retried(
     *,
     reached: Callable[[], int] | None = None,
 ) -> T:
-    """Call `call`, and return its result; repeat it while the hub is overloaded, at most MAX_TRIES times.
+    """Call `call` and return its result. Repeat the call while the hub is overloaded, at most MAX_TRIES times.
 
-    Raises its errors.
+    Raises the errors of `call`.
 
-    wait:    sleeps for a number of seconds: the hub's retry-after, otherwise a delay that doubles after each failure.
-    reached: returns how many bytes of the file have arrived. If given, `call` is also repeated when no hub answers, and
-             attempts that got further than all earlier ones do not count.
+    wait:    sleeps for a number of seconds, which is the hub's retry-after, or else a delay that doubles after each
+             failure.
+    reached: returns the number of bytes of the file that have been received. If given, `call` is also repeated when no
+             hub responds. Attempts that have received more bytes than all earlier attempts do not count.
     """
     failures, furthest = 0, 0
     while True:
@@ -151,9 +157,9 @@ def retried(
 
 
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
-    """Return the files that a model needs, or the files that match the patterns.
+    """Return the files that a model needs or, if `include` has patterns, the files that match them.
 
-    Files with names that this program itself uses are excluded.
+    Files whose names this program itself uses are excluded.
     """
     files = [file for file in files if not file.path.startswith(_OWN_PREFIX)]
     if include:
@@ -175,7 +181,7 @@ def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
 def check_file(file: RemoteFile, path: Path) -> str | None:
     """Return the sha256 of the file at `path` if its content matches `file`; otherwise None.
 
-    A matching file has been flushed to disk, so a manifest may list it.
+    A matching file has been flushed to disk, so that a manifest can list it.
     """
     if not path.is_file() or path.stat().st_size != file.size:
         return None
@@ -196,7 +202,7 @@ def check_file(file: RemoteFile, path: Path) -> str | None:
 def verify_directory(directory: Path, *, progress: Progress = silent) -> Manifest:
     """Read all files of a fetched directory again, and compare them with the manifest.
 
-    Raises WrongContentError naming every file that is missing or changed, and HubError if there is no manifest.
+    Raises WrongContentError, which names every missing or changed file, and HubError if there is no manifest.
     """
     manifest = read_manifest(directory)
     if manifest is None:
@@ -238,7 +244,7 @@ def write_manifest(manifest: Manifest, directory: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file atomically: a reader sees either the old or the new content."""
+    """Write a file atomically. A reader sees either the old or the new content."""
     fresh = path.with_name(f"{path.name}.new")
     fresh.write_text(text)
     os.replace(fresh, path)

@@ -1,8 +1,8 @@
-"""A client of a Hugging Face hub, through huggingface_hub: lists the files of a revision, and reads or fetches a file.
+"""A client of a Hugging Face hub. It lists the files of a revision, and reads or fetches a file.
 
-The library reads its variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE, proxies, ...) when it is imported.
-The hub is trusted like a package index. This module checks names that become paths, and values of the user that error
-messages quote.
+It uses huggingface_hub, which reads its environment variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE,
+proxies, ...) when it is imported. The hub is trusted like a package index. This module checks names that become paths,
+and user-supplied values that error messages quote.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from megatron_runtime.process.secrets import HEADER, URL
 from megatron_runtime.protocol.text import escaped, shown
 
 _PROGRAM = "megatron-inference"
-"""Prefix of the User-Agent of this module's requests.
+"""Prefix of the User-Agent in this module's requests.
 
-It distinguishes them from requests that the program itself sends through the library.
+It distinguishes these requests from other requests that the program sends through the library.
 """
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _LISTING_SECONDS = 30.0
@@ -55,7 +55,7 @@ _PATH_HEADERS = ("etag", constants.HUGGINGFACE_HEADER_X_LINKED_ETAG, constants.H
 _PATH_NAME = re.compile(r'(W/)?"?[A-Za-z0-9][A-Za-z0-9._+=:-]*"?')
 _QUERY = re.compile(r"[?]\S+")
 _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, httpx2.HTTPError)
-"""Exceptions that the library raises for errors of the hub, and for responses that do not come from a hub."""
+"""Exceptions that the library raises for errors of the hub, and for responses from servers that are not a hub."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Reference:
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Parse `ORG/NAME[@REVISION]`, with or without `hf:` before it. Raises HubError."""
+        """Parse `ORG/NAME[@REVISION]`, with or without the prefix `hf:`. Raises HubError."""
         name, _, revision = text.removeprefix(HUB_PREFIX).removeprefix("//").partition("@")
         if not _REPOSITORY.fullmatch(name) or ".." in name or not all(len(part) <= 96 for part in name.split("/")):
             raise HubError(f"{text!r} is not a repository: write ORG/NAME or ORG/NAME@REVISION")
@@ -88,11 +88,11 @@ class Reference:
 
 
 def offline_directory(reference: Reference, cache: Path) -> Path | None:
-    """Return the cached directory of a revision if HF_HUB_OFFLINE is set, else None.
-
-    Raises HubError if it is not cached.
+    """Return the cached directory of a revision if HF_HUB_OFFLINE is set, otherwise None.
 
     Files in this directory are not verified by digest, even if another program has fetched them.
+
+    Raises HubError if HF_HUB_OFFLINE is set and the revision is not cached.
     """
     if not constants.is_offline_mode():
         return None
@@ -112,7 +112,7 @@ class HubApi:
     """A client for the repository of a reference.
 
     endpoint:   None means HF_ENDPOINT, or the public hub.
-    token_file: None means the token that the library finds.
+    token_file: None means that the library looks for a token.
 
     Raises HubError, or SecretError if the endpoint or the token is malformed.
     """
@@ -134,15 +134,19 @@ class HubApi:
         self._api = HfApi(endpoint=self._endpoint, token=token, library_name=_PROGRAM)
 
     def list(self, *, wait: Callable[[float], object] = time.sleep) -> Listing:
-        """Return the files of the revision; retry while the hub is overloaded. Raises HubError, HubUnavailableError.
+        """Return the files of the revision. Retries while the hub is overloaded.
 
         wait: sleeps for a number of seconds.
+
+        Raises HubError or HubUnavailableError.
         """
         return retried(self._list, wait)
 
     def read(self, listing: Listing, file: RemoteFile, size: int) -> Iterator[bytes]:
-        """Yield the first `size` bytes of a file, or all of it if the hub ignores ranges. Raises HubError,
-        HubUnavailableError."""
+        """Yield the first `size` bytes of a file, or the whole file if the hub ignores ranges.
+
+        Raises HubError or HubUnavailableError.
+        """
         url = hf_hub_url(listing.repository, file.path, revision=listing.commit, endpoint=self._endpoint)
         headers = build_hf_headers(token=self._api.token, library_name=_PROGRAM)
         headers |= {"accept-encoding": "identity", "range": f"bytes=0-{size - 1}"}
@@ -154,12 +158,12 @@ class HubApi:
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Return the path of a file in `cache`; fetch the file if it is not cached. Its content is not verified.
+        """Return the path of a file in `cache`, and fetch the file if it is not cached. The content is not verified.
 
-        received: called with the number of bytes so far; an exception cancels the transfer.
-        again:    fetch the file even if it is cached.
+        received: called with the number of bytes received so far. If it raises, the transfer is cancelled.
+        again:    whether to fetch the file even if it is cached.
 
-        Raises HubError, HubUnavailableError, OSError.
+        Raises HubError, HubUnavailableError or OSError.
         """
         received(0)
         with self._errors():
@@ -177,7 +181,7 @@ class HubApi:
         return path
 
     def cancel(self) -> None:
-        """Cancel running transfers. Transfers over plain HTTP stop when they call `received`."""
+        """Cancel the running transfers. A transfer over plain HTTP stops when it calls `received` the next time."""
         abort_xet_session()
 
     def _list(self) -> Listing:
@@ -219,7 +223,9 @@ class HubApi:
             raise self._translated(error) from None
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Return a one-line error for an error of huggingface_hub, which may wrap an HTTP error."""
+        """Convert an error of huggingface_hub, which may wrap an HTTP error, to one of our errors with a one-line
+        message.
+        """
         text = escaped(_QUERY.sub("", str(error)))
         what = f"for {self._reference} ({type(error).__name__}: {text})"
         cause = error.__cause__
@@ -270,8 +276,9 @@ _configured = ""
 
 
 def _configure_library(endpoint: str) -> None:
-    """Give the library an HTTP client that sends the token only to the hub, checks path names, and uses no proxy for
-    loopback.
+    """Configure the HTTP client of huggingface_hub.
+
+    The client sends the token only to the hub, checks path names, and uses no proxy for loopback addresses.
     """
     global _configured
     if endpoint == _configured:
@@ -280,8 +287,8 @@ def _configure_library(endpoint: str) -> None:
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     if not os.environ.get("HF_HUB_VERBOSITY"):
         library_logging.set_verbosity_error()
-    # With telemetry, the library requests a list of programs from HF_ENDPOINT, even if another endpoint is set, and
-    # blocks if it does not answer.
+    # With telemetry, the library requests a list of programs from HF_ENDPOINT, even if another endpoint is set. It
+    # blocks if HF_ENDPOINT does not respond.
     constants.HF_HUB_DISABLE_TELEMETRY = True
     keep_token = partial(_keep_token, _origin(httpx2.URL(endpoint)))
     hooks = {"request": [hf_request_event_hook, keep_token], "response": [_require_path_names]}
@@ -299,9 +306,9 @@ def _origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 
 
 def _keep_token(origin: tuple[str, str, int | None], request: httpx2.Request) -> None:
-    """Remove the token from requests to other hosts than the hub.
+    """Remove the token from requests to hosts other than the hub.
 
-    The service for Xet tokens may be on another host.
+    For example, the service for Xet tokens can be on another host.
     """
     if _is_own(request) and _origin(request.url) != origin:
         request.headers.pop("authorization", None)

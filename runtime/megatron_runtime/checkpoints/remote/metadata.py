@@ -1,4 +1,4 @@
-"""Fetches the description of a model without its weights: the small files, and the headers of the weight files."""
+"""Fetches the metadata of a model without its weights: the small files, and the headers of the weight files."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ _FIRST_GGUF_BYTES = 16 << 20
 def metadata_directory(model: str) -> Iterator[Path]:
     """Yield a directory from which the configuration of a remote `model` can be read without its weights.
 
-    Small files are complete. Weight files contain only their header: they are sparse files of the full size. If the
-    cache has the complete model, its directory is used; otherwise the directory is temporary and is removed at exit.
+    Small files are complete. Weight files are sparse files of the full size that contain only their header. If the
+    cache has the complete model, the model's directory in the cache is used. Otherwise, the directory is temporary and
+    is removed at the end of the block.
 
-    Raises HubError, HubUnavailableError, ModelFileError, OSError.
+    Raises HubError, HubUnavailableError, ModelFileError or OSError.
     """
     reference = parse_reference(model)
     cached = cached_snapshot(reference)
@@ -59,7 +60,7 @@ def _write_header(source: Source, listing: Listing, file: RemoteFile, path: Path
         _write_start(source, listing, file, path, _LENGTH_BYTES)
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-        # Fetch no more than this: the reader of the file rejects a longer header.
+        # Fetch no more than this, because the reader of the file rejects a longer header.
         _write_start(source, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
         return
     size = min(_FIRST_GGUF_BYTES, file.size) if file.path.endswith(".gguf") else 0
@@ -70,7 +71,7 @@ def _write_header(source: Source, listing: Listing, file: RemoteFile, path: Path
 
 
 def _write_start(source: Source, listing: Listing, file: RemoteFile, path: Path, size: int) -> None:
-    """Write the first `size` bytes of a file, and set its size."""
+    """Write the first `size` bytes of a file to `path`, and extend `path` to the file's full size."""
     with path.open("wb") as out:
         for piece in source.read(listing, file, size) if size else ():
             out.write(piece[: size - out.tell()])

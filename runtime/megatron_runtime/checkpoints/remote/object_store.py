@@ -1,8 +1,8 @@
 """Models in object stores: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `https://HOST/PATH`.
 
 The library obstore signs and sends the requests. It reads credentials, region and endpoint from the environment
-(`AWS_*`, `GOOGLE_*`, `AZURE_*`), or from the workload identity of the machine. Everything that a store sends is checked
-before it is used: names, because they become paths, and sizes, which limit the bytes to write. Every read requests the
+(`AWS_*`, `GOOGLE_*`, `AZURE_*`), or uses the machine's workload identity. All data from a store is checked before use.
+Names are checked because they become paths, and sizes because they limit the bytes to write. Every read requests the
 listed version of an object.
 """
 
@@ -77,17 +77,20 @@ _ENDPOINTS = {
     "gs": ("GOOGLE_BASE_URL",),
     "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
-"""Environment variables by which the user sets another server. Only such a server may be used without TLS."""
+"""Environment variables with which the user sets another server. Only such a server can be used without TLS."""
 _PREFIXES = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _SWITCHES = ("_SKIP_SIGNATURE", "_ALLOW_HTTP", "_VIRTUAL_HOSTED_STYLE_REQUEST", "_UNSIGNED_PAYLOAD", "_EMULATOR")
 
 
 class ObjectStoreError(HubError):
-    """An object store does not provide what was requested, and a retry does not help. The message names the remedy."""
+    """Raised if an object store does not provide what was requested, and a retry does not help.
+
+    The message names the remedy.
+    """
 
 
 class ObjectStoreUnavailableError(HubUnavailableError):
-    """An object store cannot be reached or is overloaded; a retry may help."""
+    """Raised if an object store cannot be reached or is overloaded. A retry may help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,8 @@ class ObjectReference:
 
     scheme: `s3`, `gs`, `az` or `https`.
     bucket: bucket of the objects; for `https` the host and port.
-    prefix: prefix of the objects' keys, without slashes at its ends; for a single .gguf file, the key of the object.
+    prefix: common prefix of the objects' keys, without leading and trailing slashes. For a single .gguf file, the key
+            of the object.
     """
 
     scheme: str
@@ -105,7 +109,7 @@ class ObjectReference:
 
     @classmethod
     def parse(cls, text: str) -> ObjectReference:
-        """Return the reference in the URL of a model. Raises ObjectStoreError."""
+        """Parse the URL of a model. Raises ObjectStoreError."""
         match = _URL.fullmatch(text)
         prefix = match[3].strip("/") if match else ""
         try:
@@ -124,17 +128,17 @@ class ObjectReference:
 
     @property
     def revision(self) -> str:
-        """Name of the only branch that a model in an object store has in a cache."""
+        """Name of a model's only branch in a cache."""
         return "main"
 
     @property
     def commit(self) -> None:
-        """None: an object store has no commits, because its objects may change."""
+        """Always None, because the objects in a store can change, so there are no commits."""
         return
 
     @property
     def directory(self) -> tuple[str, str]:
-        """The prefix of the objects, and the name of the model's only file if the URL names a file; otherwise ""."""
+        """The prefix of the objects, and the name of the model's file if the URL names a file, otherwise ""."""
         if not self.prefix.endswith(".gguf"):
             return self.prefix, ""
         parent, _, name = self.prefix.rpartition("/")
@@ -142,7 +146,7 @@ class ObjectReference:
 
     @property
     def cache_name(self) -> str:
-        """Name of its directory in a cache."""
+        """Name of the model's directory in a cache."""
         readable = re.sub(r"[^A-Za-z0-9._-]+", "-", f"{self.scheme}-{self.bucket}-{self.prefix}").strip("-.")[:80]
         return f"{readable}-{hashlib.sha256(self.repository.encode()).hexdigest()[:16]}"
 
@@ -163,31 +167,35 @@ class ObjectStoreApi:
         try:
             self._store = _store(reference)
         except (exceptions.BaseError, ValueError) as error:
-            # Do not chain the library's error, whose message may quote credentials.
+            # Do not chain the library's error, because its message can quote credentials.
             raise ObjectStoreError(
                 f"{reference}: the settings of the object store are not valid ({type(error).__name__}): correct the "
                 f"variables of the environment, such as {_CREDENTIALS.get(reference.scheme, 'SSL_CERT_FILE')}"
             ) from None
 
     def list(self, *, wait: Callable[[float], object] = time.sleep) -> Listing:
-        """List the files of the model as HubApi.list() does. Raises ObjectStoreError, ObjectStoreUnavailableError."""
+        """Return the files of the model, as HubApi.list() does.
+
+        Raises ObjectStoreError or ObjectStoreUnavailableError.
+        """
         return retried(self._list, wait)
 
     def read(self, listing: Listing, file: RemoteFile, size: int) -> Iterator[bytes]:
-        """Yield at least the first `size` bytes of a file. Raises ObjectStoreError, ObjectStoreUnavailableError."""
+        """Yield the first `size` bytes of a file, or more. Raises ObjectStoreError or ObjectStoreUnavailableError."""
         return self._read(file, 0)
 
     def get(
         self, listing: Listing, file: RemoteFile, cache: Path, received: Callable[[int], None], *, again: bool
     ) -> Path:
-        """Fetch a file as HubApi.get() does. Writes are unbuffered, so bytes that an earlier try or process received
-        are not transferred again.
+        """Fetch a file, as HubApi.get() does, and return its path.
+
+        Writes are unbuffered. So bytes that an earlier attempt or process has received are not transferred again.
         """
         repository = cache / self._reference.cache_name
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
         for parent in (content.parent, path.parent):
             parent.mkdir(parents=True, exist_ok=True)
-        # The name contains the path too, because two files with the same content may be transferred at the same time.
+        # The name contains also the path, because two files with the same content can be transferred at the same time.
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
         partial, link = content.with_name(f"{name}.incomplete"), content.with_name(f"{name}.link")
         if again or not content.is_file():
@@ -205,7 +213,7 @@ class ObjectStoreApi:
         return path
 
     def cancel(self) -> None:
-        """Cancel running transfers: each stops when it calls `received`."""
+        """Cancel the running transfers. Each stops when it calls `received` the next time."""
 
     def _read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         etag, length = self._etags.get(file.path), _FIRST_BYTES
@@ -288,7 +296,7 @@ class ObjectStoreApi:
         return [self._safe(name) for name in names]
 
     def _head(self, name: str, *, optional: bool = False) -> Any:
-        """Return the metadata of an object; None if the object is optional and does not exist."""
+        """Return the metadata of an object; None if it does not exist and `optional` is True."""
         try:
             with self._errors(name):
                 return {**obstore.head(self._store, name), "path": name}
@@ -353,7 +361,10 @@ class ObjectStoreApi:
 
     @contextmanager
     def _errors(self, name: str = "") -> Iterator[None]:
-        """Convert errors of the library, without its messages, which quote URLs that may have signatures."""
+        """Return a context that converts the library's errors.
+
+        It drops their messages, which quote URLs that can contain signatures.
+        """
         where = f"{self._reference}/{name}" if name and not self._reference.directory[1] else str(self._reference)
         try:
             yield
@@ -390,11 +401,11 @@ class ObjectStoreApi:
 
 
 class ObjectMissingError(ObjectStoreError):
-    """An object or a bucket does not exist."""
+    """Raised if an object or a bucket does not exist."""
 
 
 def _etag(entry: Mapping[str, Any]) -> str:
-    """Return the ETag without quotes, because some stores list it without them."""
+    """Return the ETag without quotes, because some stores list ETags without quotes."""
     return (entry["e_tag"] or "").strip('"')
 
 
@@ -418,7 +429,7 @@ def _require_valid_variables(reference: ObjectReference) -> None:
 def _store(reference: ObjectReference) -> ObjectStore:
     """Return the library's client for a reference.
 
-    Raises ObjectStoreError, whose message never contains a credential.
+    Raises ObjectStoreError. Its message never contains a credential.
     """
     _require_valid_variables(reference)
     try:
@@ -449,8 +460,7 @@ def _library_store(reference: ObjectReference) -> ObjectStore:
                 f"the file of SSL_CERT_FILE cannot be read ({error.strerror}): name a PEM file"
             ) from None
     prefix = reference.directory[0] or None
-    # The download code itself counts attempts and resumes transfers. A retry of the library would start at the first
-    # byte.
+    # The download code counts attempts and resumes transfers itself. The library would retry from the first byte.
     retries: Any = {"max_retries": 0}
     if reference.scheme == "s3":
         return S3Store(reference.bucket, prefix=prefix, client_options=client, retry_config=retries)

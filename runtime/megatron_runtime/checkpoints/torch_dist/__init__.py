@@ -1,1 +1,1 @@
-"""Megatron-Core distributed checkpoints (`torch_dist`): torch.distributed.checkpoint files of a GPT model."""
+"""Megatron-Core distributed checkpoints (`torch_dist`), which are torch.distributed.checkpoint files of a GPT model."""

@@ -1,4 +1,4 @@
-"""Reads any part of any tensor of a Megatron-Core checkpoint from mapped files, and writes these checkpoints."""
+"""Reads any part of any tensor of a Megatron-Core checkpoint from mapped files, and writes such checkpoints."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _DCP_VERSION = "1.0.0"
 class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
     """A Megatron-Core checkpoint in a directory.
 
-    The constructor reads the index, and rejects missing tensors, unknown tensors and wrong shapes.
+    The constructor reads the index, and raises an error for missing tensors, unknown tensors and wrong shapes.
 
     directory: directory that contains `.metadata`.
 
-    Raises UnsupportedModelError, ModelFileError, UnsafePickleError.
+    Raises UnsupportedModelError, ModelFileError or UnsafePickleError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -78,12 +78,12 @@ class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
 
 
 def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callable[[int], None]) -> None:
-    """Write `checkpoint` to `directory`, which exists and is empty, in the format that Megatron-LM reads.
+    """Write `checkpoint` to the empty directory `directory`, in the format that Megatron-LM reads.
 
-    One chunk of one stored tensor is in memory at a time: torch's own writer keeps a reference to every tensor. The
-    index is written last, so that an incomplete directory cannot be mistaken for a checkpoint.
+    Only one chunk of one stored tensor is in memory at a time, whereas torch's own writer keeps a reference to every
+    tensor. The index is written last, so that an incomplete directory cannot be mistaken for a checkpoint.
 
-    written: called with the number of bytes of each chunk written.
+    written: called with the number of bytes of each chunk that has been written.
 
     Raises UnsupportedModelError for a model that Megatron-LM cannot describe.
     """

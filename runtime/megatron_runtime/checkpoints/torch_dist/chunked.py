@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are assembled from chunks of Megatron-Core's tensors, from files or from a live model."""
+"""A checkpoint whose tensors are assembled from chunks of Megatron-Core's tensors, in files or in a live model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_PLACES = 1 << 20
 
 
 class Chunk(Protocol):
-    """A box of a stored tensor, as one range per axis."""
+    """A rectangular part of a stored tensor, given as one range per axis."""
 
     @property
     def box(self) -> tuple[range, ...]: ...
@@ -42,7 +42,7 @@ C = TypeVar("C", bound=Chunk)
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex(Generic[C]):
-    """A stored tensor: its whole shape, and its chunks."""
+    """A stored tensor, with its whole shape and its chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,16 +50,16 @@ class TensorIndex(Generic[C]):
 
 
 class ChunkedCheckpoint(Checkpoint, Generic[C]):
-    """Base of checkpoints that consist of chunks.
+    """Base class of checkpoints that consist of chunks.
 
-    The constructor rejects unknown tensors, missing tensors and wrong shapes.
+    The constructor raises an error for unknown tensors, missing tensors and wrong shapes.
 
-    index:  every tensor of Megatron-Core's model, by key.
-    where:  name of the place that holds the tensors, for errors.
-    remedy: what to do if tensors do not fit the configuration.
-    absent: type of the tensors that `index` may lack because other ranks hold them; None: `index` must be complete.
+    index:  all tensors of Megatron-Core's model, by key.
+    where:  file or model that holds the tensors, for errors.
+    remedy: text that says what to do if tensors do not fit the configuration.
+    absent: type of the tensors that `index` may lack because other ranks hold them; None if `index` must be complete.
 
-    Raises UnsupportedModelError, ModelFileError.
+    Raises UnsupportedModelError or ModelFileError.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
     def _values(self, chunk: C, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return the bytes of a chunk at one index of the leading axes. The last axis has the bytes of each value.
 
-        Raises ModelFileError if the chunk has another type.
+        Raises ModelFileError if the type of the chunk is not `dtype`.
         """
 
     @abstractmethod
     def _incomplete(self, name: str, *, held: int, wanted: int) -> Exception:
-        """Return the error for a part of tensor `name` of which the chunks contain only `held` of `wanted` bytes."""
+        """Return the error for a part of tensor `name`. The chunks contain only `held` of the `wanted` bytes."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a copy of the tensor, or of a part of it."""
@@ -129,12 +129,12 @@ def _overlap(one: range, other: range) -> range:
 
 
 def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select `box` in a tensor whose first value is at `origin`."""
+    """Return the slices that select `box` in a tensor. origin: position of the tensor's first value."""
     return tuple(slice(axis.start - first, axis.stop - first) for axis, first in zip(box, origin, strict=True))
 
 
 def _chunks_by_place(index: TensorIndex[C], *, axes: int) -> dict[tuple[int, ...], list[C]]:
-    """Return the chunks of a stored tensor by their index on the leading axes. A chunk may span several indices."""
+    """Return the chunks of a stored tensor by their index on the leading axes. A chunk can span several indices."""
     by_place: dict[tuple[int, ...], list[C]] = {}
     count = 0
     for chunk in index.chunks:

@@ -1,4 +1,4 @@
-"""The configuration of a model in a Megatron-Core checkpoint, from a config.json or from the arguments in common.pt.
+"""The configuration of a model in a Megatron-Core checkpoint, from config.json or from the arguments in common.pt.
 
 Arguments are translated to the fields of transformers' config.json, so that a model family reads them like any
 config.json.
@@ -48,16 +48,18 @@ _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 """Constants that Megatron uses with `use_rope_scaling`."""
 
 _NOT_ARGUMENTS = frozenset(("family", "bos_token_id", "eos_token_ids"))
-"""Fields of ModelConfig that need no argument: they do not affect the computation, and tokenizer files list the tokens.
+"""Fields of ModelConfig that need no argument.
+
+They do not affect the computation, and tokenizer files list the tokens.
 """
 
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the configuration. A config.json in the directory or its parent takes precedence over the arguments.
+    """Return the configuration. config.json in the directory or its parent takes precedence over the arguments.
 
-    Raises UnsupportedModelError, UnsafePickleError, ModelFileError.
+    Raises UnsupportedModelError, UnsafePickleError or ModelFileError.
     """
     for place in (directory, directory.parent):
         if ModelDirectory(place).file(CONFIG_FILE) is not None:
@@ -72,7 +74,10 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def read_arguments(common: ModelFile) -> dict[str, Any]:
-    """Return the arguments in a common.pt that are scalars or flat lists. The rest is ignored, and no code is run."""
+    """Return the arguments in common.pt that are scalars or flat lists.
+
+    Others are ignored. No code of the file is run.
+    """
     path = common.path
     with saved_archive(common, where=str(path)) as archive:
         pickled = archive.pickle()
@@ -98,9 +103,9 @@ def _is_scalar(value: Any) -> bool:
 
 
 def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return the fields of config.json for a model trained with `arguments`.
+    """Return the fields of config.json for a model that was trained with `arguments`.
 
-    Raises UnsupportedModelError naming the argument, its value and the supported value.
+    Raises UnsupportedModelError, which names the argument, its value and the supported value.
     """
     for name, allowed in _ONLY.items():
         if name in arguments and arguments[name] not in allowed:
@@ -143,7 +148,7 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
 def arguments_of(config: ModelConfig) -> Namespace:
     """Return the arguments of Megatron-LM from which read_config() reads the same configuration.
 
-    Raises UnsupportedModelError naming the field of ModelConfig that the arguments do not describe.
+    Raises UnsupportedModelError, which names the field of ModelConfig that the arguments do not describe.
     """
     scaling = config.rope_scaling
     arguments: dict[str, Any] = {
@@ -224,7 +229,7 @@ def _mixture(fields: Fields) -> dict[str, Any]:
         every = fields.size("moe_layer_freq", 1)
         sparse = [layer % every == 0 for layer in range(layers)]
     common = {"num_experts_per_tok": arguments.get("moe_router_topk", 2)}
-    # Without this argument, the softmax covers the selected experts only, which equals normalising the weights.
+    # Without this argument, the softmax covers only the selected experts, which is equal to normalising the weights.
     normalised = not arguments.get("moe_router_pre_softmax")
     if not arguments.get("qk_layernorm"):
         if not normalised or not all(sparse):

@@ -2,9 +2,9 @@
 
 It has the configuration of the model and the tensors that this rank holds.
 
-Megatron describes the tensors of a rank itself: `sharded_state_dict()` returns each local tensor with its name in a
-distributed checkpoint, its whole shape and its offset. Only attributes of the model are used: nothing is imported from
-Megatron-Core, and no tensor is sent to another rank.
+Megatron itself describes the tensors of a rank. `sharded_state_dict()` returns each local tensor with its name in a
+distributed checkpoint, its whole shape and its offset. This module uses only attributes of the model. It imports
+nothing from Megatron-Core, and sends no tensor to another rank.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 """Fields of TransformerConfig that change the computation or the placement of layers, with their supported values."""
 
 _ATTENTION, _MLP = "*", "-"
-"""Megatron-Core's symbols of the layers of a HybridModel."""
+"""Symbols by which Megatron-Core denotes the layers of a HybridModel."""
 _HYBRID_LAYER = re.compile(r"(decoder\.layers\.)(\d+)(\..*)")
 
 _FREQUENCY_TOLERANCE = 1e-3
@@ -86,9 +86,9 @@ _FREQUENCY_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LiveChunk:
-    """A parameter of this rank as a box of a stored tensor: one range per axis, and the values.
+    """A parameter of this rank as a rectangular part of a stored tensor. It has one range per axis, and the values.
 
-    values: tensor with the extents of the box, on any device.
+    values: tensor with the lengths of these ranges, on any device.
     """
 
     box: tuple[range, ...]
@@ -102,14 +102,14 @@ class LiveChunk:
 
 
 class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
-    """The weights of a GPTModel, read from its parameters at each read().
+    """The weights of a GPTModel. Each read() reads them from the model's parameters.
 
     model: a GPTModel of megatron.core, or a HybridModel with the same layers, possibly wrapped (Float16Module,
            DistributedDataParallel). If the parallel state is initialised, the model holds this rank's part, and read()
            returns only values of this part.
-    ends:  token ids that end an answer, which the model's configuration lacks.
+    ends:  token ids that end an answer, because the model's configuration has no such ids.
 
-    Raises UnsupportedModelError naming the field, its value and the supported value.
+    Raises UnsupportedModelError, which names the field, its value and the supported value.
     """
 
     def __init__(self, model: Any, *, ends: tuple[int, ...] = ()) -> None:
@@ -141,7 +141,7 @@ def live_index(model: Any) -> dict[str, TensorIndex[LiveChunk]]:
 
     model: a GPTModel or HybridModel of megatron.core, possibly wrapped.
 
-    Raises UnsupportedModelError for a HybridModel with other layers than a GPTModel.
+    Raises UnsupportedModelError for a HybridModel whose layers differ from the layers of a GPTModel.
     """
     gpt = unwrapped(model)
     _require_pairs(gpt)
@@ -162,9 +162,7 @@ def _is_hybrid(model: Any) -> bool:
 
 
 def _require_pairs(model: Any) -> None:
-    """Raise UnsupportedModelError for a HybridModel whose layers are not alternating attention and MLP, as in a
-    GPTModel.
-    """
+    """Raise UnsupportedModelError unless the layers of a HybridModel alternate attention and MLP, as in a GPTModel."""
     if not _is_hybrid(model):
         return
     if (stages := model.config.pipeline_model_parallel_size) != 1:
@@ -178,7 +176,7 @@ def _require_pairs(model: Any) -> None:
 
 
 def _gpt_name(name: str) -> str:
-    """Return the name that a GPTModel gives the tensor `name` of a HybridModel with pairs of attention and MLP."""
+    """Return the name that a GPTModel has for the tensor `name` of a HybridModel with pairs of attention and MLP."""
     if (match := _HYBRID_LAYER.fullmatch(name)) is not None:
         begin, layer, rest = match.groups()
         return f"{begin}{int(layer) // 2}{rest}"
@@ -186,9 +184,9 @@ def _gpt_name(name: str) -> str:
 
 
 def _rotary_of_hybrid(model: Any) -> dict[str, Any]:
-    """Return the rotary base and the rotated share of a HybridModel, computed from its frequencies.
+    """Return the rotary base and the rotated fraction of a HybridModel.
 
-    The model stores only the frequencies.
+    They are computed from the frequencies, because the model stores only these.
     """
     frequencies = model.rotary_pos_emb.inv_freq.detach().double().cpu()
     size = 2 * len(frequencies)
@@ -197,7 +195,7 @@ def _rotary_of_hybrid(model: Any) -> dict[str, Any]:
 
 
 def is_megatron_model(model: Any) -> bool:
-    """Return whether `model` has the shape of a GPTModel or HybridModel of Megatron-Core, possibly wrapped."""
+    """Return whether `model` has the structure of a GPTModel or HybridModel of Megatron-Core, possibly wrapped."""
     inner = unwrapped(model)
     config = getattr(inner, "config", None)
     return callable(getattr(inner, "sharded_state_dict", None)) and all(
@@ -206,14 +204,17 @@ def is_megatron_model(model: Any) -> bool:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside Megatron's wrappers, which hold it as `module`."""
+    """Return the model inside Megatron's wrappers, which have it as the attribute `module`."""
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
     return model
 
 
 def _sharded_tensors(entries: Any) -> Iterator[Any]:
-    """Yield the ShardedTensors of a sharded state dict. A ShardedTensorFactory yields gate and up as two tensors."""
+    """Yield the ShardedTensors of a sharded state dict.
+
+    For a ShardedTensorFactory, yield gate and up as two tensors.
+    """
     if isinstance(entries, Mapping):
         entries = entries.values()
     for entry in entries:
@@ -229,7 +230,7 @@ def _sharded_tensors(entries: Any) -> Iterator[Any]:
 def _shard_of(config: Any) -> Shard:
     """Return the part of the model that this rank holds.
 
-    Raises UnsupportedModelError for kinds of parallelism that engines lack.
+    Raises UnsupportedModelError for kinds of parallelism that engines do not support.
     """
     sizes = ParallelSizes(
         tensor=config.tensor_model_parallel_size,
@@ -258,9 +259,10 @@ def _shard_of(config: Any) -> Shard:
 
 
 def config_of(model: Any, ends: tuple[int, ...] = ()) -> ModelConfig:
-    """Return the configuration of a model from its attributes and its TransformerConfig.
+    """Return the configuration of the whole model, from its attributes and its TransformerConfig.
 
-    model, ends, errors: see LiveModelCheckpoint. It describes the whole model, also if a rank holds a part.
+    It describes the whole model even if this rank holds only a part. For model, ends and errors, see
+    LiveModelCheckpoint.
     """
     gpt = unwrapped(model)
     config = gpt.config
@@ -295,7 +297,7 @@ def config_of(model: Any, ends: tuple[int, ...] = ()) -> ModelConfig:
     rotary = gpt.rotary_pos_emb
     theirs = rotary.inv_freq.detach().double().cpu()
     if getattr(gpt, "rotary_scaling", False):
-        # The model does not store the factor, so compute it from the lowest frequency, which it divides.
+        # The model does not store the factor. It divides the lowest frequency, so compute it from that.
         factor = round(values["rope_theta"] ** (-(len(theirs) - 1) / len(theirs)) / float(theirs[-1]), 3)
         arguments |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
         values = config_json_of(arguments, where=_WHERE)

@@ -1,9 +1,10 @@
-"""Maps the tensors of a decoder to the tensors that Megatron-Core stores. Uses no torch and no files.
+"""Maps the tensors of a decoder to the tensors that Megatron-Core stores. Uses neither torch nor files.
 
 Megatron stores one tensor for all layers (axis 0), and one for all experts of all layers (axes 0 and 1). Queries, keys
-and values share `linear_qkv`: for each key-value head its query heads, then its key, then its value. Gate and up share
-`linear_fc1`, gate first. A tensor of the decoder is therefore a list of row ranges at one index of the leading axes.
-If layers differ, the names contain layer numbers. Newer files may also number experts, or store gate and up separately.
+and values share `linear_qkv`, which has, for each key-value head, its query heads, its key and its value. Gate and up
+share `linear_fc1`, gate first. A tensor of the decoder is therefore a list of row ranges at one index of the leading
+axes. If layers differ, the names contain layer numbers. Newer files can also number experts, or store gate and up
+separately.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Rows = tuple[tuple[int, int], ...]
 """Row ranges, as (first, count), in the order of the decoder's tensor."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
-"""Tensors whose rows may be followed by padding."""
+"""Tensors that can have padding after their rows."""
 
 _GLOBAL_KEYS = {"embedding": EMBEDDING, "norm": "decoder.final_layernorm.weight", "head": HEAD}
 _LAYERS, _EXPERTS = "decoder.layers.", "mlp.experts.experts."
@@ -43,8 +44,9 @@ _SPLIT_GATE = {"gate": "mlp.linear_fc1.weight_w", "up": "mlp.linear_fc1.weight_v
 class Layout:
     """The naming scheme of a set of tensors. The default is Megatron-Core's scheme for equal layers.
 
-    mixture_norm_in_mlp: the norm before a mixture of experts has the key of the norm before a dense feed-forward.
-                         Megatron's local layer spec, which does not use Transformer Engine, stores it like this.
+    mixture_norm_in_mlp: whether the norm before a mixture of experts has the same key as the norm before a dense
+                         feed-forward layer. This is so in Megatron's local layer spec, which does not use Transformer
+                         Engine.
     """
 
     prefix: str = ""
@@ -62,8 +64,8 @@ class PlacedTensor:
     name:    short name, as in models/tensors.py.
     key:     name of the stored tensor.
     index: index on the axes before the rows (layer, expert); empty if the stored tensor has no such axes.
-    rows: rows in the stored tensor at this index.
-    columns: sizes of the axes after the rows: one for a matrix, none for a vector.
+    rows: ranges of rows in the stored tensor at this index.
+    columns: sizes of the axes after the rows: one size for a matrix, none for a vector.
     """
 
     name: str
@@ -95,7 +97,7 @@ def layout_for(config: ModelConfig) -> Layout:
 
 
 def find_layout(keys: Collection[str]) -> Layout:
-    """Return the naming scheme of the tensors with these keys."""
+    """Return the naming scheme that the keys of a set of tensors follow."""
     prefix = next((key.removesuffix(EMBEDDING) for key in sorted(keys) if key.endswith(EMBEDDING)), "")
     start = prefix + _LAYERS
     layers = [key.removeprefix(start) for key in keys if key.startswith(start)]
@@ -114,7 +116,7 @@ def find_layout(keys: Collection[str]) -> Layout:
 
 
 def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
-    """Yield the tensors of the model, except those that Megatron does not have, such as norms after a block."""
+    """Yield the tensors of the model. Tensors that Megatron lacks, such as norms after a block, are left out."""
     keys = {**_LAYER_KEYS, **(_SPLIT_GATE if at.split_gate else {}), **(_SEPARATE_NORMS if at.separate_norms else {})}
     for name, (count, *columns) in tensor_shapes(config).items():
         if name in _GLOBAL_KEYS:
@@ -142,7 +144,7 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
 
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
-    """Return the tensors that the files hold, by key, without padding."""
+    """Return the shapes of the tensors in the files, by key, without padding."""
     tensors: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
     grid = (experts,) if at.numbered_layers else (config.num_layers, experts)

@@ -1,6 +1,7 @@
-"""Reads the pickled parts of a Megatron-Core checkpoint, the index and each tensor, without running their code.
+"""Reads the pickled parts of a Megatron-Core checkpoint without running their code.
 
-The index maps each chunk of each tensor to a place in a file, at which the chunk is stored as torch.save() wrote it.
+These parts are the index and each tensor. The index maps each chunk of each tensor to a place in a file, at which the
+file has the chunk in the format of torch.save().
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _KNOWN_PACKAGES = ("torch", "megatron", "pathlib", "collections", "io", "_io", "
 
 _LOCAL_HEADER_BYTES = 30
 _LENGTHS_AT = 26
-"""Offset, in the header of a zip file's entry, of the lengths of the name and the extra field."""
+"""Offset of the lengths of the name and the extra field in the header of a zip file's entry."""
 
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _ZIP_ERRORS = (
@@ -63,9 +64,10 @@ _ZIP_ERRORS = (
 class SavedTensor:
     """A tensor in a file.
 
-    key: name of its storage.
-    offset, strides: in values.
-    at: offset of the first byte of the storage in the file.
+    key: name of the tensor's storage.
+    offset: position of the tensor's first value in the storage, in values.
+    strides: strides in values.
+    at: position of the storage's first byte in the file.
     """
 
     key: str
@@ -77,13 +79,13 @@ class SavedTensor:
 
     @property
     def span(self) -> int:
-        """Number of values in the storage from the tensor's first value to its last."""
+        """Number of values in the storage from the tensor's first value to its last value, inclusive."""
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
     def bytes_in(self, file: MappedFile) -> torch.Tensor:
         """Return a view of the file with the bytes of each value, uint8 [*shape, itemsize].
 
-        They are bytes because the address of a value in a file need not be a multiple of its size.
+        The view has bytes because the address of a value in a file need not be a multiple of its size.
         """
         size = self.dtype.itemsize
         storage = file.piece(self.at + self.offset * size, self.span * size)
@@ -91,11 +93,11 @@ class SavedTensor:
 
 
 class SavedArchive:
-    """An archive that torch.save() wrote. Raises ModelFileError if it is another kind of archive.
+    """An archive that torch.save() wrote. Raises ModelFileError for any other kind of archive.
 
-    view:  the file up to the end of the archive. A zip file is read from its end, and other data may precede it.
+    view:  the file up to the end of the archive. A zip file is read from its end, and other data can precede it.
     start: offset of the archive's first byte in the file.
-    where: name of the archive in errors.
+    where: name of the archive, for errors.
     """
 
     def __init__(self, view: mmap.mmap, start: int, where: str) -> None:
@@ -116,7 +118,7 @@ class SavedArchive:
     def pickle(self) -> bytes:
         """Return the pickle in the archive.
 
-        Raises ModelFileError if it is damaged or exceeds the size limit of an index.
+        Raises ModelFileError if the pickle is damaged or exceeds the size limit of an index.
         """
         at, size = self.find("data.pkl")
         if size > MAX_INDEX_BYTES:
@@ -142,11 +144,12 @@ class SavedArchive:
 
 @contextmanager
 def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int = 0) -> Iterator[SavedArchive]:
-    """Yield the torch.save() archive in the `length` bytes from `start` of a file, or in the rest of the file.
+    """Yield the torch.save() archive that is in `length` bytes of a file from `start` on.
 
-    where: name of the archive in errors.
+    length: 0 means the rest of the file.
+    where:  name of the archive, for errors.
 
-    Raises ModelFileError, also for errors in the block.
+    Raises ModelFileError, also for errors of the archive that occur in the block.
     """
     try:
         with stored.open() as file, mmap.mmap(file.fileno(), start + length, access=mmap.ACCESS_READ) as view:
@@ -160,9 +163,9 @@ def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int 
 
 
 def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
-    """Return the tensor that torch.save() wrote to the `length` bytes from `offset` of a file.
+    """Return the tensor that torch.save() wrote to `length` bytes of a file from `offset` on.
 
-    Raises ModelFileError, UnsafePickleError.
+    Raises ModelFileError or UnsafePickleError.
     """
     where = f"{stored.path} at byte {offset}"
     with saved_archive(stored, where=where, start=offset, length=length) as archive:
@@ -178,7 +181,7 @@ def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
 
 
 def _storage(pid: Any) -> SavedTensor:
-    """Return the storage with a persistent id, as a tensor without values."""
+    """Return the storage with a persistent id, as a SavedTensor."""
     kind, dtype, key, _, _ = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("a persistent id is not a storage")
@@ -186,7 +189,10 @@ def _storage(pid: Any) -> SavedTensor:
 
 
 def _rebuild(storage: SavedTensor, offset: int, shape: Any, strides: Any, *others: object) -> SavedTensor:
-    """Stands for torch's functions that build a tensor on a storage. `others` may include the type of the tensor."""
+    """Return a tensor on `storage`.
+
+    Replaces torch's functions that build tensors; `others` can include the tensor's type.
+    """
     if not isinstance(storage, SavedTensor):
         raise ValueError("a tensor has no storage")
     ((first,), extents, steps) = size_of((offset,)), size_of(shape), size_of(strides)
@@ -214,7 +220,7 @@ _TRUSTED_IN_TENSORS: dict[tuple[str, str], Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SavedChunk:
-    """A box of a tensor, as one range per axis, and its place in a file."""
+    """A rectangular part of a tensor, given as one range per axis, and the place of this part in a file."""
 
     box: tuple[range, ...]
     file: str
@@ -225,8 +231,8 @@ class SavedChunk:
 def read_index(directory: Path) -> tuple[dict[str, TensorIndex[SavedChunk]], dict[str, MappedFile]]:
     """Return all tensors in `directory` by key, and the files that contain their chunks by name.
 
-    Raises UnsafePickleError, and ModelFileError if a file is missing or truncated, or if no file contains a chunk.
-    These checks precede the opening of any file.
+    Raises UnsafePickleError, and ModelFileError if a file is missing or truncated, or if no file contains a chunk. No
+    file is opened before these checks.
     """
     place, path = ModelDirectory(directory), directory / METADATA_FILE
     index_file = place.file(METADATA_FILE)
@@ -300,7 +306,7 @@ def _tensor(
 
 
 def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
-    """Return the place of each chunk. If the index lists a chunk more than once, the last place counts."""
+    """Return the place of each chunk. If the index lists a chunk more than once, the last place is used."""
     if not isinstance(metadata.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}
@@ -323,12 +329,15 @@ def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
 
 
 def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
-    """Return the key of a chunk in strings: a file could make the hashes of integers collide, but not string hashes."""
+    """Return the key of a chunk as strings.
+
+    A file could make the hashes of integers collide, but not hashes of strings.
+    """
     return name, ",".join(map(str, start))
 
 
 class _Metadata(SimpleNamespace):
-    """Stands, like the following classes, for a class of torch that has only attributes.
+    """Replaces a class of torch that has only attributes. The classes below do the same for other classes.
 
     The pickle sets the attributes.
     """
@@ -351,7 +360,7 @@ class _Place(SimpleNamespace):
 
 
 class _Properties:
-    """Stands for the properties of a tensor, of which only the type is needed."""
+    """Replaces the properties of a tensor. Only the type is needed."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]

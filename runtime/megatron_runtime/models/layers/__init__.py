@@ -1,1 +1,1 @@
-"""Layers in torch that the model families share."""
+"""Torch layers that the model families share."""

@@ -1,6 +1,6 @@
-"""Matrices that are packed for the C++ kernels, and the choice of a model's number formats.
+"""Matrices that are packed for the C++ kernels, and the selection of a model's number formats.
 
-The kernels are chosen by the CPU's instruction sets, never by its name.
+The kernels are selected by the CPU's instruction sets, never by the CPU's name.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Format = Literal["float32", "bfloat16", "float16", "int8", "int4"]
 
 
 class PackedLinear(Linear):
-    """A matrix that is packed for the C++ kernels; activations are float32.
+    """A matrix that is packed for the C++ kernels. Activations are float32.
 
-    matrices: the parts whose rows form the matrix. There are several if the parts have different formats.
+    matrices: the parts whose rows form the matrix. There are several parts if they have different formats.
     """
 
     def __init__(self, *matrices: PackedMatrix) -> None:
@@ -59,7 +59,7 @@ class PackedLinear(Linear):
         return sum(matrix.data.nbytes for matrix in self.matrices)
 
     def dense(self) -> torch.Tensor:
-        """Return weight_NK in float32, with the values that the packed format stores."""
+        """Return weight_NK in float32. Its values are the values that the packed format stores."""
         return torch.cat([matrix.dequantize() for matrix in self.matrices])
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
@@ -75,10 +75,10 @@ def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
 
 
 class PackedLinears(LinearFactory):
-    """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
+    """Creates packed matrices. A matrix whose size cannot be packed stays dense, with type float32.
 
-    format: format of dense weights. Quantized weights and weights in panels keep their blocks if this is an integer
-            format; otherwise they are converted to it.
+    format: format of dense weights. If this is an integer format, quantized weights and weights in panels keep their
+            blocks. Otherwise, they are converted to it.
     """
 
     def __init__(self, format: Format) -> None:
@@ -91,7 +91,7 @@ class PackedLinears(LinearFactory):
         return panel_bytes(PANEL_FORMATS[self._format], BLOCK) / (PANEL * BLOCK)
 
     def settle(self) -> None:
-        """Merge the memory pages of the weights into larger pages. Call it after the last matrix."""
+        """Merge the memory pages of the weights into larger pages. Call this after the last matrix has been created."""
         self._memory.join_pages()
 
     def dense(self, weight: Weight) -> torch.Tensor:
@@ -129,7 +129,7 @@ class Numbers:
     """The number formats of a model. Activations are float32 between the kernels.
 
     weights: format of the matrices. Products with bfloat16 weights round their inputs to bfloat16 if the CPU can
-             multiply it. Products with integer weights round their inputs to 8 bits.
+             multiply bfloat16. Products with integer weights round their inputs to 8 bits.
     cache: type of keys and values in the KV cache.
     """
 
@@ -137,7 +137,7 @@ class Numbers:
     cache: torch.dtype
 
     def linears(self) -> LinearFactory:
-        """Return a factory of matrices in this format."""
+        """Return a factory for matrices in this format."""
         return PackedLinears(self.weights)
 
 
@@ -151,15 +151,15 @@ FORMATS: dict[str, Numbers] = {
 
 
 def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantized: bool = False) -> Numbers:
-    """Return the number formats to compute with.
+    """Return the number formats with which an engine computes.
 
     name:         "auto" or a Format.
-    stored:       type of the checkpoint's matrices, for "auto": float16 and bfloat16 are kept, any other type becomes
+    stored:       type of the checkpoint's matrices. "auto" keeps float16 and bfloat16 and converts any other type to
                   float32.
-    is_quantized: whether the checkpoint's matrices are quantized, for "auto": it then selects bfloat16, whose error is
+    is_quantized: whether the checkpoint's matrices are quantized. If so, "auto" selects bfloat16, whose error is
                   smaller than the quantization error.
 
-    docs/measurements compares the speed of the formats by instruction set. Raises ValueError naming the formats.
+    docs/measurements compares the speed of the formats by instruction set. Raises ValueError, which names the formats.
     """
     if name == "auto":
         keeps = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -170,9 +170,10 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
 
 
 def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
-    """Return the number formats to compute with a checkpoint.
+    """Return the number formats with which an engine computes a checkpoint's model.
 
-    name and errors: as for select_numbers(), but "auto" keeps the format of matrices that are stored in panels.
+    name: as for select_numbers(), except that "auto" keeps the format of matrices that are stored in panels. Errors are
+          the same.
     """
     if name == "auto" and checkpoint.panels_of is not None:
         name = checkpoint.panels_of

@@ -11,11 +11,11 @@ from megatron_kernels.cpu.packing import PackedMatrix
 from megatron_kernels.quantized import QuantizedTensor
 
 Weight = torch.Tensor | Sequence[QuantizedTensor] | Sequence[PackedMatrix]
-"""A dense matrix, or quantized or packed matrices, possibly of different formats, whose rows form one matrix."""
+"""A dense matrix, or quantized or packed matrices whose rows together form one matrix. Their formats can differ."""
 
 
 class Linear:
-    """y_TN = x_TK @ weight_NK.T"""
+    """A linear layer without bias, y_TN = x_TK @ weight_NK.T, or an embedding table."""
 
     def __init__(self, weight_NK: torch.Tensor) -> None:
         self.out_features, self.in_features = weight_NK.shape
@@ -25,37 +25,37 @@ class Linear:
         return F.linear(x_TK, self._weight)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix: x_TK = weight_NK[ids_T]."""
+        """Return rows of the matrix, x_TK = weight_NK[ids_T]."""
         return F.embedding(ids_T, self._weight)
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes of weights that a product reads."""
+        """Number of bytes of weights that a matrix product reads."""
         return self._weight.nbytes
 
     def dense(self) -> torch.Tensor:
-        """Return weight_NK."""
+        """Return the dense matrix, weight_NK."""
         return self._weight
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Return (format, memory) of each part of the matrix, as views."""
+        """Return each part of the matrix as a pair of format and memory. The memory is a view."""
         return [("dense", self._weight)]
 
 
 class LinearFactory:
     """Creates a model's matrices one after the other while weights are loaded. This base class creates dense matrices.
 
-    quantized_kinds: GGML types that the factory accepts in stored form. All other types are passed to it as dense
-                     weights.
-    dense_dtypes:    types of dense weights that it accepts unchanged. Weights of other types are converted to the type
-                     of the model first.
-    panel_formats:   formats of packed weights that it accepts.
-    checks_values:   whether dense weights are checked for non-finite values while they are read. The matrices of a
-                     factory on a GPU are checked there, after all are loaded.
+    quantized_kinds: GGML types that the factory accepts in stored form. Weights of all other types are passed to it
+                     dense.
+    dense_dtypes:    types of dense weights that the factory accepts unchanged. Weights of other types are converted to
+                     the model's type first.
+    panel_formats:   formats of packed weights that the factory accepts.
+    checks_values:   whether dense weights are checked for non-finite values while they are read. If False, the matrices
+                     are checked after loading, as on a GPU.
 
-    The factory copies dense and quantized weights. Quantized weights may be a view of their file, whose rows need not
-    be contiguous. Dense weights are overwritten after the call. Packed weights may be a view of their file, and are
-    kept.
+    The factory copies dense and quantized weights. Quantized weights can be a view of their file, whose rows need not
+    be contiguous. Dense weights are overwritten after the call. Packed weights can be a view of their file. The factory
+    keeps this view.
     """
 
     quantized_kinds: frozenset[int] = frozenset()
@@ -64,25 +64,25 @@ class LinearFactory:
     checks_values: bool = True
 
     def value_bytes(self, dtype: torch.dtype) -> float:
-        """Return the approximate number of bytes in memory for one weight of a model of type `dtype`."""
+        """Return the approximate number of bytes in memory per weight, for a model of type `dtype`."""
         return dtype.itemsize
 
     def dense(self, weight: Weight) -> torch.Tensor:
-        """Return a weight as one dense matrix, on the device and in the type that a step needs."""
+        """Return a weight as one dense matrix, with the device and the type that a step needs."""
         return dense(weight)
 
     def linear(self, weight_NK: Weight) -> Linear:
         return Linear(self.dense(weight_NK))
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
-        """Return the matrices of the `count` experts of a layer, which have the same shape.
+        """Return the matrices of the `count` experts of a layer. They have the same shape.
 
-        A factory for a device may keep them in one tensor.
+        A factory for a device can keep them in one tensor.
         """
         return tuple(map(self.linear, weights))
 
     def embedding(self, weight_VD: Weight) -> Linear:
-        """Return an embedding table, which may also be the head."""
+        """Return an embedding table. The table can also be the head."""
         return Linear(self.dense(weight_VD))
 
 

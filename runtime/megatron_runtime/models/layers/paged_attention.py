@@ -1,7 +1,7 @@
 """Attention of a mixed batch over a paged KV cache, and the rotary position embedding.
 
-T tokens of the step, S cached tokens of a sequence, P pages of the cache, X tokens of a page, H query heads, K
-key-value heads, G = H / K, D size of a head, E = 2 K D (keys, then values).
+Shapes: T tokens of the step, S cached tokens of a sequence, P pages of the cache, X tokens of a page, H query heads, K
+        key-value heads, G = H / K, D size of a head, E = 2 K D (keys, then values).
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class RotaryEmbedding:
     """The rotary embedding of all layers of one kind.
 
     magnitude: factor of cos and sin.
-    long_frequencies_F: frequencies for long sequences, if the model has them. In this case, a position is twice the
-                        index in the sequence, plus one in a long sequence.
+    long_frequencies_F: frequencies for long sequences; None if the model has only one set of frequencies. With two
+                        sets, a position is twice the index in the sequence, plus 1 if the sequence is long.
     """
 
     frequencies_F: torch.Tensor
@@ -72,7 +72,7 @@ class RotaryEmbedding:
         return self.cos_sin(torch.arange(length if self.long_frequencies_F is None else 2 * length))
 
     def cos_sin(self, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cos and sin of the tokens' angles, float32 [T, F]."""
+        """Return cos and sin of the tokens' angles, each float32 [T, F]."""
         frequencies_TF = self.frequencies_F
         if self.long_frequencies_F is not None:
             is_long_T1 = (positions_T % 2).bool()[:, None]
@@ -83,13 +83,13 @@ class RotaryEmbedding:
         return (cos_TF, sin_TF) if self.magnitude == 1.0 else (cos_TF * self.magnitude, sin_TF * self.magnitude)
 
     def rotation(self, positions_T: torch.Tensor, dtype: torch.dtype) -> Rotation:
-        """Return the rotation of tokens at `positions_T`, computed in float32."""
+        """Return the rotation of the tokens at `positions_T`. It is computed in float32."""
         cos_T1F, sin_T1F = (part_TF[:, None] for part_TF in self.cos_sin(positions_T))
         return Rotation(torch.cat((cos_T1F, cos_T1F), -1).to(dtype), torch.cat((-sin_T1F, sin_T1F), -1).to(dtype))
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Return the rotary embedding of the layers that attend to all tokens, and the one of the local layers."""
+    """Return two rotary embeddings: of the layers that attend to all tokens, and of the local layers."""
     scaling, sliding = config.rope_scaling, config.sliding
     frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -116,7 +116,7 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 
 
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
-    """Scale like _scale_llama3(), but interpolate in the index of the pair instead of its number of rotations."""
+    """Scale like _scale_llama3(), but interpolate by the index of the pair instead of by its number of rotations."""
     count = len(frequencies)
 
     def pair_of(rotations: float) -> float:
@@ -135,11 +135,12 @@ def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """The new tokens of one sequence: rows `rows` of the step.
+    """The new tokens of one sequence.
 
+    rows:    the rows of these tokens in the step.
     pages:   int64; pages of the cached and the new tokens; None if no token was cached before.
-    mask_TS: 0 for a token that is attended to, -inf for others, from the first token of `pages` on. None: the attention
-             is causal.
+    mask_TS: 0 for each cached token to which a new token attends, -inf for others, starting with the first token of
+             `pages`. None means that the attention is causal.
     """
 
     rows: slice
@@ -149,10 +150,10 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The cache rows of a step's tokens, and the tokens to which each token attends. All layers of one kind share it.
+    """The cache rows of a step's tokens, and which tokens each of them attends to. All layers of one kind share it.
 
-    cache_rows_T: row of the cache, page * X + offset, of each token's keys and values.
-    chunks: the new tokens by sequence, in the order of the step's rows.
+    cache_rows_T: row of each token's keys and values in the cache, page * X + offset.
+    chunks: the new tokens of each sequence, in the order of the step's rows.
     local: the batch for layers with a sliding window; None if the window covers the context of every token.
     """
 
@@ -162,7 +163,7 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """Computes softmax(scale q k^T) v for grouped query heads."""
+    """Computes softmax(scale · q · kᵀ) · v for grouped query heads."""
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         self._kv_heads, self._head_dim = num_kv_heads, head_dim
@@ -174,7 +175,7 @@ class PagedAttention:
     ) -> torch.Tensor:
         """Write `kv_TE` to the cache, and return the attention, [T, H * D].
 
-        The cache may have a smaller type.
+        The cache can have a smaller type than `kv_TE`.
         """
         cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE.to(cache_PXE.dtype))
         return torch.cat([self._attend(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.chunks])

@@ -1,7 +1,8 @@
-"""The executor that runs a model on the CPU, in the C++ kernels if they support the model, otherwise in torch
-operators.
+"""The executor that runs a model on the CPU.
 
-T tokens, n rows, N tokens whose logits are needed, S cached tokens of a row, X tokens of a page.
+It uses the C++ kernels if they support the model, otherwise torch operators.
+
+Shapes: T tokens, n rows, N tokens whose logits are needed, S cached tokens of a row, X tokens of a page.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CpuExecutor(TorchExecutor):
     """A TorchExecutor on the CPU.
 
     dtype:        "auto" (see select_numbers), "float32", "bfloat16", "float16", "int8" or "int4".
-    make_forward: returns the forward pass of a model, instead of this module's forward().
+    make_forward: returns a forward pass for a model, which replaces this module's forward().
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class CpuExecutor(TorchExecutor):
         self.model: DecoderModel | None = None
         self._make_forward = make_forward
         self._run: ForwardPass | None = None
-        """The forward pass of `make_forward`; None: this module's."""
+        """The forward pass that `make_forward` returned; None means this module's forward()."""
         numbers = numbers_of(dtype, open_checkpoint(source))
         super().__init__(
             source,
@@ -102,8 +103,10 @@ class CpuExecutor(TorchExecutor):
         return _output_of(model, batch.plan, logit_rows(batch.plan), x_TD, routing_GTJ)
 
     def _trim_memory(self) -> None:
-        """Make glibc return freed memory to the system. Weights and cache are in no reference cycle and need no garbage
-        collection, which would delay the heartbeats of an engine with a large heap.
+        """Make glibc return freed memory to the system.
+
+        This runs no garbage collection, because weights and cache are in no reference cycle. A collection would delay
+        the heartbeats of an engine with a large heap.
         """
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -116,7 +119,7 @@ def forward(
 ) -> ForwardStep:
     """Compute the plan's tokens and write their keys and values to the cache.
 
-    routing_GTJ: memory for the experts of the tokens; None does not record them.
+    routing_GTJ: receives the experts of each token; None if they are not recorded.
     """
     rows = logit_rows(plan)
     if _runs_in_cpp(model, cache_LPXE):
@@ -152,7 +155,7 @@ def _output_of(
 ) -> ForwardStep:
     """Return the output of a step, given the hidden states after the last layer and the experts of its tokens.
 
-    logits_NV: logits of the sampled rows; None: they are computed here.
+    logits_NV: logits of the sampled rows. If None, this function computes them.
     """
     if logits_NV is None:
         sampled_N = rows.logit_rows_N[: len(rows.sampled_rows)]
@@ -173,7 +176,7 @@ def _output_of(
 
 
 def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[CppDecoder]:
-    """Return whether the C++ kernels can run the step: they read PANEL tokens of a page at a time."""
+    """Return whether the C++ kernels can run the step. The page size must be a multiple of PANEL."""
     return isinstance(model, CppDecoder) and cache_LPXE.shape[2] % PANEL == 0
 
 
@@ -181,14 +184,14 @@ def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[Cpp
 class PlannedRows(LogitRows):
     """The tokens of a step whose logits are computed.
 
-    logit_rows_N: the tokens whose logits are needed, one for each of sampled_rows, then the tokens of `targets`.
+    logit_rows_N: indices of these tokens: first the last token of each of sampled_rows, then the tokens of `targets`.
     """
 
     logit_rows_N: torch.Tensor
 
 
 def logit_rows(plan: StepPlan) -> PlannedRows:
-    """Return the tokens whose logits a plan needs, in the plan's order."""
+    """Return the tokens of a plan whose logits are needed, in the plan's order."""
     ends = plan.query_lengths.cumsum(dtype=np.int64)
     sampled_rows = np.flatnonzero(plan.needs_sample)
     rows, targets, end = [ends[sampled_rows] - 1], [], len(sampled_rows)
@@ -205,10 +208,10 @@ def logit_rows(plan: StepPlan) -> PlannedRows:
 
 
 def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> AttentionBatch:
-    """Return the cache positions of a plan's tokens, and the tokens that each attends to.
+    """Return the cache positions of a plan's tokens, and which tokens each of them attends to.
 
-    dtype:  type of the attention masks, equal to the model's.
-    window: tokens that a layer with a sliding window attends to; None for a model without such layers.
+    dtype:  type of the attention masks, equal to the model's type.
+    window: number of tokens that a layer with a sliding window attends to; None if the model has no such layer.
     """
     cache_rows_T = torch.from_numpy(plan.slot_mapping)
     lengths, ends = plan.context_lengths.tolist(), plan.query_lengths.cumsum().tolist()
@@ -224,9 +227,10 @@ def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, windo
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """Creates attention masks: each token attends to at most `window` tokens, itself and the tokens before it.
+    """Creates attention masks.
 
-    A mask covers only the pages of its sequence.
+    Each token attends to itself and the tokens before it, at most `window` tokens in total. A mask covers only the
+    pages of the token's sequence.
     """
 
     page_size: int

@@ -1,1 +1,3 @@
-"""The forward pass on a CUDA device: a step's numbers in one copy, layers of kernels, decode steps as graphs."""
+"""The executor for CUDA devices. It copies a step's inputs at once, runs layers of kernels, and replays decode steps as
+graphs.
+"""

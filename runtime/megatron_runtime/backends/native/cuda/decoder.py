@@ -1,8 +1,9 @@
-"""The decoder on a GPU: nine launches per layer of a Llama, four of them matrix products.
+"""The decoder on a GPU. Each layer of a Llama model takes nine launches, four of which are matrix products.
 
-Shapes: T tokens of a step, N some of these, D hidden size, V vocabulary, L layers, P pages, X tokens of a page, E keys
-and values of one token, H query heads, K key-value heads, C head size, S longest sequence, F = C / 2 rotary pairs. In a
-mixture of experts: A tokens in the steps of all expert ranks together, Y experts of this rank.
+Shapes: T tokens of a step, N some of these tokens, D hidden size, V vocabulary, L layers, P pages, X tokens of a page,
+        E keys and values of one token, H query heads, K key-value heads, C head size, S longest sequence, F = C / 2
+        rotary pairs. In a mixture of experts: A tokens in the steps of all expert ranks together, Y experts of this
+        rank.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
 
 class StackedLinear(Linear):
-    """A Linear with the matrix `stack_YNK[number]`."""
+    """A Linear whose matrix is `stack_YNK[number]`."""
 
     def __init__(self, stack_YNK: torch.Tensor, number: int) -> None:
         super().__init__(stack_YNK[number])
@@ -36,7 +37,7 @@ class StackedLinear(Linear):
 
 
 class DeviceLinears(LinearFactory):
-    """Creates dense matrices, each copied to the device as soon as it is read."""
+    """Creates dense matrices and copies each to the device as soon as it is read."""
 
     checks_values = False
 
@@ -62,10 +63,10 @@ class DeviceLinears(LinearFactory):
 
 
 class StagedLinears(LinearFactory):
-    """Creates dense matrices in host memory, from which they are copied over the matrices on the device.
+    """Creates dense matrices in host memory, which are later copied over the matrices on the device.
 
-    weights:  matrices on the device, of the same shapes.
-    allocate: returns host memory of a given size.
+    weights:  matrices on the device, with the same shapes.
+    allocate: returns host memory of a given size in bytes.
     """
 
     def __init__(self, dtype: torch.dtype, weights: DecoderWeights, allocate: Callable[[int], torch.Tensor]) -> None:
@@ -88,7 +89,7 @@ class StagedLinears(LinearFactory):
 
 
 class DeviceMixture:
-    """A mixture of experts whose launches do not depend on the routing. `weights` come from DeviceLinears."""
+    """A mixture of experts whose kernel launches do not depend on the routing. DeviceLinears creates `weights`."""
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._router_ND = weights.router_XD.dense()
@@ -97,7 +98,7 @@ class DeviceMixture:
         self._first = weights.first
 
     def __call__(self, x_AD: torch.Tensor, moe: MoEConfig, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the sum of this rank's experts, y_AD, and the experts of each token, int32 [A, J]."""
+        """Return y_AD, the sum of this rank's experts, and int32 [A, J], the experts of each token."""
         places = expert_places(tokens=len(x_AD), top_k=moe.experts_per_token, num_experts=moe.num_experts)
         routing = kernels.moe_routing(
             F.linear(x_AD, self._router_ND), top_k=moe.experts_per_token, normalize=moe.normalize, alignment=places
@@ -111,8 +112,8 @@ class DeviceMixture:
 class KernelDecoder(Decoder):
     """A decoder that runs the operations in `kernels`. No launch depends on the contents of a step.
 
-    weights:    matrices and tables must be on the device; norms and biases are copied there.
-    max_length: tokens of the longest sequence.
+    weights:    matrices and tables must be on the device already. The decoder copies norms and biases to the device.
+    max_length: number of tokens of the longest sequence.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class KernelDecoder(Decoder):
     def __call__(
         self, step: DeviceStep, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return x_TD before the last norm. Takes the arguments of run_layers()."""
+        """Return x_TD, the hidden states before the last norm. The arguments are as in run_layers()."""
         return self.run_layers(self.embed(step.token_ids_T), step, cache_LPXE, routing_GTJ)
 
     def run_layers(
@@ -227,7 +228,10 @@ class KernelDecoder(Decoder):
     def _add_norm(
         self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor | None
     ) -> torch.Tensor:
-        """Add to the residual in place, and return its norm, or the residual if `weight_D` is None."""
+        """Add `added_TD` to the residual in place.
+
+        Return the norm of the sum, or the sum itself if `weight_D` is None.
+        """
         if weight_D is None:
             return residual_TD if added_TD is None else residual_TD.add_(added_TD)
         return self.kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
@@ -250,7 +254,7 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """Return `weights` with its tensors and its router on the device. All other matrices are on the device already."""
+    """Return `weights` with all tensors and the router on the device. The other matrices are there already."""
     moved: dict[str, Any] = {}
     for field in fields(weights):
         value = getattr(weights, field.name)

@@ -14,9 +14,9 @@ import torch
 Record = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
 """Records the launches of a function.
 
-Returns a function that repeats the launches, and the output, which each repetition overwrites.
+Returns a function that repeats the launches, and the output of the launches. Each repetition overwrites this output.
 
-While a function is recorded, no other thread of the process may allocate memory of the device or wait for it.
+While a function is recorded, no other thread of the process may allocate device memory or wait for the device.
 """
 WARM_UP_RUNS = 2
 """Number of runs before a recording, because a recording must not compile kernels or initialise libraries."""
@@ -26,17 +26,20 @@ class DeviceFunctions(Protocol):
     """The functions of one device. Tests replace them with functions that run on the CPU."""
 
     def recorder(self) -> Record:
-        """Return a Record whose recordings share their memory."""
+        """Return a Record. All its recordings share one memory pool."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Run launches on a second stream, after everything launched before, and wait for them at the end."""
+        """Return a context whose launches run on a second stream.
+
+        They start after all earlier launches. At its end, the context waits for them.
+        """
 
     def host_memory(self, size: int) -> torch.Tensor:
-        """Return `size` bytes, uint8, that the device can copy at full bus bandwidth."""
+        """Return `size` bytes of host memory, uint8, which the device can copy at full bus bandwidth."""
 
 
 class CudaFunctions:
-    """Implements DeviceFunctions."""
+    """Implements DeviceFunctions for a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -73,7 +76,7 @@ class CudaFunctions:
 
 
 class HostFunctions:
-    """Implements DeviceFunctions for the CPU, which has no graphs and no streams."""
+    """Implements DeviceFunctions for the CPU, which has neither graphs nor streams."""
 
     def recorder(self) -> Record:
         raise NotImplementedError("graph_rows must be 0 on a CPU, which has no CUDA graphs")

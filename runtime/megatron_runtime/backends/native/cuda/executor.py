@@ -1,5 +1,6 @@
-"""An executor that runs a model on a CUDA device: it replays decode steps from CUDA graphs and samples on the
-device.
+"""An executor that runs a model on a CUDA device.
+
+It replays decode steps from CUDA graphs and samples on the device.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class StepOutput:
     logits_BV: logits of the last token of each row, in the model's type.
     tokens_B, log_probs_B: int32 and float32, sampled from logits_BV; NOT_FINITE for a row with non-finite numbers.
     routing_GTJ: as in ForwardStep.
-    x_TD:      last hidden states of all tokens; None for a graph, which only needs the last tokens' states.
+    x_TD:      last hidden states of all tokens. None for a graph, which needs only the state of each row's last token.
     """
 
     logits_BV: torch.Tensor
@@ -58,8 +59,10 @@ class StepOutput:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """Return the sizes to capture: 1, 2, 4, then in steps of 8 up to 128, of 16 up to 256, of 32 up to `max_rows`; none
-    if `max_rows` is 0.
+    """Return the numbers of rows for which graphs are captured.
+
+    These are 1, 2 and 4, then multiples of 8 up to 128, of 16 up to 256, and of 32 up to `max_rows`. The result is
+    empty if `max_rows` is 0.
     """
     if max_rows == 0:
         return ()
@@ -68,16 +71,16 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
-    """Return the number of rows that a step of `rows` is padded to; None beyond the largest graph."""
+    """Return the number of rows to which a step of `rows` rows is padded; None if `rows` exceeds the largest graph."""
     index = bisect_left(sizes, rows)
     return sizes[index] if index < len(sizes) else None
 
 
 class DecodeGraphs:
-    """Decode steps as CUDA graphs: one launch from the host replays all kernels of a step, including sampling.
+    """Decode steps as CUDA graphs. One launch from the host replays all kernels of a step, including sampling.
 
-    run:    computes a step with the given number of rows from buffers whose addresses do not change.
-    sizes:  numbers of rows, ascending; each is captured.
+    run:    computes a step with a given number of rows from buffers whose addresses do not change.
+    sizes:  numbers of rows for which a step is captured, ascending.
     """
 
     def __init__(self, run: Callable[[int], StepOutput], sizes: Sequence[int], record: Record) -> None:
@@ -89,11 +92,13 @@ class DecodeGraphs:
 
     @property
     def sizes(self) -> list[int]:
-        """The captured sizes, ascending."""
+        """The numbers of rows of the captured steps, ascending."""
         return sorted(self._captured)
 
     def replay(self, size: int) -> StepOutput:
-        """Compute a step of `size` rows from the contents of the buffers. The next replay overwrites the output."""
+        """Compute a step of `size` rows from the contents of the buffers. The next replay overwrites the returned
+        output.
+        """
         replay, output = self._captured[size]
         replay()
         return output
@@ -102,19 +107,19 @@ class DecodeGraphs:
 class CudaExecutor(TorchExecutor):
     """A TorchExecutor on one CUDA device, with the operations of megatron_kernels.
 
-    Every tensor rank draws the tokens from the same gathered logits; the tokens of the first tensor rank are used.
-    Expert ranks replay graphs of the same size, the one that the rank with the most rows needs, so that the tensors
-    that they exchange have one size.
+    Every tensor rank samples from the same gathered logits, and the tokens of the first tensor rank are used. All
+    expert ranks replay graphs of one size, so that the tensors that they exchange have equal sizes. The rank with the
+    most rows determines this size.
 
     dtype:      "auto" (bfloat16), "bfloat16", "float16", "float32".
     max_rows, max_tokens: limits of a step.
     graph_rows: maximum number of rows of a decode step that is replayed from a CUDA graph; 0 uses no graphs.
-    kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
-    device:     None is the current CUDA device. Tests run the same steps on the CPU.
+    kernels:    None selects kernels by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
+    device:     None means the current CUDA device. Tests run the same steps on the CPU.
     functions:  graphs, streams and memory of the device; None uses CUDA for `device`.
 
     `buffers` are allocated with the weights. prepare() captures `graphs`, which are None after the weights or the KV
-    cache are released. swap_weights() copies the staged weights to the addresses of those in use, so the graphs stay.
+    cache are released. swap_weights() copies the staged weights over the weights in use, so the graphs stay valid.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ class CudaExecutor(TorchExecutor):
             staging=lambda weights: StagedLinears(type_, weights, self._functions.host_memory),
             **options,
         )
-        # The steps of ranks with pipeline stages exchange tensors with other processes between two launches.
+        # With pipeline stages, a step exchanges tensors with other processes between two launches.
         self._graph_sizes = graph_sizes(graph_rows) if self._sizes.pipeline == 1 else ()
 
     def load(self) -> None:
@@ -167,7 +172,9 @@ class CudaExecutor(TorchExecutor):
                 raise
 
     def prepare(self) -> None:
-        """Compile the kernels, unless the ranks of `groups` have done so together, and capture all graphs."""
+        """Compile the kernels, unless the ranks of `groups` have already compiled them together, and capture all
+        graphs.
+        """
         self._select_device()
         if self._groups is None and not self._is_warm:
             PROGRESS.report(Stage.COMPILE)
@@ -200,7 +207,7 @@ class CudaExecutor(TorchExecutor):
         self._trim_memory()
 
     def _copy_into(self, staged: DecoderWeights) -> DecoderWeights:
-        """Copy staged weights to the tensors of the model, and return these."""
+        """Copy staged weights into the model's tensors, and return the model's weights."""
         assert self.model is not None, "it has the weights in use"
         with self._functions.aside():
             for target, source in zip(self.model.weights.tensors(), staged.tensors(), strict=True):
@@ -269,8 +276,9 @@ class CudaExecutor(TorchExecutor):
         return StepOutput(logits_BV, *draw(self.model.kernels.sample, logits_BV, step), routing_GTJ)
 
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
-        """Return the size of the graph to replay for `rows` of the plan. None if the plan has prompts or no graph is
-        large enough: then each kernel is launched.
+        """Return the size of the graph to replay for `rows` rows of the plan.
+
+        Returns None if the plan has prompts or no graph is large enough. The host then launches each kernel.
         """
         batch = plan.sampling
         reports_prompts = bool(batch.prompt_targets) or bool(batch.returns_hidden.any())

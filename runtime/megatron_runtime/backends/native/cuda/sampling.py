@@ -1,8 +1,8 @@
-"""Sampling on the device: only tokens and log-probabilities of the rows that request them travel to the host.
+"""Sampling on the device. Only tokens and requested log-probabilities are copied to the host.
 
-A step draws its tokens in the graph that computes the logits. Rows whose logits are edited first, or whose
-log-probabilities refer to edited logits, are drawn after it by the same kernel. The results equal the results of
-`megatron_runtime.sampling.sampler`, which describes the meaning of each part.
+The graph that computes the logits of a step also draws the tokens. The same kernel draws some rows after the step: rows
+whose logits are edited first, and rows whose log-probabilities refer to edited logits. The results equal the results of
+`megatron_runtime.sampling.sampler`, which documents each part.
 
 Shapes: B rows of the step, M rows that are drawn later, W rows that report log-probabilities, V vocabulary, K most
         likely tokens, E (row, token) entries.
@@ -45,12 +45,14 @@ def draw(
     which_N: torch.Tensor | None = None,
     processed_NV: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return tokens int32 [N], drawn with the parameters of the step, and their log-probabilities float32 [N].
+    """Draw one token per row of `logits_NV` with the parameters of the step.
+
+    Returns the tokens, int32 [N], and their log-probabilities, float32 [N].
 
     sample:       the sampling kernel.
-    which_N:      int64 [N], the row of the step for each row of logits_NV. None: logits_NV has all rows of the step;
-                  the rows in StagedStep.later are sampled greedily here and drawn again later.
-    processed_NV: float32; receives the logits from which the tokens are drawn. None: they are not needed.
+    which_N:      int64 [N], the row of the step for each row of logits_NV. None means that logits_NV has all rows of
+                  the step. The rows in StagedStep.later are then sampled greedily here and drawn again later.
+    processed_NV: float32; receives the logits from which the tokens are drawn. None if they are not needed.
     """
     columns = {
         "temperature_N": step.temperature_B if which_N is None else step.own_temperature_B,
@@ -67,12 +69,13 @@ def draw(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceForwardStep(ForwardStep):
-    """A ForwardStep from which the device samples.
+    """A ForwardStep whose tokens are sampled on the device.
 
     staged:      the step.
-    at:          int64 [n]; rows of logits_BV that belong to rows.sampled_rows.
-    kernel:      draws tokens.
-    tokens_B, log_probs_B: int32 and float32, drawn with the logits; the entries of staged.later are not used.
+    at:          int64 [n]; the row of logits_BV for each row of rows.sampled_rows.
+    kernel:      the sampling kernel.
+    tokens_B, log_probs_B: int32 and float32, drawn with the logits. The entries of the rows in staged.later are not
+        used.
     read_tokens: waits for the device and returns tokens_B.
     """
 
@@ -128,10 +131,10 @@ class DeviceForwardStep(ForwardStep):
             )
 
     def _draw_later(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw the tokens of staged.later.
+        """Draw the tokens of the rows in staged.later.
 
-        Returns tokens_B with these tokens, a RowFailure for each row that fails; and processed_MV, the logits that they
-        are drawn from, unless `reports_raw`.
+        Returns tokens_B with these tokens, or a RowFailure for each row that fails. The second value is processed_MV,
+        the logits from which the tokens are drawn, or None if `reports_raw`.
         """
         later, device = self.staged.later, self.logits_BV.device
         which_M = torch.from_numpy(later).to(device)
@@ -149,12 +152,12 @@ class DeviceForwardStep(ForwardStep):
 
 
 def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
-    """Penalise, bias and mask rows in place, as sampler.apply_edits() does. logits_MV: float32, contiguous."""
+    """Penalise, bias and mask rows in place like sampler.apply_edits(). logits_MV: float32, contiguous."""
     vocabulary, device = logits_MV.shape[1], logits_MV.device
     flat = logits_MV.view(-1)
 
     def places(ids: list[tuple[int, Int32]]) -> torch.Tensor:
-        """Return the indices in `flat` of tokens listed by row, int64 [E]."""
+        """Return int64 [E], the indices in `flat` of the tokens that `ids` lists by row."""
         lengths, rows = [len(of_row) for _, of_row in ids], [row for row, _ in ids]
         place_E = np.concatenate([of_row for _, of_row in ids]) + np.repeat(np.array(rows) * vocabulary, lengths)
         return torch.from_numpy(place_E).to(device)
@@ -191,7 +194,7 @@ def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
 
 
 def _log_probs(logits_BV: torch.Tensor, which: Int64, tokens: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """Compute sampler.log_probs() on the device, for the rows `which` and their `tokens`, int [W]."""
+    """Compute sampler.log_probs() on the device, for the rows `which`, int64 [W], and their tokens, int [W]."""
     device, top_n = logits_BV.device, min(top_n, logits_BV.shape[1])
     which_W, tokens_W = torch.from_numpy(np.stack([which, tokens.astype(np.int64)])).to(device)
     parts = []
@@ -206,10 +209,12 @@ def _log_probs(logits_BV: torch.Tensor, which: Int64, tokens: npt.NDArray[np.int
 
 
 def _likeliest(values_WV: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the ids of the largest values, descending, int64 [W, count]; among equals, the lower id comes first."""
+    """Return the ids of the largest values, int64 [W, count], by descending value. Of equal values, the lower id is
+    first.
+    """
     if count == 0:
         return values_WV.new_empty(len(values_WV), 0, dtype=torch.int64)
     bits_WV = (values_WV + 0.0).view(torch.int32)  # -0.0 becomes 0.0
-    ordered_WV = bits_WV ^ ((bits_WV >> 31) & 0x7FFFFFFF)  # as the floats are
+    ordered_WV = bits_WV ^ ((bits_WV >> 31) & 0x7FFFFFFF)  # the integers now sort like the floats
     keys_WV = (ordered_WV.long() << 32) | (_LOW - torch.arange(values_WV.shape[1], device=values_WV.device))
     return _LOW - (keys_WV.topk(count, dim=1).values & _LOW)

@@ -1,6 +1,8 @@
-"""A step plan on the device: one copy per step, to addresses that do not change, so that graphs can be replayed.
+"""A step plan on the device.
 
-T tokens, B sequences (rows), M pages of a block table.
+Each plan is copied at once to addresses that do not change, so that graphs can be replayed.
+
+Shapes: T tokens, B sequences (rows), M pages of a block table.
 """
 
 from __future__ import annotations
@@ -32,13 +34,14 @@ _BY_ROW = {
 
 @dataclass(frozen=True, slots=True)
 class DeviceStep:
-    """The tensors of one step. The D rows with one new token, the decodes, come first.
+    """The tensors of one step. The D decode rows, which have one new token each, come first.
 
     token_ids_T, positions_T: int64; slots_T: int64, page · page_size + offset, −1 for padding.
     block_table_BM, lengths_B: int32; a padding row has length 0.
-    prefill_starts:           int32 [B − D + 1]; first token of each row after the decodes, counted from their end.
+    prefill_starts:           int32 [B − D + 1]; offset of the first token of each row after the decodes, counted from
+        the end of the decode tokens.
     own_temperature_B, top_k_B …: as in SamplingBatch, by row of this step.
-    temperature_B:            0 for the rows of StagedStep.later.
+    temperature_B:            own_temperature_B, but 0 for the rows of StagedStep.later.
     """
 
     decodes: int
@@ -62,8 +65,8 @@ class StagedStep:
     """A plan on the device.
 
     rows: int64 [B]; the row of the plan for each row of the step.
-    ends: int64 [B]; one past the last token of each row.
-    later: int64 [m]; rows of the step whose tokens are drawn after the step, from logits that are changed first.
+    ends: int64 [B]; index after the last token of each row.
+    later: int64 [m]; rows of the step whose tokens are drawn after the step, because their logits are edited first.
     """
 
     step: DeviceStep
@@ -73,9 +76,10 @@ class StagedStep:
 
 
 class StepBuffers:
-    """Memory for the largest step, on the device and, pinned, on the host.
+    """Memory for the largest step, on the device and in pinned host memory.
 
-    max_tokens, max_rows: limits of a step. max_pages: limit of a sequence.
+    max_tokens, max_rows: limits of a step.
+    max_pages: maximum number of pages of a sequence.
     """
 
     def __init__(self, *, max_tokens: int, max_rows: int, max_pages: int, device: torch.device) -> None:
@@ -96,12 +100,12 @@ class StepBuffers:
             self._tensors[name] = self._device[part].view(kinds[name])
             start += size
         self._decodes: dict[int, DeviceStep] = {}
-        """The decode steps by their number of rows."""
+        """The decode steps, by number of rows."""
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
-        """Recorded after the copies of a step. Until it is reached, the host buffers must not change."""
+        """Recorded after a step's copies. The host buffers must not change before the device has reached this event."""
 
     def clear(self) -> None:
-        """Fill the decode buffers with padding rows, so that a step on them writes to no cache slot."""
+        """Fill the decode buffers with padding rows, so that a step with them writes to no cache slot."""
         if self._sent is not None:
             self._sent.synchronize()
         self._pad(0, len(self._numbers["lengths_B"]))
@@ -110,8 +114,8 @@ class StepBuffers:
     def stage(self, plan: StepPlan, *, later: Int64 = _NO_ROWS, decode_size: int | None = None) -> StagedStep:
         """Copy the plan to the device.
 
-        later: int64 [m]; rows of the plan: StagedStep.later.
-        decode_size: number of rows to pad a plan of decodes to; None does not pad.
+        later: int64 [m]; the rows of the plan whose tokens are drawn after the step (see StagedStep.later).
+        decode_size: number of rows to which a plan of decodes is padded; None adds no padding.
         """
         if self._sent is not None:
             self._sent.synchronize()
@@ -141,7 +145,7 @@ class StepBuffers:
             later = np.flatnonzero(np.isin(rows, later))
             numbers["temperature_B"][later] = 0
         numbers["starts"][1 : size - decodes + 1] = ends[decodes:] - decodes
-        # The tables are the last part of the buffer, at the width in use: from there a kernel distributes their rows.
+        # The tables are the last part of the buffer, with the width in use. A kernel copies their rows from there.
         width = plan.block_tables.shape[1]
         numbers["tables"][: size * width] = plan.block_tables[order].ravel()
         end = len(self._host) - 4 * (len(numbers["tables"]) - size * width)
@@ -156,7 +160,7 @@ class StepBuffers:
         return StagedStep(self.step(size, tokens=tokens, decodes=decodes), rows, ends, later)
 
     def step(self, rows: int, *, tokens: int, decodes: int) -> DeviceStep:
-        """Return the tensors of a step of this size: views of the buffers, with their current contents."""
+        """Return the tensors of a step of this size. They are views of the buffers with their current contents."""
         if decodes == tokens and decodes in self._decodes:
             return self._decodes[decodes]
         tensors = self._tensors
@@ -172,7 +176,7 @@ class StepBuffers:
         return step
 
     def _pad(self, start: int, stop: int) -> None:
-        """Add padding rows, which attend to nothing, write nothing, and sample greedily."""
+        """Write padding rows, which attend to no token, write no KV, and sample greedily."""
         for name in ("token_ids_T", "positions_T", "lengths_B", "temperature_B"):
             self._numbers[name][start:stop] = 0
         self._numbers["slots_T"][start:stop] = _PADDING_SLOT

@@ -1,10 +1,11 @@
-"""The prefix cache: allocates the pages of the KV cache, and lets requests with equal prefixes share pages.
+"""The prefix cache. It allocates the pages of the KV cache, and lets requests with equal prefixes share pages.
 
-A usable page is free, held by one or more owners (requests or transfers), or idle: cached without an owner. The last
-page is the dummy page. Padding refers to it, and it has no owner.
+A usable page is free, owned by one or more requests or transfers, or idle (cached without an owner). The last page is
+the dummy page. Padding refers to the dummy page, which has no owner.
 
 A block is `pages_per_block` pages with the KV of one complete block of prompt tokens. Its key is a digest over its
-tokens and all tokens before them, so equal keys mean equal KV. A request that holds a block holds all blocks before it.
+tokens and all tokens before them, so equal keys mean equal KV. A request that holds a block also holds all blocks
+before it.
 """
 
 from __future__ import annotations
@@ -31,19 +32,21 @@ class CachedBlock:
 
     @property
     def id(self) -> int:
-        """The first page."""
+        """The block's id, which is its first page."""
         return int(self.pages[0])
 
 
 class PrefixCache:
-    """Allocates the page ids 0 … num_pages − 2, the last released page first, and finds complete blocks by their keys.
+    """Allocates the page ids 0 … num_pages − 2, starting with the page released last, and finds complete blocks by key.
 
-    A block without an owner is evicted at once (REF_ZERO), or when its pages are needed (LRU). LRU evicts the block
-    that has been idle the longest. It never evicts a block with an owner, or a block before its continuations.
+    The policy REF_ZERO evicts a block as soon as it has no owner. The policy LRU evicts blocks when pages are needed,
+    and starts with the block that has been idle the longest. LRU never evicts a block with an owner, or a block before
+    its continuations.
 
-    references: int32 [num_pages]; owners of each page. All pages of a block have the same owners.
-    is_cached:  bool [num_pages]; pages of cached blocks, which become idle, not free, without an owner.
-    num_usable, num_free, num_idle: counts of pages.
+    references: int32 [num_pages]; number of owners of each page. All pages of a block have the same owners.
+    is_cached:  bool [num_pages]; whether the page belongs to a cached block. Such a page without an owner is idle, not
+                free.
+    num_usable, num_free, num_idle: numbers of pages.
     """
 
     def __init__(self, num_pages: int, policy: PrefixCachingEvictionPolicy, *, pages_per_block: int = 1) -> None:
@@ -58,8 +61,11 @@ class PrefixCache:
         self._by_key: dict[bytes, CachedBlock] = {}
         self._by_id: dict[int, CachedBlock] = {}
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
-        """Idle blocks by id, in the order of eviction. A continuation comes before the blocks that it continues:
-        requests release it no later than these, and release() adds the blocks of one request in reverse."""
+        """Idle blocks by id, in the order of eviction.
+
+        A continuation comes before the blocks that it continues. Requests release it no later than these blocks, and
+        release() adds the blocks of one request in reverse order.
+        """
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []
         self._has_cleared = False
@@ -80,7 +86,7 @@ class PrefixCache:
         return self.num_usable - self.num_free - self.num_idle
 
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
-        """Return the cached blocks of the longest prefix of `keys` whose blocks are all cached."""
+        """Return the cached blocks of the longest prefix of `keys` that is completely cached."""
         found = []
         for key in keys:
             block = self._by_key.get(key)
@@ -90,12 +96,12 @@ class PrefixCache:
         return found
 
     def num_available(self, matched: Sequence[CachedBlock] = ()) -> int:
-        """Return the number of pages that allocate() can return after the blocks `matched` are pinned."""
+        """Return the number of pages that allocate() can return after the blocks in `matched` are pinned."""
         to_pin = sum(block.id in self._idle for block in matched)
         return self.num_free + self.num_idle - to_pin * self.pages_per_block
 
     def pin(self, blocks: Sequence[CachedBlock]) -> Pages:
-        """Add an owner to `blocks`, as find() returned them. Return their pages in order."""
+        """Add an owner to `blocks`, which find() returned. Return their pages in order."""
         if not blocks:
             return np.empty(0, np.int32)
         for block in blocks:
@@ -105,8 +111,9 @@ class PrefixCache:
         return pages
 
     def allocate(self, count: int) -> Pages | None:
-        """Return `count` pages with one owner, evicting idle blocks as needed; evict nothing and return None if there
-        are too few.
+        """Return `count` pages with one owner, and evict idle blocks if needed.
+
+        Return None, and evict nothing, if too few pages are available.
         """
         missing = count - self.num_free
         if missing > self.num_idle:
@@ -119,7 +126,7 @@ class PrefixCache:
         return pages
 
     def release(self, pages: Pages) -> None:
-        """Remove one owner of each of `pages`, which are all pages of a request, in order."""
+        """Remove one owner from each of `pages`, which must be all pages of a request in order."""
         self.references[pages] -= 1
         owners = self.references[pages]
         if (owners < 0).any():
@@ -137,9 +144,9 @@ class PrefixCache:
                 self._idle[page] = block
 
     def register(self, key: bytes, pages: Pages) -> bool:
-        """Cache a computed block. The caller holds `pages` and all blocks before it.
+        """Cache a computed block. The caller must hold `pages` and all blocks before this block.
 
-        Return False, and change nothing, if other pages are cached under this key already.
+        Return False, and change nothing, if other pages are already cached under this key.
         """
         known = self._by_key.get(key)
         if known is not None:
@@ -154,7 +161,7 @@ class PrefixCache:
         return True
 
     def clear(self) -> None:
-        """Evict all blocks, as after a change of weights. Held pages stay held."""
+        """Evict all blocks because the weights have changed. Pages that have an owner stay allocated to that owner."""
         for block in self._idle.values():
             self._free_pages(block.pages)
         self.is_cached[:] = False
@@ -166,8 +173,8 @@ class PrefixCache:
     def take_events(self) -> CacheEvents:
         """Return the changes since the last call.
 
-        The first list has keys that were stored and are still cached, the second keys that were evicted and not cached
-        again.
+        The first list has the keys that were stored and are still cached. The second list has the keys that were
+        evicted and are not cached again.
         """
         events = CacheEvents(
             stored=[key for key in dict.fromkeys(self._stored) if key in self],
@@ -178,7 +185,7 @@ class PrefixCache:
         return events
 
     def _evict(self, block: CachedBlock) -> None:
-        """Remove a block without an owner, and free its pages."""
+        """Remove a block that has no owner, and free its pages."""
         del self._by_key[block.key]
         del self._by_id[block.id]
         self.is_cached[block.pages] = False
@@ -191,7 +198,7 @@ class PrefixCache:
         self.num_free = end
 
     def check_integrity(self, held: Pages) -> None:
-        """Compare pages, blocks and counts with each other, and with `held`, which lists each page once per owner.
+        """Check that pages, blocks and counts agree with each other and with `held`, which lists a page once per owner.
 
         Raises AssertionError.
         """

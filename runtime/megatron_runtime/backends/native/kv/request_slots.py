@@ -1,4 +1,7 @@
-"""Requests that hold a slot: their tokens, parameters and pages, in columns indexed by slot. No torch."""
+"""Requests that hold a slot. Their tokens, parameters and pages are in columns indexed by slot.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ Routing = npt.NDArray[Any]
 class _Chain:
     """The complete prompt blocks of a slot.
 
-    keys:       keys of all blocks that will be cached.
+    keys:       prefix-cache keys of all blocks that will be cached.
     num_cached: number of leading blocks that are cached already.
     """
 
@@ -38,42 +41,42 @@ class _Chain:
 class RecordedRouting:
     """The experts that computed each token in the KV cache, indexed by cache slot, if the engine records them.
 
-    Like the KV, they are shared between requests, and a suspend keeps them.
+    Requests that share KV share these records, and a suspend keeps them.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         self._shape = num_pages, page_size
         self._of_pages: Routing | None = None
-        """[pages, page_size, layers with experts, experts of a token]; None before the first record."""
+        """Shape [pages, page_size, layers with experts, experts of a token]; None before the first record."""
 
     def record(self, cache_slots: npt.NDArray[np.int64], routing: Routing) -> None:
-        """Store the experts of the tokens of a step. cache_slots: int64 [T], StepPlan.slot_mapping."""
+        """Store the experts of a step's tokens. cache_slots: int64 [T], as StepPlan.slot_mapping."""
         if self._of_pages is None:
             self._of_pages = np.empty((*self._shape, *routing.shape[1:]), dtype=routing.dtype)
         page_size = self._shape[1]
         self._of_pages[cache_slots // page_size, cache_slots % page_size] = routing
 
     def of_tokens(self, pages: npt.NDArray[np.int32], count: int) -> Routing | None:
-        """Return the experts of the first `count` tokens of some pages; None if they are not recorded."""
+        """Return the experts of the first `count` tokens in `pages`; None if experts are not recorded."""
         if self._of_pages is None:
             return None
         return self._of_pages[pages].reshape(-1, *self._of_pages.shape[2:])[:count]
 
 
 class RequestSlots:
-    """State of the admitted requests, as arrays indexed by slot.
+    """The state of the admitted requests, in arrays indexed by slot.
 
     A request gets a slot at admission. Slot and pages are freed when the request ends or is preempted.
 
     tokens:       int32 [slots, max_sequence_length]; prompt, then generated tokens.
-    num_tokens:   int32 [slots]; number of these tokens.
-    num_computed: int32 [slots]; number of them in the KV cache.
-    num_pages:    int32 [slots]; pages held.
+    num_tokens:   int32 [slots]; number of tokens in `tokens`.
+    num_computed: int32 [slots]; number of tokens whose KV is in the KV cache.
+    num_pages:    int32 [slots]; number of pages that the slot holds.
     is_long:      int32 [slots]; 1 if the request may become longer than the model's `short_length`.
-    samples:      bool [slots]; False for a request whose prompt is only computed and that samples no token.
-    block_tables: int32 [slots, pages per sequence]; pages held, then the dummy page.
+    samples:      bool [slots]; False for a request that only computes its prompt and samples no token.
+    block_tables: int32 [slots, pages per sequence]; the slot's pages, padded with the dummy page.
 
-    A block is `block_size_tokens` tokens of a prompt, the unit in which KV is shared.
+    A block is `block_size_tokens` tokens of a prompt. Requests share KV in units of blocks.
     """
 
     def __init__(self, config: InferenceConfig, *, max_sequence_length: int, page_size: int, num_pages: int) -> None:
@@ -103,7 +106,7 @@ class RequestSlots:
         self._free_slots = list(range(slots))[::-1]
         self._chains: dict[int, _Chain] = {}
         self._computing: dict[bytes, int] = {}
-        """The slot that will compute a block, by the block's digest."""
+        """The slot that will compute a block, by the block's key."""
 
     # --- slots --------------------------------------------------------------------------------------------------
 
@@ -120,7 +123,7 @@ class RequestSlots:
         return sorted(self._chains)
 
     def tokens_left(self, slots: Slots) -> Int32:
-        """Return the number of tokens of each slot that are not in the KV cache yet."""
+        """Return for each slot the number of tokens that are not in the KV cache yet."""
         left: Int32 = self.num_tokens[slots] - self.num_computed[slots]
         return left
 
@@ -129,13 +132,13 @@ class RequestSlots:
         return tokens
 
     def routing_of(self, slot: int) -> Routing | None:
-        """Return the experts of the tokens of a slot that are in the KV cache; None if they are not recorded."""
+        """Return the experts of a slot's tokens in the KV cache; None if experts are not recorded."""
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
         """Assign and return a slot, with pages for all tokens of the request. The caller must have called has_room().
 
-        matched: the cached blocks that match() returned. Their pages become the first pages of the request.
+        matched: the cached blocks that match() returned. Their pages become the request's first pages.
         """
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
@@ -183,7 +186,7 @@ class RequestSlots:
                 return_counts=True,
             )
             freed = pages[self.prefix_cache.references[pages] == owners]
-            # A matched block that only these slots hold is either pinned, or evicted and computed again.
+            # A matched block that only these slots hold is pinned, or it is evicted and computed again.
             kept = [block.pages for block in matched]
             available += len(np.setdiff1d(freed, np.concatenate(kept)) if kept else freed)
         elif not self._free_slots:
@@ -192,11 +195,11 @@ class RequestSlots:
         return needed + spare_pages <= available
 
     def short_of_pages(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """Return the indices in `slots` of slots without a page for their newest token."""
+        """Return the indices in `slots` of the slots that lack a page for their newest token."""
         return np.flatnonzero(self.num_tokens[slots] > self.num_pages[slots] * self.page_size)
 
     def grow(self, slot: int) -> bool:
-        """Add a page. Return False, and change nothing, if no page is free."""
+        """Add a page to `slot`. Return False, and change nothing, if no page is available."""
         page = self.prefix_cache.allocate(1)
         if page is None:
             return False
@@ -205,13 +208,13 @@ class RequestSlots:
         return True
 
     def append(self, slots: Slots, tokens: Int32) -> None:
-        """Append a token to each of `slots`."""
+        """Append one of `tokens` to each of `slots`."""
         self.tokens[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
         self.sampling.append(slots, tokens)
 
     def release(self, slot: int) -> None:
-        """Free the slot and its pages."""
+        """Free the slot and release its pages."""
         held = int(self.num_pages[slot])
         self._stop_computing(slot)
         del self._chains[slot]
@@ -226,10 +229,10 @@ class RequestSlots:
     # --- prefix cache -------------------------------------------------------------------------------------------
 
     def match(self, request: CoreRequest) -> tuple[list[CachedBlock], bool]:
-        """Return the cached blocks with which the request begins, and whether it should wait.
+        """Return the cached blocks at the start of the request's prompt, and whether the request should wait.
 
-        It should wait if another slot is computing its next block now. The returned blocks always leave at least two
-        tokens to compute.
+        The request should wait if another slot is computing the request's next block now. The returned blocks always
+        leave two or more tokens to compute.
         """
         if not request.reads_cache:
             return [], False
@@ -254,7 +257,7 @@ class RequestSlots:
                 chain.num_cached += 1
 
     def _stop_computing(self, slot: int) -> None:
-        """Stop caching blocks of this slot."""
+        """Stop caching this slot's blocks."""
         chain = self._chains[slot]
         for digest in chain.missing():
             if self._computing.get(digest) == slot:
@@ -262,20 +265,23 @@ class RequestSlots:
         chain.keys = chain.keys[: chain.num_cached]
 
     def clear_prefix_cache(self) -> None:
-        """Evict all blocks, because the weights have changed. Blocks under computation are not cached either."""
+        """Evict all blocks, because the weights have changed.
+
+        Blocks that are being computed will not be cached either.
+        """
         self._computing.clear()
         self._chains = {slot: _Chain([], 0) for slot in self._chains}
         self.prefix_cache.clear()
         self.transfers.clear()
 
     def held_pages(self) -> npt.NDArray[np.int64]:
-        """Return the pages whose KV may be read again: pages of slots and of cached blocks."""
+        """Return the pages whose KV can be read again, which are the pages of slots and of cached blocks."""
         return np.flatnonzero((self.prefix_cache.references > 0) | self.prefix_cache.is_cached)
 
     # --- introspection ------------------------------------------------------------------------------------------
 
     def check_integrity(self) -> None:
-        """Compare pages, slots and the prefix cache. Raises AssertionError."""
+        """Check that pages, slots and the prefix cache agree. Raises AssertionError."""
         held = [self.block_tables[slot, : self.num_pages[slot]] for slot in self._chains]
         held += self.transfers.held()
         self.prefix_cache.check_integrity(np.concatenate([np.empty(0, np.int32), *held]))

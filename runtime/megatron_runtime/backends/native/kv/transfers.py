@@ -1,4 +1,4 @@
-"""Blocks of the prefix cache that another engine reads or writes. Their pages are pinned during the transfer.
+"""Prefix-cache blocks that another engine reads or writes. Their pages are pinned during the transfer.
 
 This module does not import torch.
 """
@@ -12,14 +12,14 @@ import numpy as np
 from megatron_runtime.backends.native.kv.prefix_cache import Pages, PrefixCache
 
 EXPORT_SHARE = 4
-"""Exports hold at most this fraction, a quarter, of the usable pages."""
+"""Exports hold at most 1 / EXPORT_SHARE of the usable pages."""
 
 
 class PinnedTransfers:
     """The exports and imports of one engine by dispatch id. Each owns its pages, as a request does.
 
-    Imported blocks enter the prefix cache when all blocks of their prompt have arrived. A request with the same prompt
-    that begins earlier computes the blocks itself.
+    Imported blocks enter the prefix cache when all blocks of their prompt have arrived. If a request with the same
+    prompt starts earlier, it computes the blocks itself.
     """
 
     def __init__(self, cache: PrefixCache) -> None:
@@ -27,7 +27,7 @@ class PinnedTransfers:
         self._exports: dict[int, Pages] = {}
         self._imports: dict[int, tuple[Sequence[bytes], Pages]] = {}
         self._ready: dict[bytes, int] = {}
-        """The last digest of each import that is complete -> its id."""
+        """Map from the last key of each complete import to the id of the import."""
 
     def export(self, transfer: int, keys: Sequence[bytes]) -> list[bytes]:
         """Pin the cached prefix of `keys`, up to the limit for exports. Return the keys of the pinned blocks."""
@@ -38,7 +38,7 @@ class PinnedTransfers:
         return [block.key for block in blocks]
 
     def reserve(self, transfer: int, keys: Sequence[bytes]) -> int | None:
-        """Allocate pages for the blocks `keys`. Return the number of leading blocks that are cached already.
+        """Allocate pages for the blocks with `keys`. Return the number of leading blocks that are cached already.
 
         Return None, and allocate nothing, if too few pages are free.
         """
@@ -52,11 +52,11 @@ class PinnedTransfers:
         return len(cached)
 
     def exported(self, transfer: int, block: int) -> Pages:
-        """Return the pages of a block of an export. Raises KeyError if the export has ended."""
+        """Return the pages of one block of an export. Raises KeyError if the export has ended."""
         return self._block(self._exports[transfer], block)
 
     def reserved(self, transfer: int, block: int) -> Pages:
-        """Return the pages of a block of an import. Raises KeyError if the import has ended."""
+        """Return the pages of one block of an import. Raises KeyError if the import has ended."""
         return self._block(self._imports[transfer][1], block)
 
     def _block(self, pages: Pages, block: int) -> Pages:
@@ -64,16 +64,19 @@ class PinnedTransfers:
         return pages[block * size : (block + 1) * size]
 
     def complete(self, transfer: int) -> None:
-        """Cache the blocks of an import. They stay pinned. Raises KeyError if the import has ended."""
+        """Cache the blocks of an import, and keep them pinned. Raises KeyError if the import has ended."""
         keys, pages = self._imports[transfer]
         for block, key in enumerate(keys):
-            self._cache.register(key, self._block(pages, block))  # False: it was computed or imported meanwhile
+            self._cache.register(key, self._block(pages, block))  # False if it was computed or imported meanwhile
         self._imports[transfer] = keys, self._cache.pin(self._cache.find(keys))
         self._cache.release(pages)
         self._ready[keys[-1]] = transfer
 
     def used(self, key: bytes) -> None:
-        """Release the import whose last block is `key`. A request with these blocks was admitted, and pins them now."""
+        """Release the import whose last block is `key`.
+
+        The engine has admitted a request that now pins these blocks.
+        """
         transfer = self._ready.get(key)
         if transfer is not None:
             self.release(transfer)

@@ -1,1 +1,1 @@
-"""Runs one engine on several ranks: rank 0 sends step plans and orders to all ranks."""
+"""Runs one engine on several ranks. Rank 0 sends step plans and other commands to all ranks."""

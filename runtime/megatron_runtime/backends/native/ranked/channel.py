@@ -1,12 +1,14 @@
-"""The channel between rank 0, the leader, and the other ranks of an engine, the followers. No torch.
+"""The channel between rank 0 of an engine (the leader) and the engine's other ranks (the followers).
 
-The leader sends numbered orders, and the followers send answers. Every rank has one PULL socket, and a PUSH socket for
-each peer: an idle rank blocks in receive, and a rank that connects late still gets every message. Each end has a thread
-that receives messages, sends heartbeats and detects lost ranks:
+The leader sends numbered commands ("orders"), and the followers send answers. Every rank has one PULL socket, and one
+PUSH socket per peer. An idle rank blocks in receive, and a rank that connects late still gets every message. Each end
+has a thread that receives messages, sends heartbeats and detects three kinds of loss:
 
-- A process that ended, was stopped or lost its network: ZeroMQ ends its connection.
-- An interpreter that hangs: its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py.
-- A step that makes no progress: rank 0 compares the progress reports in the heartbeats.
+- A process has exited, was stopped or has lost its network. ZeroMQ ends its connection.
+- An interpreter hangs. Its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py.
+- A step makes no progress. Rank 0 compares the progress reports in the heartbeats.
+
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -50,17 +52,20 @@ CLOSE_SECONDS = 2.0
 BLAME_SECONDS = 1.0
 """Maximum seconds to wait, after a failed collective, for the detection of the lost rank that caused it."""
 WATCHDOG_MARGIN_SECONDS = 5.0
-"""Seconds from the time at which other ranks count a hung process as lost until it terminates itself."""
+"""Seconds after which a hung process terminates itself, counted from the time at which other ranks consider it lost."""
 WATCHDOG_RENEWAL_SECONDS = 2.0
 
 
 class Kind(IntEnum):
-    """From rank 0: STEP, WARM_UP, COMMAND, STATE, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
+    """The kind of a message.
+
+    Rank 0 sends STEP, WARM_UP, COMMAND, STATE, END, BEAT and WELCOME. It receives HELLO, ANSWER, BEAT, FAILED and
+    LEAVE.
 
     WARM_UP: a step without requests.
-    COMMAND: an order that may hold the interpreter lock, such as a release of much memory. Until it is done, the
-             heartbeat timeout is LONG_ORDER_SECONDS.
-    STATE:   the engine entered a lifecycle state.
+    COMMAND: an order that can hold the interpreter lock for long, for example to release much memory. Until the rank
+             has completed it, the heartbeat timeout is LONG_ORDER_SECONDS.
+    STATE:   the engine has entered a lifecycle state.
     """
 
     STEP = 1
@@ -84,8 +89,8 @@ class Message:
     """A message between rank 0 and another rank.
 
     rank:   rank of the sender.
-    number: number of the order or of the answered order, counted from 1; 0 for other messages.
-    body:   for a heartbeat, the timeout in seconds that applies until the next one, and the sender's Report.
+    number: number of the order, or of the order that is answered, counted from 1; 0 for other messages.
+    body:   for a heartbeat, the timeout in seconds until the next heartbeat, and the sender's Report.
     """
 
     kind: Kind
@@ -96,7 +101,7 @@ class Message:
 
 @dataclass(slots=True)
 class _Peer:
-    """The other rank on a connection."""
+    """The state of the rank at the other end of a connection."""
 
     push: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
@@ -105,8 +110,9 @@ class _Peer:
 
 
 class _Channel:
-    """The base class of both ends: the sockets, the thread and the heartbeats. `_handlers` maps each kind to its
-    handler.
+    """The base class of both ends. It has the sockets, the thread and the heartbeats.
+
+    `_handlers` maps each kind of message to its handler.
     """
 
     def __init__(
@@ -131,9 +137,12 @@ class _Channel:
         """Numbers of the commands in progress."""
         self._number = 0
         self._sending = threading.RLock()
-        """Held while a message is sent: it keeps messages in order and makes the sockets safe to use on any thread."""
+        """Held while a message is sent.
+
+        This keeps messages in order and makes the sockets safe to use on any thread.
+        """
         self._welcomed = threading.Event()
-        """Set when all ranks are connected: from then on, a lost peer ends the engine."""
+        """Set when all ranks are connected. From then on, a lost peer stops the engine."""
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
 
@@ -151,7 +160,7 @@ class _Channel:
             handler(message)
 
     def _check_peers(self, now: float) -> None:
-        """Detect lost peers. Called with each heartbeat."""
+        """Detect lost peers. The thread calls this with each heartbeat."""
         for rank, peer in self._peers.items():
             cause = peer.heartbeat.expired(now)
             if cause is not None and self._welcomed.is_set():
@@ -164,11 +173,11 @@ class _Channel:
             frames = [pack([int(kind), self._rank, number]), pack(body)]
             for peer in self._peers.values():
                 if not peer.push.closed:
-                    with contextlib.suppress(zmq.Again):  # its connection has ended, which the monitor reports
+                    with contextlib.suppress(zmq.Again):  # the connection has ended, which the monitor reports
                         peer.push.send_multipart(frames, zmq.NOBLOCK)
 
     def _beat(self) -> None:
-        """Send a heartbeat, and rearm the watchdog, which can terminate this process without the interpreter."""
+        """Send a heartbeat and rearm the watchdog, which can terminate this process even if the interpreter hangs."""
         with self._sending:
             allowed = LONG_ORDER_SECONDS if self._commands else HEARTBEAT_SECONDS
             self._send(Kind.BEAT, 0, [allowed, self._progress.report()])
@@ -179,7 +188,7 @@ class _Channel:
                 self._watchdog_set = (allowed, now)
 
     def _begin_command(self, number: int) -> None:
-        """Announce the longer heartbeat timeout before command `number` can hold the interpreter."""
+        """Announce a longer heartbeat timeout before command `number` can hold the interpreter lock."""
         with self._sending:
             self._commands.add(number)
             self._beat()
@@ -221,7 +230,7 @@ class _Channel:
                     self._disconnected(monitors[socket])
             now = time.monotonic()
             if now >= beat_at:
-                if now - beat_at > BEAT_SECONDS:  # this process was stalled: heartbeats may wait in its sockets
+                if now - beat_at > BEAT_SECONDS:  # this process was stalled, so heartbeats may wait in its sockets
                     for peer in self._peers.values():
                         peer.heartbeat.restart(now)
                 beat_at = now + BEAT_SECONDS
@@ -255,12 +264,12 @@ class _Channel:
 class LeaderChannel(_Channel):
     """Rank 0's end of the channel. All public methods may be called on any thread.
 
-    pull:         receives the messages of the other ranks.
-    pushes:       PUSH sockets by rank, each connected to that rank's PULL socket.
+    pull:         socket that receives the messages of the other ranks.
+    pushes:       PUSH sockets by rank. Each is connected to the PULL socket of its rank.
     progress:     progress of this rank's steps.
-    has_watchdog: terminate this process if its interpreter hangs.
-    on_lost:      called once, on a separate thread, with the RankError that ends the engine.
-    on_leave:     called on the channel's thread when another rank received SIGTERM.
+    has_watchdog: whether to terminate this process if its interpreter hangs.
+    on_lost:      called once, on a separate thread, with the RankError that stops the engine.
+    on_leave:     called on the channel's thread when another rank has received SIGTERM.
     """
 
     def __init__(
@@ -279,7 +288,7 @@ class LeaderChannel(_Channel):
         self._missing = set(pushes)
         """Ranks that have not sent HELLO."""
         self._answers: defaultdict[int, dict[int, Any]] = defaultdict(dict)
-        """Answers to the orders that wait for them, by number and rank."""
+        """Answers to the orders for which collect() waits, by order number and rank."""
         handlers: dict[Kind, Callable[[Message], object]] = {
             Kind.HELLO: lambda message: self._missing.discard(message.rank),
             Kind.ANSWER: lambda message: self._answers[message.number].update({message.rank: message.body}),
@@ -294,10 +303,10 @@ class LeaderChannel(_Channel):
         self._gone: set[int] = set()
         """Ranks whose connection has ended."""
         self._suspect: tuple[int, str, float] | None = None
-        """The first rank that reported a failed collective, its cause, and when."""
+        """The first rank that reported a failed collective, with the cause and the time of the report."""
 
     def start(self, *, timeout_seconds: float) -> None:
-        """Wait for the HELLO of every rank, and send WELCOME. Raises RendezvousError naming a rank that is missing."""
+        """Wait for the HELLO of every rank, and send WELCOME. Raises RendezvousError, which names a missing rank."""
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or not self._missing, timeout_seconds)
@@ -313,7 +322,7 @@ class LeaderChannel(_Channel):
         self._beat()
 
     def post(self, kind: Kind, body: Any) -> int:
-        """Send an order to every rank, in the order of calls. Return its number."""
+        """Send an order to every rank, and return its number. Orders arrive in the sequence of the calls."""
         with self._sending:
             self._number += 1
             number = self._number
@@ -326,13 +335,16 @@ class LeaderChannel(_Channel):
         return number
 
     def share_state(self, state: str, *, has_joined: bool) -> None:
-        """Report the engine's EngineState to the other ranks, and whether it has reached the coordinator's state."""
+        """Report the EngineState to the other ranks.
+
+        has_joined: whether the engine has reached the coordinator's state.
+        """
         self._send(Kind.STATE, 0, [state, has_joined])
 
     def collect(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
-        """Wait for the answers of `ranks` to order `number`; rank 0 does not answer. Return them by rank.
+        """Wait for the answers of `ranks` to order `number`, and return them by rank. Rank 0 does not answer.
 
-        Raises the RankError that ends the engine.
+        Raises the RankError that stops the engine.
         """
         wanted = set(ranks) - {0}
         with self._changed:
@@ -344,9 +356,10 @@ class LeaderChannel(_Channel):
         return answers
 
     def blame(self, number: int) -> RankError:
-        """Return the error of the rank that made a collective of order `number` fail.
+        """Return the error of the rank that made a collective operation of order `number` fail.
 
-        This is the rank that is lost within BLAME_SECONDS, or otherwise the rank for which the other ranks waited.
+        This is the rank that is lost within BLAME_SECONDS. If no rank is lost, it is the rank for which the others
+        waited.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
@@ -358,16 +371,17 @@ class LeaderChannel(_Channel):
             return self.failure
 
     def fail(self, rank: int, cause: str) -> None:
-        """Stop the other ranks with the cause of the failure, and wait up to BLAME_SECONDS for them to exit.
+        """Stop the other ranks because `rank` has failed, and wait up to BLAME_SECONDS for them to exit.
 
-        rank: the rank that failed, which may be 0.
+        rank:  the rank that failed; it can be 0.
+        cause: text that is sent to the other ranks.
         """
         self._closing = True
         self._send(Kind.FAILED, 0, [rank, cause])
         self._wait_until_all_are_gone(BLAME_SECONDS)
 
     def close(self) -> None:
-        """Stop the other ranks in order, and close this end. Idempotent."""
+        """Stop the other ranks without an error, and close this end. Idempotent."""
         if self._ended:
             return
         self._closing = True
@@ -414,7 +428,7 @@ class LeaderChannel(_Channel):
                 self._lose(stall.rank, stall.cause, by_silence=not stall.is_computing)
 
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
-        """Record the first loss, with `_changed` held. Later losses are consequences of the first one."""
+        """Record the first lost rank. Later losses are consequences of it. The caller must hold `_changed`."""
         if self.failure is None:
             self.failure = RankLostError(rank, cause, by_silence=by_silence)
             logger.error("%s", self.failure)
@@ -423,12 +437,12 @@ class LeaderChannel(_Channel):
 
 
 class FollowerChannel(_Channel):
-    """The channel of a rank other than 0 to rank 0.
+    """The end of the channel at a rank other than rank 0.
 
-    orders:       the orders of rank 0; get() blocks.
+    orders:       queue of the orders from rank 0; get() blocks.
     progress:     progress of this rank's steps.
-    has_watchdog: terminate this process if its interpreter hangs.
-    on_lost:      called once, on the channel's thread, when rank 0 is lost or sends the cause of the engine's failure.
+    has_watchdog: whether to terminate this process if its interpreter hangs.
+    on_lost:      called once, on the channel's thread, when rank 0 is lost or reports the cause of an engine failure.
     """
 
     def __init__(
@@ -469,12 +483,16 @@ class FollowerChannel(_Channel):
         self._end_command(order.number)
 
     def fail(self, cause: str, *, is_consequence: bool) -> None:
-        """Report that this rank has failed. is_consequence: the loss of another rank may be the cause."""
+        """Report to rank 0 that this rank has failed.
+
+        is_consequence: whether the loss of another rank can be the cause.
+        """
         self._send(Kind.FAILED, 0, [is_consequence, cause])
 
     def leave(self) -> None:
-        """Ask rank 0, with the next heartbeat, to drain and stop the engine. Takes no lock, so that a signal handler
-        can call it while this thread sends.
+        """Ask rank 0, with the next heartbeat, to drain and stop the engine.
+
+        This takes no lock, so a signal handler can call it while this thread sends.
         """
         self._is_leaving = True
 

@@ -1,6 +1,7 @@
-"""Runs an engine on several ranks: rank 0 sends all steps and orders to all ranks, numbered and in order.
+"""Runs an engine on several ranks. Rank 0 sends all steps and other commands ("orders") to all ranks.
 
-lead() and join() connect the processes: each builds its part of the model, and all execute the orders of rank 0.
+Orders are numbered and executed in sequence. lead() and join() connect the processes. Each process builds its part of
+the model, and all processes execute the orders of rank 0.
 """
 
 from __future__ import annotations
@@ -48,19 +49,21 @@ OpenModel = Callable[[], ModelSource]
 MakePart = Callable[[ModelSource, Groups], TorchExecutor]
 
 FAILED_SECONDS = 3.0
-"""Maximum seconds that a failed rank waits for rank 0 to stop the engine with the cause."""
+"""Maximum seconds that a failed rank waits until rank 0 stops the engine with the cause."""
 _SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
 """Attributes of an executor that must be equal on all ranks."""
 ENDING_SECONDS = 1.0
-"""Seconds from the loss of a rank to the exit of this process, in which it notifies the coordinator and the other
-ranks.
+"""Seconds from the loss of a rank to the exit of this process.
+
+Meanwhile, it notifies the coordinator and other ranks.
 """
 
 
 def end_with(error: RankError, *, own_rank: int | None = None) -> None:
-    """Terminate this process at once: its threads may hang in a collective that no other rank will enter.
+    """Terminate this process at once, because its threads may hang in a collective that no other rank will enter.
 
-    own_rank: rank of this process. If it is the rank that failed, write a traceback of every thread to standard error.
+    own_rank: rank of this process. If `error` names this rank, a traceback of every thread is written to standard
+              error.
     """
     print(f"the engine exits: {error}", file=sys.stderr, flush=True)
     if error.rank == own_rank:
@@ -70,7 +73,7 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
 
 
 class EnginePart:
-    """Executes orders on one rank. Only `stage_weights` may run while another order runs.
+    """Executes orders on one rank. Only `stage_weights` may run at the same time as another order.
 
     on_answers: called with the answers that share_answers() has sent to this rank, and with None when the engine has
                 ended.
@@ -104,16 +107,18 @@ class EnginePart:
 
 
 class RankedExecutor(Ranks):
-    """Implements Executor. Every rank acknowledges each order; an error names the rank that failed.
+    """Implements Executor with several ranks. Every rank acknowledges each order, and an error names the rank that
+    failed.
 
-    digest:   digest of the digests of all ranks.
+    digest:   digest over the digests of all ranks.
     copies:   as in Executor.
     local:    the executor of rank 0's part.
     progress: progress of rank 0's steps.
-    warm_up:  returns the steps to run once after the first load, given the number of pages.
-    measures: each rank measured its memory: use as many pages as every rank has room for.
+    warm_up:  gets the number of pages and returns the steps to run once after the first load.
+    measures: whether each rank has measured its memory. If so, the number of pages is the maximum that fits on every
+              rank.
 
-    Raises RankError if a rank was started with other sizes.
+    Raises RankError if a rank was started with different sizes.
     """
 
     def __init__(
@@ -184,11 +189,14 @@ class RankedExecutor(Ranks):
         raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
 
     def use_keys(self, keys_dir: Path | None) -> None:
-        """Use the CURVE keys in this directory for connections of this rank to trainers from now on."""
+        """Use the CURVE keys in this directory for this rank's connections to trainers from now on."""
         self._local.use_keys(keys_dir)
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Set the model to which the model reference IN_MEMORY refers on this rank. Each rank sets its own model."""
+        """Set the model in memory that the model reference IN_MEMORY denotes on this rank.
+
+        Each rank sets its own model.
+        """
         self._local.use_memory(model)
 
     def use_source(self, source: str) -> None:
@@ -239,18 +247,18 @@ class RankedExecutor(Ranks):
         return RankResults(self.count)
 
     def share_state(self, state: str, *, has_joined: bool = False) -> None:
-        """Report the engine's EngineState to the other ranks; see FollowerChannel.on_state."""
+        """Report the engine's EngineState to the other ranks. For has_joined, see LeaderChannel.share_state()."""
         self._channel.share_state(state, has_joined=has_joined)
 
     def share_answers(self, answers: dict[str, Any]) -> None:
-        """Send the answers of a generate() call to all ranks, which make the same call and return the same answers."""
+        """Send the answers of a generate() call to all ranks. All ranks make this call and return the same answers."""
         self._everywhere("answers", answers)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """Set the reaction to a lost rank and to SIGTERM of a rank. Both are called on another thread.
+        """Set the callbacks for a lost rank and for SIGTERM of a rank. Both are called on another thread.
 
-        on_failure: called with the error; ENDING_SECONDS later this process ends, even if its threads hang.
-        on_leave:   called when another rank received SIGTERM.
+        on_failure: called with the error. This process exits ENDING_SECONDS later, even if its threads hang.
+        on_leave:   called when another rank has received SIGTERM.
         """
 
         def lost(error: RankError) -> None:
@@ -264,7 +272,10 @@ class RankedExecutor(Ranks):
         self._channel.on_lost = lost
 
     def end(self, failure: BaseException | None) -> None:
-        """Stop the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
+        """Stop the other ranks. Idempotent.
+
+        failure: cause to report to them if this engine failed; None for a normal stop.
+        """
         if failure is None:
             self._channel.close()
         else:
@@ -274,7 +285,7 @@ class RankedExecutor(Ranks):
     def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
         """Make every rank execute an order, and return the answers by rank.
 
-        Raise the first error, which names its rank.
+        Raises the first error of a rank. The error names the rank.
         """
         number = self._channel.post(Kind.COMMAND, [name, *arguments])
         failure: Exception | None = None
@@ -310,7 +321,7 @@ class Follower:
     meeting: Meeting
 
     def run(self) -> None:
-        """Block until the engine ends. Runs on any thread."""
+        """Execute orders until the engine ends. Can run on any thread."""
         if self.groups.device.type == "cuda":
             torch.cuda.set_device(self.groups.device)
         while (order := self.channel.orders.get()).kind is not Kind.END:
@@ -358,13 +369,13 @@ def lead(
     *,
     has_watchdog: bool = True,
 ) -> RankedExecutor:
-    """Start rank 0. Return the executor of all ranks, which wait for its orders.
+    """Start rank 0, and return the executor for all ranks. The other ranks then wait for its orders.
 
-    open_model:   returns the model's files. A download may take a long time, which differs between machines, so it
-                  comes before everything that has a timeout.
-    has_watchdog: terminate this process if its interpreter hangs.
+    open_model:   returns the model's files. It is called before everything that has a timeout, because a download can
+                  take long and its duration differs between machines.
+    has_watchdog: whether to terminate this process if its interpreter hangs.
 
-    Raises RendezvousError naming the missing rank, RankError, and the errors of `open_model` and `make_part`.
+    Raises RendezvousError, which names the missing rank, RankError, and the errors of `open_model` and `make_part`.
     """
     source, meeting, groups = _connect(settings, identity, open_model)
     part = make_part(source, groups)
@@ -401,7 +412,7 @@ def join(
 ) -> Follower:
     """Connect a rank other than rank 0 to rank 0.
 
-    Orders wait until run() is called. Arguments and errors: see lead().
+    The follower executes no orders until run() is called. For arguments and errors, see lead().
     """
     source, meeting, groups = _connect(settings, identity, open_model)
     part = make_part(source, groups)
@@ -418,9 +429,9 @@ def join(
 
 
 def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenModel, make_part: MakePart) -> None:
-    """Run another rank in this process until the engine ends. Raises the errors of lead().
+    """Run a rank other than rank 0 in this process until the engine ends. Raises the errors of lead().
 
-    On SIGTERM or SIGINT, it asks rank 0 to shut the engine down in order.
+    On SIGTERM or SIGINT, the rank asks rank 0 to drain and stop the engine.
     """
     missing = ["the other ranks of the engine"]
     if settings.health_port is not None and identity.local_rank == 0:
@@ -435,7 +446,7 @@ def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenMod
 def _connect(
     settings: EngineSettings, identity: RankIdentity, open_model: OpenModel
 ) -> tuple[ModelSource, Meeting, Groups]:
-    """Open the model, then connect this rank to all other ranks, by sockets and process groups. Raises RankError."""
+    """Open the model, then connect this rank to all other ranks by sockets and process groups. Raises RankError."""
     if identity.address in (LOOPBACK, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch_device(settings.device, local_rank=identity.local_rank)

@@ -1,4 +1,7 @@
-"""Encodes step plans and their results: msgpack, with arrays as raw bytes. Decoding never runs code of the sender."""
+"""Encodes step plans and their results as msgpack, in which arrays are raw bytes.
+
+Decoding never runs code of the sender.
+"""
 
 from __future__ import annotations
 
@@ -29,20 +32,22 @@ _CLASSES: dict[int, type] = {
 """The class of each extension type. An object is encoded as the list of its fields, in the order of the class."""
 _CODES = {cls: code for code, cls in _CLASSES.items()}
 _LEVELS = 5
-"""Maximum nesting of extensions: a plan, its batch, the edits of a row, their penalties, an array."""
+"""Maximum nesting of extensions, which are a plan, its batch, the edits of a row, their penalties, and an array."""
 _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
-"""Limits of a message between ranks: a step has a few values and arrays per row, and arrays are encoded as bytes."""
+"""Limits of a message between ranks. A step has a few values and arrays per row, and arrays are encoded as bytes."""
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain values, arrays, plans and results. Raises TypeError for other types."""
+    """Encode plain values, arrays, plans or results. Raises TypeError for other types."""
     return msgpack.packb(value, use_bin_type=True, default=_pack_object)
 
 
 def unpack(data: bytes | memoryview, *, levels: int = _LEVELS) -> Any:
-    """Decode the bytes of pack(); arrays are read-only.
+    """Decode the bytes that pack() returned. Decoded arrays are read-only.
 
-    levels: maximum nesting of extensions. Raises MalformedMessageError.
+    levels: maximum nesting of extensions.
+
+    Raises MalformedMessageError.
     """
     return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
 
@@ -74,5 +79,5 @@ def _unpack_extension(code: int, data: bytes, *, levels: int) -> Any:
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
         raise MalformedMessageError(f"an array of {name} cannot be sent between ranks")
-    # A copy that can be written: torch warns of tensors on memory that cannot.
+    # A writable copy, because torch warns of tensors on read-only memory.
     return np.frombuffer(data, dtype, offset=start).reshape(shape).copy()
