@@ -37,7 +37,7 @@ class UpdateOutcome:
 
     epoch:   whether all engines, including engines that restart, then serve the old or the new weights.
     publish: effect on the publish() call in progress.
-    retry:   the process that retries the update, or a part of it.
+    retry:   how the update continues.
     """
 
     epoch: Literal["old", "new"]
@@ -46,15 +46,21 @@ class UpdateOutcome:
 
 
 _ENGINE = UpdateOutcome(
-    epoch="new", publish="returns", retry="the engine, when it restarts: from another engine, or the trainer"
+    epoch="new",
+    publish="returns",
+    retry="when the engine restarts, it gets the weights from another engine or the trainer",
 )
-_COORDINATOR = UpdateOutcome(epoch="new", publish="returns", retry="the trainer's connection, to the next coordinator")
-_OPERATOR = UpdateOutcome(epoch="new", publish="returns", retry="none: it has no part in the update")
+_COORDINATOR = UpdateOutcome(epoch="new", publish="returns", retry="the trainer connects to the next coordinator")
+_OPERATOR = UpdateOutcome(
+    epoch="new", publish="returns", retry="no action is needed, because the operator has no part in the update"
+)
 _BEFORE = UpdateOutcome(
-    epoch="old", publish="is lost with its process", retry="the trainer: publish() after its restart"
+    epoch="old", publish="is lost with its process", retry="the trainer calls publish() again after its restart"
 )
 _AFTER = UpdateOutcome(
-    epoch="new", publish="is lost with its process", retry="none: engines that restart get them from another engine"
+    epoch="new",
+    publish="is lost with its process",
+    retry="no action is needed; engines that restart get the weights from another engine",
 )
 
 FAILURES: dict[tuple[Lost, PublishPhase], UpdateOutcome] = {
