@@ -1,7 +1,7 @@
-"""Reads the data that the dashboard shows about a resource, and keeps it current by watches.
+"""Reads the data that the dashboard shows about a resource, and updates the data by watches.
 
-A `ResourceObserver` exists while a page shows its resource, and for 15 minutes after that, so that the charts have no
-gap.
+A `ResourceObserver` exists while a page shows its resource, and for 15 minutes afterwards, so that the charts have no
+gap when a page returns to the resource.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def _pod(pod: Mapping[str, Any]) -> Object:
 
 
 class ResourceObserver:
-    """Keeps the data current that the page of one resource shows.
+    """Keeps the data for the page of one resource up to date.
 
-    parts:  the shown values by part: resource, events, pods, explain.
+    parts:  the shown values by part. The parts are resource, events, pods and explain.
     errors: reasons why parts cannot be read, by part; `metrics` is a further part.
     """
 
@@ -132,7 +132,7 @@ class ResourceObserver:
         return pod in self._pods
 
     async def frames(self) -> AsyncGenerator[Object]:
-        """Yield each part as `{"part": ..., "value": ...}`, then each changed part. The generator never ends."""
+        """Yield each part as `{"part": ..., "value": ...}`, then every part that changes. The generator never ends."""
         self.viewers += 1
         sent: dict[str, Any] = {"samples": 0}
         try:

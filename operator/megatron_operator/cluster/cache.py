@@ -1,4 +1,4 @@
-"""Cache of one resource's objects: what the watches show, overlaid with the answers to this process's own writes.
+"""Cache of one resource's objects. It combines the objects in the watches with the answers to this process's writes.
 
 Invariant: the cache is never older than the last write. The answer to a write is used until the watch shows that
 version or a newer one. An object that is known to be deleted stays hidden even if the watch missed its deletion.
@@ -25,7 +25,7 @@ WATCH_LAG_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Objects that the watches have shown: live views of the stores."""
+    """The objects that the watches have shown, as live views of the stores."""
 
     children: Mapping[Key, Iterable[SeenChild]]
     pods: Mapping[Key, Iterable[PodView]]
@@ -62,7 +62,7 @@ class _Written:
 
 
 class ResourceCache:
-    """The objects of one resource. Used by its task only."""
+    """The objects of one resource. Only the task of the resource uses this cache."""
 
     def __init__(self, *, uid: str, key: Key, index: Index, clock: Callable[[], float] = time.monotonic) -> None:
         self._uid = uid
@@ -94,7 +94,7 @@ class ResourceCache:
         return seen
 
     def child(self, ref: ChildRef) -> SeenChild | None:
-        """Return the newest version of a child, whatever its owner."""
+        """Return the newest known version of a child, whoever owns the child."""
         return self._merged().get(ref)
 
     def views(self) -> dict[ChildRef, ChildView]:
@@ -110,8 +110,10 @@ class ResourceCache:
         }
 
     def _is_rolled_out(self, seen: SeenChild) -> bool:
-        """Return whether a rollout is complete. A new annotation of another program, which changes the generation too,
-        begins none."""
+        """Return whether the rollout of a workload is complete.
+
+        Another program's new annotation also changes the generation, but does not begin a rollout.
+        """
         view = seen.view
         kept = (seen.uid, view.hash, view.owned_fields)
         if view.rolled_out:
@@ -123,7 +125,7 @@ class ResourceCache:
         return applied is not None and (applied.uid, applied.owned_fields) == (seen.uid, seen.view.owned_fields)
 
     def contests(self) -> dict[ChildRef, Contest]:
-        """Return the children whose manifests another program changes as often as they are applied."""
+        """Return the children that another program changes back each time the operator applies them."""
         now = self._clock()
         return {
             ref: Contest(
@@ -166,7 +168,7 @@ class ResourceCache:
 
     @property
     def behind_seconds(self) -> float:
-        """How long an existing object has been missing in the watch, in seconds; 0 if none is missing."""
+        """How long the watch has lacked an existing object, in seconds; 0 if no object is missing."""
         self._merged()
         self.resource()
         since = [written.since for written in self._written.values()]
@@ -202,8 +204,9 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """Record the answer to an apply. It is the current version, and stays verified while the operator owns the same
-        fields.
+        """Record the answer to an apply.
+
+        The answer is the current version of the child. It stays verified while the operator owns the same fields.
         """
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
@@ -224,7 +227,11 @@ class ResourceCache:
         )
 
     def observed(self, ref: ChildRef, child: SeenChild | None, *, before: SeenChild | None) -> None:
-        """Record a direct read of a child; None: it does not exist. `before`: the version known before the read."""
+        """Record a direct read of a child.
+
+        child:  the child, or None if it does not exist.
+        before: the version that was known before the read.
+        """
         if child is not None:
             self._remember(child)
         elif before is not None:
@@ -242,7 +249,7 @@ class ResourceCache:
         self._created[pod.uid] = pod
 
     def deleted(self, uid: str) -> None:
-        """Record an accepted deletion; the object counts as terminating until the watch shows it."""
+        """Record an accepted deletion. The object counts as terminating until the watch shows the deletion."""
         unwatched = {ref for ref, child in self._unwatched.items() if child.uid == uid}
         for ref in unwatched:
             del self._unwatched[ref]
@@ -250,22 +257,22 @@ class ResourceCache:
             self._deleted.add(uid)
 
     def gone(self, uid: str) -> None:
-        """Record that this object does not exist."""
+        """Record that the object with this UID does not exist."""
         self._gone.add(uid)
         for ref, written in list(self._written.items()):
             if written.child.uid == uid:
                 del self._written[ref]
 
     def uids(self) -> frozenset[str]:
-        """Return the UIDs of all known objects, the `before` argument of audited() for a listing that starts now."""
+        """Return the UIDs of all known objects. A listing that starts now passes them to audited() as `before`."""
         return frozenset(seen.uid for seen in self._merged().values()) | self._pod_uids()
 
     def audited(self, children: Iterable[SeenChild], pods: Iterable[PodView], *, before: frozenset[str]) -> None:
-        """Record a full listing, which corrects what the watch missed while it was disconnected.
+        """Record a full listing. A listing corrects what the watch missed while it was disconnected.
 
-        before: the UIDs that were known when the listing started. An object that was known then and is not known now
-            was deleted during the listing. An object that was not known then may have been created during it, so its
-            absence from the listing proves nothing.
+        before: the UIDs that were known when the listing started. If an object was known then and is not known now, it
+            was deleted during the listing. If an object was not known then, it may have been created during the
+            listing, so its absence from the listing proves nothing.
         """
         known = self._merged()
         listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}
@@ -293,7 +300,7 @@ class ResourceCache:
         return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
 
     def _forget(self, living: set[str]) -> None:
-        """Drop marks of objects that are neither in the watch nor in the store."""
+        """Remove the marks of objects that are neither in the watch nor in the store."""
         indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed
         self._deleted &= indexed | living

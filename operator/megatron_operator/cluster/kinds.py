@@ -1,4 +1,4 @@
-"""API paths of the kinds that the operator uses, as a table, which saves the requests of API discovery."""
+"""Table of the API paths of the kinds that the operator uses. The table saves the requests of API discovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_operator.resource.names import (
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """One resource of the API server."""
+    """A resource type of the API server."""
 
     kind: str
     group: str
@@ -99,5 +99,5 @@ _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
 def kind_of(api_version: str, kind: str) -> ObjectKind:
-    """Return the ObjectKind of an API version and kind. Raises KeyError for an unknown pair."""
+    """Return the ObjectKind of an API version and kind. Raises KeyError if the table lacks the combination."""
     return _BY_NAME[api_version, kind]

@@ -1,4 +1,4 @@
-"""Lists and watches of one collection, for ever: for the operator's stores and for the dashboard."""
+"""Lists and watches one collection forever, for the operator's stores and for the dashboard."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GONE = 410
 
 @dataclass(frozen=True, slots=True)
 class CollectionChange:
-    """Change of a collection.
+    """A change of a collection.
 
     kind:    "set": all objects; "put", "delete": one object; "open": the server has accepted a watch; "error": the
              request failed.
@@ -39,9 +39,9 @@ class CollectionChange:
 async def stream(
     api: KubeApi, path: str, *, query: Mapping[str, Any], silence_seconds: float, accept: str = JSON
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """GET an answer that is read as it arrives, such as a watch or a log. Its errors are KubeApiError.
+    """Send a GET request whose answer is read while it arrives, such as a watch or a log. Raises KubeApiError.
 
-    silence_seconds: time without a byte after which the connection counts as broken.
+    silence_seconds: time without a received byte after which the connection counts as broken.
     """
     limits = aiohttp.ClientTimeout(total=None, sock_connect=api.timeout, sock_read=silence_seconds)
     try:
@@ -66,14 +66,14 @@ async def watch(
     watch_seconds: float = WATCH_SECONDS,
     retry_seconds: Sequence[float] = RETRY_SECONDS,
 ) -> AsyncIterator[CollectionChange]:
-    """Yield all objects of a collection, then each change, for ever.
+    """Yield all objects of a collection, then each change, forever.
 
-    A watch that ends or loses its connection is continued at its resource version, and the collection is read again
-    when the server rejects that. After a failure there is a backoff.
+    If a watch ends or loses its connection, the next watch continues at its resource version. If the server rejects
+    this version, the collection is read again. A failure is followed by a backoff.
 
     project:       applied to each object while its page is read, so that a list costs the memory of one page.
     metadata_only: the server sends only the metadata of the objects.
-    listing:       entered while the collection is read, to limit concurrent lists.
+    listing:       context entered while the collection is read, to limit concurrent lists.
     """
     failures, version = 0, ""
     while True:
