@@ -1,6 +1,6 @@
-"""The operator's own manifests, for an installation without Helm: `manifests/install.yaml`. Pure.
+"""The operator's own manifests, for an installation without Helm (`manifests/install.yaml`). Pure.
 
-The rules of its roles are defined here; the Helm chart reads them from the generated `files/rules.yaml`.
+The rules of the operator's roles are defined here. The Helm chart reads them from the generated `files/rules.yaml`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ LEASE_RULES: list[Rule] = [_rule("coordination.k8s.io", ["leases"], ["get"], nam
 
 
 def rules_file() -> dict[str, list[Rule]]:
-    """Return the content of the chart's `files/rules.yaml`."""
+    """Return the content of the chart's `files/rules.yaml`, which has the rules of the operator's roles."""
     return {"resource": RESOURCE_RULES, "node": NODE_RULES, "home": HOME_RULES, "view": VIEW_RULES, "edit": EDIT_RULES}
 
 
@@ -112,12 +112,14 @@ def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Man
 
 
 def _cluster_name(namespace: str) -> str:
-    """Return the name of the operator's cluster-scoped objects. An operator in another namespace uses another name."""
+    """Return the name of the operator's cluster-scoped objects. Operators in different namespaces have different
+    names.
+    """
     return f"{NAME}:{namespace}:{LABELS['app.kubernetes.io/instance']}"
 
 
 def _aggregated_role(name: str, namespace: str) -> Manifest:
-    """Return a ClusterRole whose rules Kubernetes adds to its own roles of these names."""
+    """Return a ClusterRole whose rules Kubernetes adds to its built-in roles of these names."""
     rules, into = AGGREGATED[name]
     role = _role("ClusterRole", f"{_cluster_name(namespace)}:{name}", None, rules)
     role["metadata"]["labels"] |= {f"rbac.authorization.k8s.io/aggregate-to-{each}": "true" for each in into}
@@ -198,7 +200,7 @@ def _network_policy(namespace: str) -> Manifest:
 
 
 def install_manifests(*, namespace: str, image: str, runtime_image: str, vllm_runtime_image: str) -> list[Manifest]:
-    """Return the manifests of an operator for all namespaces, for `kubectl apply --server-side -f`."""
+    """Return the manifests of an operator that serves all namespaces, for `kubectl apply --server-side -f`."""
     restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
     home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": restricted}}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(NAME, namespace)}

@@ -1,4 +1,4 @@
-"""The output of a decision: the actions to take, in order, and the status to write.
+"""The result of a decision: a sequence of actions, and the status to write.
 
 Every action is idempotent. The outcome of an action is part of the next World.
 """
@@ -14,8 +14,9 @@ from megatron_runtime.protocol.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), or replace its keys if they
-    cannot be read."""
+    """Creates the Secret `NAME-keys` with new CURVE pairs (see `render.keys.keys_secret`), or replaces unreadable
+    keys.
+    """
 
     name: str
     generation: int = 1
@@ -23,15 +24,18 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class AdoptKeys:
-    """Make the resource the owner of `NAME-keys`, which the operator made for an earlier resource of this name."""
+    """Makes the resource the owner of `NAME-keys`, which the operator created for an earlier resource of this name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
-    """Bring `NAME-keys` from the previous stage to this stage of this generation, let it accept only this operator's
-    admin key, and add a pair for a trainer with `has_trainer`. Does nothing if that is already so."""
+    """Moves `NAME-keys` from the previous stage of a rotation to this stage of this generation.
+
+    The action also makes this operator's admin key the only accepted admin key and, with `has_trainer`, adds a key pair
+    for a trainer. It does nothing if the Secret is already in this state.
+    """
 
     name: str
     generation: int
@@ -51,26 +55,30 @@ class OnManifest:
 
     @property
     def hash(self) -> str:
-        """The manifest's hash annotation; recorded in an `ApplyRejection` if the API server rejects it."""
+        """The manifest's hash annotation. An `ApplyRejection` records the hash if the API server rejects the
+        manifest.
+        """
         return manifest_hash(self.manifest)
 
 
 class ApplyChild(OnManifest):
-    """Server-side apply of a manifest, never forced on an object without our owner UID."""
+    """Applies a manifest server-side. The apply is never forced on an object that lacks the resource's owner UID."""
 
 
 class VetChild(OnManifest):
-    """Apply a manifest in a dry run, so that no engine is drained for a template that the API server rejects. The
-    answer is in the next World's `vetted` or `rejections`."""
+    """Applies a manifest in a dry run, so that no engine is drained for a template that the API server rejects.
+
+    The next World has the answer in `vetted` or `rejections`.
+    """
 
 
 class CreatePod(OnManifest):
-    """Create a pod, unless an object has its name."""
+    """Creates a pod, unless an object already has its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteChild:
-    """Delete a child (background propagation), with its UID as a precondition."""
+    """Deletes a child with background propagation. The child's UID is a precondition."""
 
     ref: ChildRef
     uid: str
@@ -79,7 +87,7 @@ class DeleteChild:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """Delete pods together, each with its UID as a precondition; their StatefulSet or Deployment creates them again."""
+    """Deletes pods together. Each pod's UID is a precondition. Their StatefulSet or Deployment creates them again."""
 
     owner: str
     """Name of the StatefulSet or Deployment; empty for a pod that checks a revision."""
@@ -92,8 +100,11 @@ class DeletePods:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Send one control signal. A coordinator handles an operation id once, so sending it again is safe. While the id is
-    unanswered on this process's link, a repeated `Signal` does nothing."""
+    """Sends one control signal.
+
+    A coordinator handles each operation id once, so the signal can safely be sent again. A repeated `Signal` does
+    nothing while the id is unanswered on this process's link.
+    """
 
     kind: SignalKind
     operation_id: str
@@ -114,8 +125,10 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class AskCanary:
-    """Send a canary completion to one engine and check its answer. Idempotent: while one is unanswered, a repeated
-    `AskCanary` does nothing."""
+    """Sends a canary completion to one engine and checks its answer.
+
+    The action is idempotent, because a repeated `AskCanary` does nothing while the canary is unanswered.
+    """
 
     engine: str
     revision: str
@@ -125,7 +138,7 @@ class AskCanary:
 
 @dataclass(frozen=True, slots=True)
 class EmitEvent:
-    """A Kubernetes Event on the custom resource."""
+    """Writes a Kubernetes Event on the custom resource."""
 
     type: str
     """`Normal` or `Warning`."""
@@ -139,7 +152,7 @@ Action = OnChildren | Signal | AskCanary | EmitEvent
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions and the status. The status has the reason and message of the deciding policy."""
+    """The actions to execute and the status to write. The status has the reason and message of the deciding policy."""
 
     policy: str
     """Name of the first policy that applied."""

@@ -1,4 +1,4 @@
-"""Causes of a wait for a component, from its pods and from rejected children."""
+"""Determines from pods and rejected children why a component is not ready."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Blockers:
     losses: Losses
 
     def rejection(self, *, name: str | None = None) -> Finding | None:
-        """Return the first rejected child, of all or of this name."""
+        """Return the first rejected child. name: consider only the child of this name; None means all children."""
         unrendered = self.rendered.template_error if name is None else self.rendered.shared[1].get(name)
         if unrendered is not None:
             return unrendered
@@ -46,7 +46,9 @@ class Blockers:
         return self.rendered.engine_manifest(engine.index, role=engine.role, pods=self.engines.pods_for(engine))
 
     def component(self, component: str) -> Finding | None:
-        """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
+        """Return the error of the pods of a coordinator, its standby or the servers, or why its pods cannot be
+        created.
+        """
         pods = self.world.component_pods(component)
         diagnosis = first_diagnosis(pods, self.references)
         if diagnosis is not None:
@@ -64,7 +66,7 @@ class Blockers:
         return None
 
     def coordinator(self) -> Finding:
-        """Return why the coordinator does not answer, as reason and what is waited for."""
+        """Return why the coordinator does not answer, as a reason and a description of what the operator waits for."""
         finding = self.rejection(name=self.ctx.coordinator_name)
         pods = [pod for pod in self.world.component_pods(COORDINATOR, STANDBY) if not pod.deleting]
         finding = finding or self.component(COORDINATOR)
@@ -111,7 +113,10 @@ class Blockers:
         return None
 
     def desired_engines(self, *roles: str) -> Finding:
-        """Return why engines that should serve do not, as reason and what is waited for. roles: only of these roles."""
+        """Return why desired engines do not serve, as a reason and a description of what the operator waits for.
+
+        roles: consider only engines of these roles; without roles, all engines.
+        """
         if self.rendered.engine_error is not None:
             reason, message = self.rendered.engine_error
             return reason, f"the engines: {message}"

@@ -1,4 +1,4 @@
-"""Table from termination and scheduler messages to the probable cause and the remedy."""
+"""Table that maps termination messages and scheduler messages to the probable cause and the remedy."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One engine in the coordinator's list. Engines with a dead connection are not in the list."""
+    """One engine in the coordinator's list. The list has no engines whose connection is dead."""
 
     name: str
     """`NAME-engine-I`, from the engine's command line."""
@@ -105,7 +105,9 @@ class AdapterReport:
 
 @dataclass(frozen=True, slots=True)
 class FormatsReport:
-    """The formats of answers that the OpenAI servers read, by name; empty: unknown, or none."""
+    """The formats of tool calls and reasoning that the OpenAI servers parse, by name. An empty name means that the
+    format is unknown or that there is none.
+    """
 
     tool_calls: str = ""
     reasoning: str = ""
@@ -113,7 +115,7 @@ class FormatsReport:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
-    """The coordinator's answer to STATUS, or that there is none."""
+    """The coordinator's answer to STATUS, or the fact that the coordinator does not answer."""
 
     reachable: bool = False
     error: str = ""
@@ -149,7 +151,7 @@ class CoordinatorSnapshot:
 
     @property
     def steady(self) -> CoordinatorState | None:
-        """The coordinator's state if it is settled and every serving engine has the same state, else None."""
+        """The coordinator's state if it is settled and every serving engine has the same state; otherwise None."""
         if not self.reachable or self.state not in STEADY_ENGINE_STATES:
             return None
         agreeing = STEADY_ENGINE_STATES[self.state]

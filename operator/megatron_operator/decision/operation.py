@@ -69,7 +69,7 @@ class Operation:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether the operation is this signal and its effect is complete."""
+        """Return whether the operation is this signal to this engine, and its effect is complete."""
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
 
@@ -84,7 +84,7 @@ _KEYS = {field.name: "operationId" if field.name == "id" else to_camel(field.nam
 
 
 def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
-    """Return the operation that was persisted last."""
+    """Return the operation that was persisted last. None if `status.lifecycle` has no operation."""
     if not lifecycle.get("operationId"):
         return None
     found = {name: lifecycle[key] for name, key in _KEYS.items() if key in lifecycle}
@@ -97,7 +97,9 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
 
 
 def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str | None = None) -> Operation:
-    """Return a new intent. A later decision, which finds it persisted, sends it."""
+    """Return a new operation in phase Pending. The next decision that finds the operation persisted sends its
+    signal.
+    """
     return Operation(
         id=world.new_operation_id,
         signal=signal,
@@ -110,7 +112,7 @@ def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str |
 
 
 def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
-    """Return the persisted operation, updated from this snapshot; None if it does not serve the current goal."""
+    """Return the persisted operation, updated from this snapshot. None if it no longer serves the current goal."""
     if operation is None:
         return None
     changed_goal = operation.goal is not desired
@@ -135,8 +137,10 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
 
 
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
-    """Return the lists that SET_ADAPTERS may set now, by digest: the list of the spec, and the list without the
-    adapters that have an error. The coordinator keeps what it has under their names.
+    """Return the lists that SET_ADAPTERS may set now, by digest.
+
+    These are the list of the spec, and the same list without the adapters that have an error. In the second list, an
+    adapter that the coordinator already has under the same name stays as the coordinator has it.
 
     entries: `status.adapters`.
     """
@@ -149,7 +153,7 @@ def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[st
 
 
 def _has_other_adapters(operation: Operation, world: World) -> bool:
-    """Return whether the list of the operation is obsolete."""
+    """Return whether the operation sets an obsolete list of adapters."""
     return operation.adapters is not None and operation.adapters not in _current_lists(world)
 
 
@@ -179,7 +183,7 @@ def _ask(operation: Operation, world: World) -> Operation | None:
 
 
 def _forgotten(operation: Operation, world: World) -> Operation | None:
-    """Handle an id that the coordinator does not know: the signal was lost, or the coordinator has restarted."""
+    """Return the operation if the coordinator does not know its id, because the signal was lost or it has restarted."""
     coordinator, now = world.coordinator, stamp(world.now)
     if coordinator.state in UNSETTLED:
         return replace(operation, phase=Phase.UNKNOWN)
@@ -198,7 +202,7 @@ def _forgotten(operation: Operation, world: World) -> Operation | None:
 
 
 def known(operation: Operation, coordinator: CoordinatorSnapshot) -> bool:
-    """Return whether the coordinator has the operation, so that it need not be sent again."""
+    """Return whether the coordinator knows the operation, so that its signal need not be sent again."""
     return operation.id in coordinator.operations
 
 

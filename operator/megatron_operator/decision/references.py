@@ -38,8 +38,8 @@ _NAMES = ("name", "secretName", "claimName")
 class PodReference:
     """An object that a pod refers to.
 
-    key:      key that the object must contain; empty if it needs none.
-    optional: pods start without the object.
+    key:      key that the object must contain; empty if it needs no key.
+    optional: whether the pod starts without the object.
     """
 
     ref: ChildRef
@@ -67,7 +67,9 @@ def _claims(pod: Manifest) -> Iterator[PodReference]:
 
 
 def _references(node: dict[str, Any] | list[Any]) -> Iterator[PodReference]:
-    """Walk a part of a pod. It may have any structure, because a podTemplate may have set it."""
+    """Yield the references in a part of a pod. The part can have any structure, because a podTemplate may have set
+    it.
+    """
     for field, value in node.items() if isinstance(node, dict) else enumerate(node):
         if field in _KINDS:
             for entry in value if field == "imagePullSecrets" and isinstance(value, list) else [value]:

@@ -1,6 +1,6 @@
-"""The input of a decision: one frozen snapshot of everything that was observed, without I/O and clock.
+"""The input of a decision: one frozen snapshot of everything that was observed. It uses no I/O and no clock.
 
-`World` is the snapshot that `decide` reads, `Decision` (actions.py) is its result. The caller, in this order,
+`decide` reads a `World` and returns a `Decision` (see actions.py). The caller proceeds in this order:
 
     world = observe()                 # one consistent snapshot
     decision = decide(world)
@@ -8,7 +8,7 @@
                                       # if that fails, act(decision.healing) instead of what follows
     act(decision.actions)             # in order; stop at the first that fails; the outcome is the next observation
 
-makes the intent of a verb durable before it sends the signal.
+This order makes the intent of a verb durable before its signal is sent.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def has_optional_children(spec: MegatronInferenceSpec) -> bool:
 
 
 def manifest_hash(manifest: Manifest) -> str:
-    """Return the hash of a rendered manifest, which `render.context.seal` wrote."""
+    """Return the hash that `render.context.seal` wrote into a rendered manifest."""
     return str(manifest["metadata"]["annotations"][ANNOTATION_HASH])
 
 
@@ -116,7 +116,7 @@ class ChildRef:
 
 @dataclass(frozen=True, slots=True)
 class ChildView:
-    """A child as observed, reduced to the fields of decisions (see `decision.reduce.reduce_child`)."""
+    """A child as observed, reduced to the fields that decisions read (see `decision.reduce.reduce_child`)."""
 
     ref: ChildRef
     uid: str
@@ -177,7 +177,7 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress of an engine that does not serve yet, as its probes report it. None: unknown."""
+    """Progress of an engine that does not serve yet, as its probes report it. None means unknown."""
 
     pod: str
     stage: str
@@ -189,7 +189,7 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A pod of the resource, reduced (see `decision.reduce.reduce_pod`)."""
+    """A pod of the resource, reduced to the fields that decisions read (see `decision.reduce.reduce_pod`)."""
 
     name: str
     uid: str
@@ -247,7 +247,9 @@ class PodView:
 
     @property
     def unexplained(self) -> bool:
-        """Whether its containers are not created and its status has no reason, so that only Events explain why."""
+        """Whether the pod's containers are not created and its status has no reason, so that only Events explain
+        why.
+        """
         return self.phase == "Pending" and not (self.ready or self.deleting) and self.reason in ("", *POD_EVENTS)
 
 
@@ -275,7 +277,7 @@ class KeysView:
 
 @dataclass(frozen=True, slots=True)
 class ApplyRejection:
-    """The API server's last error for the apply of a child."""
+    """The API server's last rejection of an apply to a child."""
 
     hash: str
     """Hash of the rejected manifest (`ApplyChild.hash`)."""
@@ -287,7 +289,7 @@ class ApplyRejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A conflict with another program over a child: each overwrites the changes of the other."""
+    """A conflict with another program over a child, in which each overwrites the changes of the other."""
 
     uid: str
     hash: str
@@ -360,7 +362,7 @@ class World:
 
     @property
     def downloads(self) -> bool:
-        """Whether an init container downloads the model, or waits for another pod that does."""
+        """Whether an init container downloads the model, or waits for another pod that downloads it."""
         return any(pod.fetching_at and not pod.deleting for pod in self.pods)
 
     @property
@@ -371,26 +373,34 @@ class World:
 
     @property
     def membership_known(self) -> bool:
-        """Whether the coordinator answers and knows its engines: it does not while it recovers from a restart."""
+        """Whether the coordinator answers and knows its engines. It does not know them while it recovers from a
+        restart.
+        """
         return self.coordinator.reachable and self.coordinator.state is not CoordinatorState.RECOVERING
 
     @property
     def fence(self) -> int:
-        """Fence of this leader's signals to this resource: its term plus the resource's offset.
+        """Fence of this leader's signals to this resource: the leader's term plus the resource's offset.
 
-        A later leader has a higher term, and the offset never decreases: it is written with the status, on the version
-        of the resource that was read, before a signal is sent. So the fences of leaders are ordered for each resource.
+        A later leader has a higher term. The offset never decreases, because it is written with the status before a
+        signal is sent, on the version of the resource that was read. The fences of successive leaders are therefore
+        ordered for each resource.
         """
         return self.term + self.fence_offset
 
     @property
     def fence_offset(self) -> int:
-        """The offset of the status, raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence."""
+        """The offset of the status. It is raised by at most MAX_FENCE_JUMP if the coordinator has received a higher
+        fence.
+        """
         return self._stored_offset + self._jump if self.rejected_fence is None else self._stored_offset
 
     @property
     def rejected_fence(self) -> int | None:
-        """The fence that the coordinator reports, if it is too far above this leader's to be accepted."""
+        """The fence that the coordinator reports, if it exceeds this leader's fence by too much to be accepted.
+
+        None if the fence is acceptable.
+        """
         fence = self.coordinator.fence
         return fence if self._jump > MAX_FENCE_JUMP or (self._jump and fence >= MAX_FENCE) else None
 

@@ -1,10 +1,11 @@
-"""One connection to the admin port of one coordinator, kept for the life of its resource.
+"""One connection to the admin port of one coordinator, kept for the lifetime of its resource.
 
-It polls STATUS, sends the signals that a pass decides on, and calls `on_change` for everything that needs a decision:
-coordinator reached or lost, status changed, signal answered. It takes no decision itself.
+The link polls STATUS, sends the signals that a pass decides on, and calls `on_change` for everything that needs a
+decision: the coordinator was reached or lost, its status changed, or it answered a signal. The link itself decides
+nothing.
 
-The coordinator may run any image. What it sends is bounded in bytes and in number, and is dropped if it is malformed.
-Nothing blocks: a signal is passed to the socket or rejected at once, and it is never sent again by the link itself.
+The coordinator may run any image. The link limits the size and number of its messages, and drops malformed messages.
+Nothing blocks. A signal is passed to the socket or rejected immediately, and the link never sends a signal again.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ REMEMBERED_REJECTIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class LinkTimings:
-    """Seconds."""
+    """The timings of a link, in seconds."""
 
     hello_retry: float = 0.5
     """Interval of HELLO messages until the coordinator answers."""
@@ -138,7 +139,7 @@ class CoordinatorLink:
         return "" if self._link is None else self._link.address
 
     def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
-        """Connect to the coordinator at the first address, or at another address while the first is silent or on
+        """Connect to the coordinator at the first address, or at another address while the first one is silent or on
         standby.
 
         Without addresses, disconnect. Does nothing if both arguments are the same as in the last call.
@@ -170,7 +171,7 @@ class CoordinatorLink:
             self._task = asyncio.create_task(self._poll(), name=f"link {addresses[0]}")
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the link. This method is idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -179,7 +180,7 @@ class CoordinatorLink:
 
     @property
     def snapshot(self) -> CoordinatorSnapshot:
-        """The last report of the coordinator, or the snapshot of an unreachable coordinator."""
+        """The last report of the coordinator. If the coordinator is unreachable, a snapshot that says so."""
         if self._reply is None or not self._registered.is_set():
             lost = None if self._lost_at is None else self._clock() - self._lost_at
             return replace(self._unreachable(self._error), lost_seconds=lost)
@@ -193,7 +194,7 @@ class CoordinatorLink:
 
     @property
     def silent(self) -> bool | None:
-        """True if a coordinator was connected and is lost, False if one is connected, otherwise None."""
+        """True if a coordinator was connected and is lost. False if one is connected. Otherwise None."""
         return False if self._registered.is_set() else True if self._lost_at is not None else None
 
     def _unreachable(self, error: str) -> CoordinatorSnapshot:
@@ -205,10 +206,12 @@ class CoordinatorLink:
         return self._reply is not None and self._reply.state is not CoordinatorState.RECOVERING
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
-        """Return a snapshot that is not older than this call; unreachable if there is no answer in time.
+        """Return a snapshot that is not older than this call. It reports an unreachable coordinator if no answer is in
+        time.
 
-        expected: the coordinator should be there. Waits for a connection that has just begun, so that a coordinator is
-                  not reported unreachable only because it, or this operator, has just started.
+        expected: the coordinator should be reachable. The call then waits for a connection that has just begun. A
+            coordinator
+            is therefore not reported unreachable only because it, or this operator, has just started.
         """
         came_up, self._expected = expected and not self._expected, expected
         if expected and not self._registered.is_set():
@@ -234,18 +237,18 @@ class CoordinatorLink:
             return
 
     def expect_change(self, expected: bool) -> None:
-        """Poll faster while the resource waits for a change that its coordinator reports first."""
+        """Poll faster while the resource waits for a change that the coordinator will report first."""
         if expected and not self._expects_change:
             self._nudge.set()
         self._expects_change = expected
 
     def awaits(self, operation_id: str) -> bool:
-        """Return whether this signal was sent and its answer may still come."""
+        """Return whether this signal was sent and its answer can still arrive."""
         waiting = self._in_flight.get(operation_id)
         return waiting is not None and waiting.until > self._clock()
 
     def signal(self, signal: Signal) -> bool:
-        """Send a signal, unless it is unanswered. Return False without a connection.
+        """Send a signal, unless the same signal is unanswered. Return False without a connection.
 
         The caller has checked its leadership. A signal is never queued for a later connection.
         """
@@ -272,9 +275,7 @@ class CoordinatorLink:
         return True
 
     def ask_canary(self, asked: AskCanary) -> bool:
-        """Send a canary, unless a canary to this engine and revision is unanswered. Return False if not
-        connected.
-        """
+        """Send a canary, unless the same canary to this engine is unanswered. Return False without a connection."""
         return self._registered.is_set() and self._canaries.ask(asked, self._send)
 
     # --- the connection -------------------------------------------------------------------------------------------
@@ -289,7 +290,9 @@ class CoordinatorLink:
         keys: PeerKeys | None,
         **_: object,
     ) -> Dealer:
-        """Open a DEALER with bounded memory. It sends on an open connection only: no signal is delivered later."""
+        """Open a DEALER socket with bounded memory. It sends only on an open connection, so that no signal arrives
+        late.
+        """
         receive = partial(self._receive, on_message)
         return Dealer(address, receive, on_open=on_open, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
 
@@ -300,7 +303,9 @@ class CoordinatorLink:
         self._forget_registration(error)
 
     def _forget_registration(self, error: str) -> None:
-        """Forget unanswered messages of the old connection. A repeated signal joins its operation by its id."""
+        """Forget the unanswered messages of the old connection. A repeated signal joins its operation through its
+        id.
+        """
         was = self._registered.is_set()
         self._registered.clear()
         self._reply = None
@@ -318,7 +323,7 @@ class CoordinatorLink:
         return self._link is not None and self._registered.is_set() and self._link.send(frames)
 
     def _receive(self, on_message: Callable[[Frames], None], frames: Frames) -> None:
-        """Count a message, and disconnect from a coordinator that sends too much."""
+        """Count a message and pass it on. Disconnect from a coordinator that sends too many messages."""
         if self._link is None:
             return
         begin, messages, size = self._second
@@ -349,7 +354,7 @@ class CoordinatorLink:
             await self._poll_once()
 
     async def _poll_once(self) -> None:
-        """Send one STATUS, then pause; a signal ends the pause."""
+        """Send one STATUS, then pause. A signal ends the pause."""
         if not await self._ask(self._timings.answer_timeout):
             if self._registered.is_set() and self._link is not None:
                 self._link.move(self._no_answer())
@@ -367,7 +372,9 @@ class CoordinatorLink:
             return
 
     async def _ask(self, timeout: float) -> bool:
-        """Send STATUS and wait for its answer. The coordinator answers in the order of the requests."""
+        """Send STATUS and wait for its answer. The coordinator answers requests in the order in which it receives
+        them.
+        """
         if not self._send(Status().to_frames()):
             return False
         self._asked += 1
@@ -384,7 +391,7 @@ class CoordinatorLink:
         return True
 
     def _drop(self, operation_ids: list[str]) -> None:
-        """Stop awaiting these signals, so that they may be sent again."""
+        """Stop waiting for the answers to these signals, so that they can be sent again."""
         for operation_id in operation_ids:
             del self._in_flight[operation_id]
         if operation_ids:

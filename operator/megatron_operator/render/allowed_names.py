@@ -1,6 +1,6 @@
-"""Names that the profile `restricted` of the pod policy allows: variables, labels and annotations, each with a reason.
+"""The variables, labels and annotations that the profile `restricted` of the pod policy allows, each with a reason.
 
-`pod_policy.py` applies them. A chart value adds further names.
+`pod_policy.py` applies these names. A chart value adds further names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Names of one kind that the profile `restricted` allows, and why."""
+    """A group of names of one kind that the profile `restricted` allows, with the reason."""
 
     reason: str
     names: tuple[str, ...]

@@ -1,8 +1,7 @@
-"""Common parts of all pods: the restricted profile, writable volumes, environment, keys, probes, and the merge with a
-podTemplate.
+"""Parts that all pods share: the restricted profile, writable volumes, environment, keys, probes, and the podTemplate.
 
-ConfigMap `NAME-config-HASH` has the environment of all containers. Its name has the hash of its content, so a change
-reaches a pod only by a change of the pod's template.
+ConfigMap `NAME-config-HASH` has the environment of all containers. The name of the ConfigMap has the hash of its
+content, so a changed content reaches a pod only when the pod's template changes.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ CONTAINER_SECURITY = {
 
 
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
-    """Return the security context of a pod. On OpenShift it has no IDs: admission assigns the IDs of the namespace."""
+    """Return the security context of a pod. On OpenShift it has no IDs, because admission assigns the IDs of the
+    namespace.
+    """
     return {
         "runAsNonRoot": True,
         **({} if ctx.settings.openshift else _FIXED_IDS),
@@ -52,10 +53,10 @@ def pod_security(ctx: RenderContext) -> dict[str, Any]:
 
 
 def secret_volume(ctx: RenderContext, name: str, *, secret: str, items: list[dict[str, str]]) -> dict[str, Any]:
-    """Return a volume with entries of a Secret, which only the containers that mount it can read.
+    """Return a volume with entries of a Secret. Only the containers that mount the volume can read it.
 
-    Without a fixed group the files belong to group root. A constraint such as anyuid adds no group to the process, so
-    the files are readable for every user in the pod.
+    Without a fixed group, the files belong to group root. A constraint such as anyuid adds no group to the process, so
+    the files are then readable for every user in the pod.
     """
     mode = 0o444 if ctx.settings.openshift else 0o440
     return {"name": name, "secret": {"secretName": secret, "defaultMode": mode, "items": items}}
@@ -104,17 +105,17 @@ def pod_template(
     """Return the pod template of a component, with the resource's podTemplate merged into it.
 
     Args:
-        container: name, args, env, ports, probes and resources of the container. Nothing in args is expanded by the
-            kubelet, except the operator's own `$(MEGATRON_THREADS)`.
-        init_containers: the same of the init containers.
+        container: name, args, env, ports, probes and resources of the container. The kubelet expands nothing in args
+            except the operator's own `$(MEGATRON_THREADS)`.
+        init_containers: the same fields of the init containers.
         claims: ResourceClaims of the pod.
         grace_seconds: time from SIGTERM to SIGKILL.
-        keys: entries of the keys Secret for this component.
+        keys: entries of the keys Secret that this component mounts.
         overlay: the component's `podTemplate`.
 
     Raises:
         InvalidPodTemplate: the podTemplate is not a valid pod template.
-        NotAllowed: the operator's pod policy does not allow it.
+        NotAllowed: the operator's pod policy does not allow the podTemplate.
     """
     settings = ctx.settings
     identity = {**labels(ctx, component), **(extra_labels or {})}
@@ -167,7 +168,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]{0,2})")
 
 
 def quantity_bytes(quantity: object) -> float:
-    """Return the bytes of a Kubernetes quantity; infinity for an unknown notation."""
+    """Return the number of bytes of a Kubernetes quantity. Infinity for an unknown notation."""
     found = _QUANTITY.fullmatch(str(quantity))
     return float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else math.inf
 
@@ -177,7 +178,7 @@ def bounded_memory(
 ) -> dict[str, Any]:
     """Return the resources of a container with a memory limit, which protects other pods on its node.
 
-    A memory limit of the podTemplate, or a request above `limit`, replaces `limit`.
+    A memory limit in the podTemplate, or a memory request above `limit`, replaces `limit`.
     """
     requests = {"cpu": cpu, "memory": request}
     spec = (overlay or {}).get("spec")
@@ -198,7 +199,7 @@ KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.s
 
 
 def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
-    """Return the entries of the keys Secret that identify the trainer to coordinator and engines; none without a
+    """Return the entries of the keys Secret that identify the trainer to coordinator and engines. Empty without a
     trainer.
     """
     return ("trainer.pub",) if ctx.spec.has_trainer else ()
@@ -209,11 +210,12 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
 
 
 def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return an affinity that prefers nodes without pods of these labels.
+    """Return an affinity that prefers nodes that run no pods with these labels.
 
     own:   labels of the replicas of the component itself.
-    other: labels of a component that must not be lost with it. Its pods have a higher weight: a pod of the component
-           itself may be terminating on the node that its successor should use.
+    other: labels of a component that must not be lost together with it. Avoiding these pods has a higher weight,
+        because a
+           pod of the component itself may be terminating on the node that its successor should use.
     """
     weighted = [
         {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}
@@ -241,8 +243,8 @@ MERGE_KEYS = {
 def merge_template(base: dict[str, Any], overlay: dict[str, Any] | None, *, field: str) -> dict[str, Any]:
     """Merge `overlay` into the pod template `base`, as `kubectl patch --type strategic` does.
 
-    Objects merge, keyed lists merge by key, null removes a field, all other values replace. A volume has one source, so
-    a volume with another source replaces the rendered one.
+    Objects are merged, and keyed lists are merged by key. null removes a field. All other values replace the old value.
+    A volume has one source, so a volume with another source replaces the rendered volume.
 
     Args:
         field: path of the overlay in the resource, for messages.

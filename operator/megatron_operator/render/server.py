@@ -82,8 +82,10 @@ def server_args(ctx: RenderContext) -> list[str]:
 
 
 def server_deployment(ctx: RenderContext) -> Manifest:
-    """Return the Deployment. Without `spec.server.replicas` it has no number of replicas: the API server creates it
-    with 1, and an autoscaler may change that.
+    """Return the Deployment of the OpenAI servers.
+
+    Without `spec.server.replicas` it has no number of replicas. The API server then creates it with one replica, and an
+    autoscaler can change the number.
     """
     server, drain = ctx.spec.server, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
@@ -151,7 +153,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
 
 
 def _with_port(container: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a container whose server port has this name, by which the Service selects it.
+    """Return a container whose server port has this name, because the Service selects the port by its name.
 
     A podTemplate may have set another name.
     """

@@ -1,4 +1,4 @@
-"""vLLM engines: image, command line, environment, and the checks of arguments that the API server cannot make. Pure."""
+"""vLLM engines: their image, command line and environment, and the argument checks that the API server cannot make."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ENV = {
 
 
 def engine_image(ctx: RenderContext) -> str | None:
-    """Return the image of the engines; None if they use the image of the other components."""
+    """Return the image of the engines. None if they use the image of the other components."""
     engine = ctx.spec.engine
     if engine.backend is Backend.NATIVE:
         return engine.image
@@ -42,10 +42,10 @@ def engine_image(ctx: RenderContext) -> str | None:
 
 
 def _arguments(ctx: RenderContext, _name: str) -> str | None:
-    """Return the engine arguments as JSON; None for native engines.
+    """Return the engine arguments as JSON. None for native engines.
 
     Raises:
-        UnsupportedByBackend: with the first argument that vLLM engines do not accept.
+        UnsupportedByBackend: vLLM engines do not accept an argument; the message has the first such argument.
     """
     if ctx.spec.engine.backend is Backend.NATIVE:
         return None
@@ -80,7 +80,7 @@ VLLM_OPTIONS = (
 
 
 def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
-    """Return the environment of vLLM engines and their servers; empty for native engines."""
+    """Return the environment of vLLM engines and their servers. Empty for native engines."""
     if ctx.spec.engine.backend is Backend.NATIVE:
         return []
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in _ENV.items()]
@@ -97,7 +97,7 @@ def vllm_arguments(ctx: RenderContext) -> dict[str, Any]:
 
 
 def _of_fields(engine: EngineSpec) -> dict[str, dict[str, Any]]:
-    """Return the arguments by field."""
+    """Return the arguments that fields of the spec set, by field."""
     found: dict[str, dict[str, Any]] = {}
     if engine.kv_offload is not None:
         gib = quantity_bytes(engine.kv_offload.cpu_memory) / (1 << 30)

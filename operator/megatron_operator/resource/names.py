@@ -1,4 +1,4 @@
-"""Names that other programs see: the API, labels and annotations, components and their ports. Imports nothing."""
+"""Names that other programs use: the API, labels and annotations, components and their ports. Imports no module."""
 
 from __future__ import annotations
 

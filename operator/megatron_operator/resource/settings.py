@@ -24,7 +24,7 @@ MONITORING_NAMESPACE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Installation-wide inputs of rendering and deciding."""
+    """Inputs of rendering and deciding that apply to the whole installation."""
 
     runtime_image: str
     """Image of servers and native engines if the resource sets none."""
@@ -66,9 +66,9 @@ class Settings:
 
     @property
     def runtime_images(self) -> tuple[str, ...]:
-        """The images of the pods of resources, whose repositories the pod policy allows."""
+        """The images that the operator uses for resources' pods. The pod policy allows their repositories."""
         return self.installed_images or (self.runtime_image, self.vllm_runtime_image, self.coordinator_image)
 
     def quotes(self, image: str) -> bool:
-        """Return whether the status may quote messages of containers of this image."""
+        """Return whether the status may quote messages of containers that run this image."""
         return in_repositories(image, (*self.runtime_images, *self.quoted_repositories))

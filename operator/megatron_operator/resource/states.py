@@ -65,7 +65,7 @@ class LifecyclePhase(StrEnum):
 
 
 class KeyStage(StrEnum):
-    """`status.keys.stage`: content of `NAME-keys` during a rotation, and what the next stage waits for."""
+    """`status.keys.stage`: the content of `NAME-keys` during a rotation, and the condition for the next stage."""
 
     SETTLED = "Settled"  # one generation
     ADMITTING = "Admitting"  # two are accepted, the old one is used; until the coordinator accepts the new one

@@ -26,14 +26,16 @@ QUIET = {
 
 
 def deleting(world: World) -> Verdict | None:
-    """Do nothing while the resource is being deleted. The garbage collector deletes its children."""
+    """Do nothing while the resource is being deleted, because the garbage collector deletes its children."""
     if not world.resource.deleting:
         return None
     return Verdict(Reason.DELETING, "the resource is being deleted", upkeep=False)
 
 
 def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """Do nothing while an object with another owner has the name of a child. The user must rename either of them."""
+    """Do nothing while an object with another owner has the name of a child. The user must rename the object or the
+    resource.
+    """
     ours = {
         ctx.keys_name,
         ctx.coordinator_name,
@@ -65,7 +67,7 @@ def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdi
 
 
 def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blockers) -> Verdict | None:
-    """Wait for a change of the spec or a restart command if the restart budget of every engine is exhausted."""
+    """Wait for a change of the spec or a restart command if every engine has exhausted its restart budget."""
     if observed.state is not ResourceState.FAILED:
         return None
     _, on = blockers.desired_engines()
@@ -75,7 +77,7 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
 
 
 def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict | None:
-    """Stop if the coordinator reports a fence that no leader can have sent: it would reject every signal."""
+    """Stop if the coordinator reports a fence that no leader can have sent, because it would reject every signal."""
     seen, own = world.rejected_fence, world.fence
     if seen is None or desired.stopped:
         return None

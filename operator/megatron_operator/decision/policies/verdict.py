@@ -1,4 +1,4 @@
-"""The verdict of a policy."""
+"""The verdict, which is the result of a policy that applies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Recorded(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Messages and actions of the policy that decided."""
+    """The messages and actions of the policy that decided."""
 
     reason: Reason
     message: str
@@ -49,7 +49,7 @@ def waiting(
     requeue_after: float | None = None,
     operation: Operation | Recorded | None = Recorded.UNCHANGED,
 ) -> Verdict:
-    """Return a verdict that waits."""
+    """Return the verdict of a policy that waits."""
     return Verdict(
         reason=reason,
         message=f"{step}: waiting for {waiting_on}",
