@@ -94,7 +94,7 @@ class ResourceCache:
         return seen
 
     def child(self, ref: ChildRef) -> SeenChild | None:
-        """Return the newest known version of a child, whoever owns the child."""
+        """Return the newest known version of a child, regardless of its owner."""
         return self._merged().get(ref)
 
     def views(self) -> dict[ChildRef, ChildView]:

@@ -180,7 +180,7 @@ class CoordinatorLink:
 
     @property
     def snapshot(self) -> CoordinatorSnapshot:
-        """The last report of the coordinator. If the coordinator is unreachable, a snapshot that says so."""
+        """The last report of the coordinator. If the coordinator is unreachable, a snapshot that reports this."""
         if self._reply is None or not self._registered.is_set():
             lost = None if self._lost_at is None else self._clock() - self._lost_at
             return replace(self._unreachable(self._error), lost_seconds=lost)

@@ -13,7 +13,7 @@ LOSSES = "Replays and engines lost"
 
 @dataclass(slots=True)
 class Counters:
-    """Event counts for metrics. Plain integers: they cost little on the request path."""
+    """Event counts for metrics. The counts are plain integers, because these cost little on the request path."""
 
     rejected: Counter[str] = field(default_factory=Counter)
     """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
