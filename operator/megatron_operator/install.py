@@ -22,7 +22,9 @@ NAME = "megatron-operator"
 LABELS = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/instance": "megatron"}
 READ = ["get", "list", "watch"]
 APPLY = [*READ, "create", "patch"]
-"""Server-side apply and the reads for it. The garbage collector deletes shared children with their resource."""
+"""Verbs for server-side apply and the reads that it needs. The garbage collector deletes shared children with their
+resource.
+"""
 OWN = [*APPLY, "delete"]
 
 
@@ -48,22 +50,24 @@ RESOURCE_RULES: list[Rule] = [
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
 """Permissions in the namespaces of resources. Secrets are read, created and rotated by name, never listed. RBAC cannot
-limit this to the names NAME-keys: it supports neither patterns nor names in create rules."""
+limit this to the names NAME-keys, because it supports neither patterns nor names in create rules.
+"""
 
 NODE_RULES: list[Rule] = [
     _rule("", ["nodes"], ["get"]),
     _rule("scheduling.k8s.io", ["priorityclasses"], ["get"]),
     _rule("node.k8s.io", ["runtimeclasses"], ["get"]),
 ]
-"""Permissions in the whole cluster: to see that a node is lost before a pod on it is deleted by force, and that what
-pods name exists before pods are replaced."""
+"""Permissions in the whole cluster. With them the operator verifies that a node is lost before it force-deletes a pod
+on the node, and that the objects which pods name exist before it replaces pods.
+"""
 
 VIEW_RULES: list[Rule] = [_rule(GROUP, [PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"], READ)]
 EDIT_RULES: list[Rule] = [
     _rule(GROUP, [PLURAL], ["create", "update", "patch", "delete", "deletecollection"]),
     _rule(GROUP, [f"{PLURAL}/scale"], ["update", "patch"]),
 ]
-"""Permissions of users, which Kubernetes aggregates to its ClusterRoles view, and edit and admin."""
+"""Permissions of users, which Kubernetes aggregates to its ClusterRoles view, edit and admin."""
 AGGREGATED = {"view": (VIEW_RULES, ("view",)), "edit": (EDIT_RULES, ("edit", "admin"))}
 
 HOME_RULES: list[Rule] = [
@@ -71,11 +75,11 @@ HOME_RULES: list[Rule] = [
     _rule("", ["secrets"], ["create"]),
     _rule("", ["secrets"], ["get"], names=[ADMIN_SECRET]),
 ]
-"""Permissions in its own namespace, for its Lease and its admin key."""
+"""Permissions in the operator's own namespace, for its Lease and its admin key."""
 
 
 LEASE_RULES: list[Rule] = [_rule("coordination.k8s.io", ["leases"], ["get"], names=[NAME])]
-"""Permission of all service accounts, so that another operator sees whether this one manages a resource."""
+"""Permission of all service accounts, so that another operator can detect whether this one manages a resource."""
 
 
 def rules_file() -> dict[str, list[Rule]]:

@@ -34,7 +34,7 @@ class ResourceFile:
     uid: str
     spec: MegatronInferenceSpec
     release: Release | None
-    """`status.release`, if it has a status."""
+    """`status.release`, if the resource has a status."""
 
     def context(self, settings: Settings) -> RenderContext:
         return RenderContext(self.name, self.namespace or DEFAULT_NAMESPACE, self.uid or NO_UID, self.spec, settings)

@@ -10,7 +10,7 @@ from typing import Any
 from megatron_operator.resource.names import NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 EXPIRED_DURATIONS = 2
-"""A Lease that was not renewed for this many of its durations has no working holder."""
+"""Number of its durations without a renewal after which a Lease has no working holder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,9 +64,9 @@ LOGIN_SECONDS = 30.0
 GO_SECONDS = 5.0
 """Seconds within which a page must confirm a verb."""
 BEAT_SECONDS = 5.0
-"""Interval of empty messages, in seconds. A page that receives none knows that this process has stopped."""
+"""Interval of empty messages, in seconds. A page that receives none concludes that this process has stopped."""
 BAD_TOKEN, BAD_MESSAGE = 4401, 4400
-"""Close codes of a WebSocket, for a wrong token and for a malformed message."""
+"""Close codes of a WebSocket for a wrong token and for a malformed message."""
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -159,7 +159,7 @@ class Dashboard:
         self._api = api
         self.settings = settings
         self.single_use_token = secrets.token_urlsafe(32)
-        """Of the browser that the command opens: other users of the machine see the arguments of that program."""
+        """Token for the browser that the command opens. Other users of the machine can see the browser's arguments."""
         self._observers = Observers(api, interval=settings.sample_seconds)
         self.reads: dict[str, Callable[[Request], AsyncGenerator[Any]]] = {
             "list": self.list_resources,

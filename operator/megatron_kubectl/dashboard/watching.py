@@ -33,8 +33,8 @@ from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTAN
 from megatron_operator.terminal import as_yaml
 
 CORE_EVENT = ObjectKind("Event", "", "v1", "events")
-"""The kind of Events in the core API: only through this API do the ClusterRoles view, edit and admin allow reading
-them.
+"""The kind of Events in the core API. The ClusterRoles view, edit and admin allow reading Events only through this
+API.
 """
 EXPLAIN_SECONDS = 0.3
 """Minimum seconds between two computations of the explanation."""
@@ -92,7 +92,7 @@ class ResourceObserver:
         self.errors: dict[str, str] = {}
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self.sampled = 0
-        """Samples that were taken in total."""
+        """Total number of samples."""
         self.viewers = 0
         self.left = time.monotonic()
         """Time when the last viewer disconnected."""

@@ -26,14 +26,16 @@ Object = dict[str, Any]
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Timeout of every request. The margin of the Lease depends on it."""
 REQUESTS_AT_ONCE = 16
-"""Limit of concurrent requests without watches: each TLS connection takes 0.4 MiB, and a start has hundreds of them."""
+"""Limit of concurrent requests, not counting watches. A start has hundreds of requests, and each TLS connection takes
+0.4 MiB.
+"""
 MAX_RETRY_AFTER_SECONDS = 60.0
 PAGE_OBJECTS = 100
-"""Objects of one page of a list. A page of StatefulSets takes about 10 MiB while it is decoded."""
+"""Number of objects in one page of a list. A page of StatefulSets takes about 10 MiB while it is decoded."""
 JSON = "application/json"
 METADATA_LIST = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 METADATA_OBJECT = f"{JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-"""Accepted answers of lists and watches of which only the metadata is read."""
+"""Value of Accept for lists and watches of which only the metadata is read."""
 NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 

@@ -20,7 +20,7 @@ Key = tuple[str, str]
 
 _UNWATCHED = frozenset(kind.kind for kind in OPTIONAL_KINDS)
 WATCH_LAG_SECONDS = 3.0
-"""After this time a write that the watch has not shown is read again."""
+"""Time after which the result of a write is read again if the watch has not shown it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,14 +30,15 @@ class Index:
     children: Mapping[Key, Iterable[SeenChild]]
     pods: Mapping[Key, Iterable[PodView]]
     resources: Mapping[str, Iterable[SeenResource]]
-    """By UID."""
+    """The resources, by UID."""
 
 
 FIGHT_APPLIES = 3
-"""After this many applies of one manifest onto one object, each of which was changed by another program, further ones
-wait."""
+"""Number of applies of one manifest to one object after which further applies wait, if another program has changed the
+object after each of them.
+"""
 FIGHT_SECONDS = 60.0
-"""Time between two applies in a fight. It is over when the object has kept the manifest for twice as long."""
+"""Time between two applies in a fight. The fight is over when the object has kept the manifest for twice this time."""
 
 
 @dataclass(slots=True)
@@ -45,12 +46,12 @@ class _Applied:
     uid: str
     owned_fields: str
     manifest: tuple[str, int]
-    """Its hash, and the replicas of a StatefulSet."""
+    """Hash of the manifest, and the replicas of a StatefulSet."""
     at: float
     count: int = 1
-    """Number of applies of this manifest onto this object in short succession."""
+    """Number of applies of this manifest to this object in short succession."""
     opponent: str = ""
-    """The field manager that changed the object before one of these applies, the last one that is known."""
+    """The last known field manager that changed the object before one of these applies."""
 
 
 @dataclass(slots=True)
@@ -58,7 +59,7 @@ class _Written:
     child: SeenChild
     at: float
     since: float
-    """When the object was first missing in the watch; a direct read does not change it."""
+    """Time when the object was first missing in the watch. A direct read does not change this time."""
 
 
 class ResourceCache:
@@ -76,7 +77,7 @@ class ResourceCache:
         self._unwatched: dict[ChildRef, SeenChild] = {}
         self._applied: dict[ChildRef, _Applied] = {}
         self._rolled_out: dict[ChildRef, tuple[str, str, str]] = {}
-        """UID, hash and owned fields of children whose rollout was complete."""
+        """UID, hash and owned fields of each child whose rollout was complete."""
         self._created: dict[str, PodView] = {}
         self._deleted: set[str] = set()
         self._gone: set[str] = set()

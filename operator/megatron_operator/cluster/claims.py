@@ -20,9 +20,11 @@ from megatron_operator.cluster.kinds import LEASE
 logger = logging.getLogger(__name__)
 
 ABANDONED_DURATIONS = 3
-"""A Lease that was not renewed for this many of its durations is abandoned. Its own standby leads after one."""
+"""Number of its durations without a renewal after which a Lease is abandoned. The holder's own standby leads after one
+duration.
+"""
 READ_SECONDS = 3.0
-"""Interval at which the Lease of another operator is read, for all its resources together."""
+"""Interval at which the Lease of another operator is read. The read serves all resources of that operator."""
 DEFAULT_DURATION = 10.0
 
 
@@ -31,13 +33,13 @@ class _Lease:
     """The observations of this process about one Lease."""
 
     mark: object
-    """Changes with each renewal."""
+    """A value that changes with each renewal of the Lease."""
     since: float
-    """When the operator first saw the mark."""
+    """Time when this operator first observed the mark."""
     read: float
     duration: float = DEFAULT_DURATION
     error: str = ""
-    """Why it cannot be read."""
+    """Why the Lease cannot be read."""
     holder: str = ""
 
 

@@ -36,7 +36,9 @@ class Store(Generic[T]):
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str, str], Key] = {}
-        """By namespace and name of the object: its label may change."""
+        """The resource of each object, by namespace and name of the object. It is kept because the object's label may
+        change.
+        """
         self._objects: dict[Key, dict[str, T]] = {}
 
     def of(self, key: Key) -> list[T]:
@@ -115,7 +117,7 @@ class Informers:
         self._children, self._pods = _ByResource(), _ByResource()
         self.watches = WatchAges(watch_seconds=watch_seconds)
         self.resources: dict[str, tuple[SeenResource, ...]] = {}
-        """By UID. They are watched by kopf."""
+        """The resources by UID. kopf watches them."""
         self.index = Index(children=self._children, pods=self._pods, resources=self.resources)
 
     async def run(self) -> None:

@@ -44,19 +44,21 @@ class LeaseSettings:
     namespace: str
     name: str
     identity: str
-    """Identity of this process. The same identity means a restart of the same pod, whose previous process has ended, so
-    it may take over at once."""
+    """Identity of this process. The same identity means that the same pod has restarted and its previous process has
+    ended, so it may take over immediately.
+    """
     duration: float = 10.0
     """Seconds without a renewal after which the lease is free."""
 
     namespaces: tuple[str, ...] = ()
-    """Namespaces that the holder serves; empty means all. Only for readers of the Lease."""
+    """Namespaces that the holder serves; empty means all. Only readers of the Lease use this field."""
 
     former: str = ""
-    """Lease of earlier releases, which is held too while it exists, unless the operator of another release does; so an
-    operator of an earlier release does not lead at the same time."""
+    """Lease of earlier releases, which this operator also holds while it exists, so that an operator of an earlier
+    release does not lead at the same time. It is not needed if the operator of another release holds it.
+    """
     successor: str = ""
-    """Of a former Lease: the one that it is held with."""
+    """For a former Lease, the Lease together with which it is held."""
 
     @property
     def renew_interval(self) -> float:
@@ -89,7 +91,7 @@ class Elector:
             self._former = Elector(api, former, clock=clock)
         self.term = 0
         self.waits_for: tuple[str, str] | None = None
-        """While another process leads: the Lease that it holds, and its identity."""
+        """While another process leads, the Lease that it holds and its identity."""
 
     @property
     def leading(self) -> bool:

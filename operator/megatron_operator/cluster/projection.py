@@ -21,15 +21,15 @@ class SeenChild:
     ref: ChildRef
     version: int
     owner_uid: str
-    """UID of the resource that owns it; empty without one."""
+    """UID of the resource that owns the child; empty without an owner."""
     view: ChildView
-    """`owned` and `verified` are set when a World is created."""
+    """The view for decisions. `owned` and `verified` are set when a World is created."""
     cluster_ip: str = ""
-    """Services: the virtual address; empty for headless ones."""
+    """Virtual address of a Service; empty for a headless Service."""
     changed_by: str = ""
-    """The other field manager that last changed it, ignoring its status; empty if there is none."""
+    """The other field manager that last changed the child, ignoring its status; empty if there is none."""
     owns_replicas: bool = False
-    """This operator's applies own `spec.replicas`."""
+    """Whether this operator's applies own `spec.replicas`."""
 
     @property
     def uid(self) -> str:

@@ -29,7 +29,7 @@ RETRY_SECONDS = (0.5, 1.0, 3.0, 5.0)
 FORBIDDEN, NOT_FOUND = 403, 404
 
 Watched = tuple[str, str]
-"""Name of the API resource, such as `pods`, and namespace, which is empty for all."""
+"""Name of the API resource, such as `pods`, and the namespace, which is empty for all namespaces."""
 
 
 class WatchAges:
@@ -40,9 +40,9 @@ class WatchAges:
         self._clock = clock
         self._started: dict[str, float] = {}
         self._rejected: dict[str, tuple[float, str]] = {}
-        """Time of the first rejection of each path that is rejected now, and the last answer."""
+        """For each path that is now rejected, the time of its first rejection and the last answer."""
         self.vanished = asyncio.Event()
-        """Set when the API server no longer serves a kind that kopf watches. Then kopf must be stopped."""
+        """Set when the API server no longer serves a kind that kopf watches, so that kopf must be stopped."""
 
     @property
     def silent_seconds(self) -> float:

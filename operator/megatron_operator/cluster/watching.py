@@ -16,7 +16,7 @@ from megatron_operator.cluster.nesting import decode
 WATCH_SECONDS = 50.0
 """Duration of a watch before it is renewed at the same resource version."""
 SILENCE_SECONDS = 5.0
-"""After that time without a byte beyond its duration, a watch is dead."""
+"""Time beyond the duration of a watch after which a watch without a received byte is dead."""
 RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0)
 _GONE = 410
 

@@ -196,7 +196,7 @@ def _onto_nothing(manifest: Manifest) -> Manifest:
 logger = logging.getLogger(__name__)
 
 MAX_NOTE = 1000
-"""The API server rejects longer notes, in bytes."""
+"""Maximum length of a note in bytes. The API server rejects longer notes."""
 
 
 class Recorder:

@@ -62,23 +62,23 @@ class RunOptions:
 
     settings: Settings
     namespaces: tuple[str, ...] = ()
-    """Namespaces to serve; empty means all. Named ones need no cluster-wide permissions."""
+    """Namespaces to serve; empty means all. Named namespaces need no cluster-wide permissions."""
     kubeconfig: Path | None = None
-    """None: the service account in a pod, else $KUBECONFIG or ~/.kube/config."""
+    """Path of the kubeconfig. None means the service account, or else $KUBECONFIG or ~/.kube/config."""
     context: str | None = None
     lease_name: str = FORMER_LEASE
     lease_seconds: float = 10.0
-    """Time after the death of a leader until its successor starts, plus at most a fifth of it."""
+    """Time after the death of a leader until its successor starts. The actual time is longer by at most a fifth."""
     identity: str = field(default_factory=default_identity)
     coordinator_address_template: str | None = None
-    """None: the cluster IP of each coordinator's Service."""
+    """Template of coordinators' addresses. None means the cluster IP of each coordinator's Service."""
     health_host: str | None = None
     """Address of probes and metrics; None means every address, IPv4 and IPv6."""
     health_port: int = 8080
     resync_seconds: float = 300.0
-    """Interval at which each resource's objects are listed again, in case a watch missed something."""
+    """Interval at which each resource's objects are listed again, in case a watch missed a change."""
     watch_seconds: float = 40.0
-    "Seconds after which a watch is renewed. This bounds the time for which a dead watch goes unnoticed."
+    """Seconds after which a watch is renewed. This is also the maximum time for which a dead watch stays undetected."""
     max_concurrent_updates: int = 1
     "Maximum number of resources that are updated to this operator's release at the same time."
     link: LinkTimings = field(default_factory=LinkTimings)
@@ -87,8 +87,9 @@ class RunOptions:
 logger = logging.getLogger(__name__)
 
 STALLED_SECONDS = 120.0
-"""A longer pass hangs: every request and every wait in it has a much shorter deadline. A watch that has not shown an
-existing object for so long, or whose renewal is overdue by as much, is dead."""
+"""Time after which a pass counts as hanging, because every request and wait in a pass has a much shorter deadline. A
+watch is dead if it has not shown an existing object for this time, or if its renewal is overdue by this time.
+"""
 STALLS = ("oldest_pass_seconds", "watch_behind_seconds", "watch_silent_seconds")
 CRD_RETRY_SECONDS = 2.0
 RESTART_SECONDS = 1.0

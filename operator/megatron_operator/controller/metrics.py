@@ -25,9 +25,9 @@ class Reading:
     status: Mapping[str, Any]
     coordinator: CoordinatorSnapshot
     manager: str = ""
-    """Lease of another operator that manages it; empty if this one does."""
+    """Lease of another operator that manages the resource; empty if this operator manages it."""
     contested: int = 0
-    """Children that another program changes as often as they are applied."""
+    """Number of children that another program changes back each time the operator applies them."""
 
 
 class Metrics:

@@ -77,7 +77,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 MISSING_SECRET = ("FailedMount", UNCONFIGURED)
-"""Reasons of pods whose Secret may be missing."""
+"""Reasons for waiting of pods whose Secret may be missing."""
 _SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MAX_DOWNLOADS = 4
 """Maximum number of pods that are queried at the same time."""
@@ -85,22 +85,22 @@ _PROGRESS_SECONDS = 2.0
 _PROGRESS_MOST_BYTES = 4096
 _PROGRESS_LARGEST = 1 << 60
 STAGES = ("Download", "Verify", "Load", "Compile", "Capture")
-"""Parts of the start of an engine that it reports."""
+"""Stages of an engine's start, which the engine reports."""
 _MOUNT_SUMMARY = "Unable to attach or mount volumes"
-"""Begin of an Event that names only volumes; others of the pod name the cause."""
+"""First words of an Event that names only volumes. Other Events of the pod name the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserverSettings:
     settings: Settings
     admin: KeyPair | None
-    """None without security, i.e. with unencrypted sockets."""
+    """The operator's admin key pair; None without security, when sockets are unencrypted."""
     resolve: Resolver
     resync_seconds: float
     audits: asyncio.Semaphore
     """Limit of concurrent listings over all resources, to protect the API server."""
     denied: Callable[[], Mapping[str, str]] = dict
-    """The API resources that cannot be watched in the namespace, and why."""
+    """Returns the API resources that cannot be watched in the namespace, with the reasons."""
     manager: str = ""
     """Namespace and name of this operator's Lease."""
 
@@ -150,11 +150,12 @@ class Registrations:
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, frozenset[str]], float] = {}
-        """By name of the engine and UIDs of its pods."""
+        """Start of the time by name of the engine and UIDs of its pods."""
         self._incarnation = ""
         self._processes: frozenset[tuple[str, int]] = frozenset()
-        """UIDs and restarts of the pods of which one is the coordinator: they were not being deleted when it was first
-        reached, and have existed since."""
+        """UIDs and restart counts of the pods among which the current coordinator is. These pods were not being deleted
+        when the coordinator was first reached, and still exist.
+        """
         self._taken_over = False
 
     def missing(self, coordinator: CoordinatorSnapshot, pods: Sequence[PodView], *, now: float) -> Mapping[str, float]:

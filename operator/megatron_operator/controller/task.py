@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 BACKOFF_FIRST, BACKOFF_MAX = 0.2, 30.0
 AFTER_ERROR_SECONDS = 1.0
 EAGER_PASSES = 10
-"""Limit of consecutive passes without a pause, while each changes something."""
+"""Maximum number of consecutive passes without a pause while each pass changes something."""
 
 
 class UpdateLimit:
@@ -121,7 +121,7 @@ class Parts:
     """See World.isolated."""
     resync_seconds: float
     coalesce_seconds: float = 0.02
-    """Delay of a pass after the first event, because events come in bursts."""
+    """Delay of a pass after the first event, because events arrive in bursts."""
 
 
 class ResourceTask:
@@ -142,7 +142,7 @@ class ResourceTask:
         """Lease of another operator that manages the resource."""
         self._contested = 0
         self._waiting, self._waiting_since = ("", ""), time.monotonic()
-        """What the last decision waits for, and since when."""
+        """The condition that the last decision waits for, and the time since which it waits."""
         self._objects: frozenset[ChildRef] = frozenset()
         self._object_seconds = OBJECT_SECONDS
 
@@ -381,7 +381,7 @@ class TaskSupervisor:
         self._tasks: dict[str, tuple[ResourceTask, asyncio.Task[None]]] = {}
         self._by_key: dict[Key, str] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future with the fatal exception of a task: the loss of leadership."""
+        """Future that gets the fatal exception of a task, which is the loss of leadership."""
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -92,10 +92,10 @@ class DeletePods:
     owner: str
     """Name of the StatefulSet or Deployment; empty for a pod that checks a revision."""
     pods: tuple[tuple[str, str], ...]
-    """(name, uid) of each."""
+    """Name and UID of each pod."""
     reason: str
     force: bool = False
-    """Without waiting for their kubelets, which are lost."""
+    """Delete the pods without waiting for their kubelets, which are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,13 +110,15 @@ class Signal:
     operation_id: str
     fence: int
     expected_engines: int
-    """Number of engines registered at the decision; the coordinator rejects the signal if it has fewer."""
+    """Number of engines that were registered at the decision. The coordinator rejects the signal if it has fewer
+    engines.
+    """
     engine: str | None = None
     """Name of the engine (DRAIN only); None means all."""
     source: str | None = None
     """UPDATE_WEIGHTS: source of the weights."""
     epoch: int | None = None
-    """UPDATE_WEIGHTS: epoch of the weights, absolute."""
+    """UPDATE_WEIGHTS: epoch of the weights, an absolute number."""
     adapters: tuple[Adapter, ...] | None = None
     """SET_ADAPTERS: all adapters."""
     deadline_seconds: float | None = None
@@ -133,7 +135,7 @@ class AskCanary:
     engine: str
     revision: str
     model: str
-    """`--model` of the engine: the expected answer of a builtin model is known."""
+    """`--model` of the engine. For a builtin model the expected answer is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,19 +159,19 @@ class Decision:
     policy: str
     """Name of the first policy that applied."""
     reason: str
-    """CamelCase, one of `resource.conditions.Reason`."""
+    """Reason in CamelCase, a value of `resource.conditions.Reason`."""
     message: str
     status: Manifest
     """The `.status` to persist if it differs from the stored one. A timestamp changes only with its fact."""
     actions: tuple[Action, ...] = ()
     healing: tuple[Action, ...] = ()
-    """The actions that are allowed while the status cannot be written: they replace missing and lost objects."""
+    """The actions that are allowed while the status cannot be written. They replace missing and lost objects."""
     objects: frozenset[ChildRef] = frozenset()
     """The objects that pods need and that the operator does not create. If the World lacks one, the caller reads it and
     decides again."""
     object_seconds: float = OBJECT_SECONDS
     """Interval at which these objects are read again."""
     attentive: bool = False
-    """Poll the coordinator faster: it reports the awaited change first."""
+    """Whether to poll the coordinator faster, because it is the first to report the awaited change."""
     requeue_after: float | None = None
-    """Seconds after which the decision may change without an event; None if it needs an event."""
+    """Seconds after which the decision may change without an event; None if only an event can change it."""

@@ -19,7 +19,7 @@ from megatron_runtime.protocol.headers import ErrorCode
 
 _REASONS = {reason.value: reason for reason in (Reason.ADAPTER_FAILED, Reason.UNSUPPORTED_BY_BACKEND)}
 RETRY_SECONDS = 30.0
-"""Time after which a list that failed is set again, because a volume or a hub may be back."""
+"""Time after which a failed list is set again, because a volume or a hub may be available again."""
 
 
 @dataclass(frozen=True)

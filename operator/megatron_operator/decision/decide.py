@@ -33,13 +33,15 @@ from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_operator.resource.text import printable, printable_data, stamp_seconds
 
 CONNECT_SECONDS = 10.0
-"""After the creation of a coordinator's pod, the time until the operator has connected to it."""
+"""Time after the creation of a coordinator's pod within which the operator connects to it."""
 Report = TypeVar("Report", OperationReport, CanaryReport)
 OBSERVED_KINDS = ("Deployment", "Pod", "Secret", "Service", "StatefulSet")
-"""Nothing is decided without their objects. Objects of other kinds are only applied, and not changed if unknown."""
+"""Kinds without whose objects no decision is made. Objects of other kinds are only applied, and are not changed if
+unknown.
+"""
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MAX_TEXT = 2048
-"""Limit of characters of a string in a status, after escaping."""
+"""Maximum number of characters of a string in a status, after escaping."""
 
 
 def decide(world: World) -> Decision:

@@ -15,8 +15,9 @@ from megatron_operator.resource.text import parse, seconds_since
 
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
-"""Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
-engines. Then the pods are removed anyway: Stopped must not depend on a healthy coordinator."""
+"""Time after the drain deadline for which a Stopped resource keeps its pods if the coordinator does not stop the
+engines. The pods are then removed anyway, because Stopped must not depend on a healthy coordinator.
+"""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from megatron_runtime.process.gpu_failures import gpu_failure
 from megatron_runtime.protocol import strict_json as json
 
 References = Mapping[tuple[str, str], str]
-"""The field of the spec that names an object, by kind in lower case (`secret`, `persistentvolumeclaim`, …, or `volume`
-of a pod) and name."""
+"""The spec field that names an object. The key is the object's kind in lower case (`secret`, `persistentvolumeclaim`,
+…, or `volume` for a volume of the pod) and its name.
+"""
 
 NO_REFERENCES: References = {}
 _MISSING_OBJECT = re.compile(
@@ -87,9 +88,11 @@ _FIELDS = (
     ("secret", "server.apiKeysSecretRef", "name", "spec.{}"),
     ("priorityclass", "coordinator", "priorityClassName", "spec.{}.priorityClassName"),
 )
-"""Kind of an object, the section of the spec and its key with the name, and how messages call the field."""
+"""For each kind of object, the section of the spec, its key that has the object's name, and the name of the field in
+messages.
+"""
 _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
-"""Volumes of pods by the section of the spec."""
+"""Volumes of pods, by the section of the spec that defines them."""
 
 
 def references(spec: Mapping[str, Any]) -> References:
@@ -122,7 +125,7 @@ _VOLUME = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _BEFORE = (PREFLIGHT, FETCH)
 """Init containers that the operator renders. An engine waits for them, so their first error is reported."""
 _TERMINATION_MESSAGE = 400
-"""Limit of characters of a termination message in the status."""
+"""Maximum number of characters of a termination message in the status."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,12 @@ class EngineView:
     """One engine: its StatefulSet, its pods, and its state in the coordinator."""
 
     index: int
-    """Its index within its role."""
+    """Index of the engine within its role."""
     name: str
     surplus: bool
-    """Its index is beyond the number of engines of its role."""
+    """Whether the index exceeds the number of engines of the role."""
     held: bool
-    """Its revision differs from the desired one only because an update of the resource has not begun."""
+    """Whether the revision differs from the desired one only because an update of the resource has not begun."""
     statefulset: ChildView | None
     pods: tuple[PodView, ...]
     report: EngineReport | None

@@ -34,12 +34,13 @@ from megatron_operator.resource.text import seconds_since
 
 _ROLES = (DECODE, PREFILL)
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
-"""Children of one engine, which remain if the operator is killed while it removes the engine."""
+"""Kinds of the children of one engine. They can remain if the operator is killed while it removes the engine."""
 MAX_STARTING = 256
-"""Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
-the nodes and the source of the weights start this many engines of one resource in parallel."""
+"""Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. It is also the
+load that the scheduler, the nodes and the source of the weights get from one resource.
+"""
 LOST, UNKNOWN, UNRESPONSIVE = "Lost", "Unknown", "Unresponsive"
-"""States of an engine in the status, in addition to the states that engines report."""
+"""States of an engine in the status that engines themselves do not report."""
 REPORTED_STATES = frozenset(state.value for state in EngineState)
 
 

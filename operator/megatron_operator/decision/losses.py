@@ -27,16 +27,16 @@ from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDB
 from megatron_operator.resource.states import DesiredState
 
 REPLACE_SECONDS = 4.0
-"""Time without a connection after which a coordinator's pod is replaced. One that has restarted answers within 2 s."""
+"""Time without a connection after which a coordinator's pod is replaced. A restarted coordinator answers within 2 s."""
 ISOLATED_SECONDS = 5.0
-"""Interval at which an operator that suspects its own network looks again."""
+"""Interval at which an operator that suspects its own network checks again."""
 MANY_SILENT = 3
 """Number of coordinators that must be silent before the operator suspects its own network."""
 BACK_OFF = "CrashLoopBackOff"
 SERVED_SECONDS = 20.0
-"""A server that has run for this long has served."""
+"""Run time after which a server counts as having served."""
 NODE_SECONDS = 5.0
-"""Interval at which the node of a pod is read whose deletion is overdue."""
+"""Interval at which a node is read while the deletion of a pod on it is overdue."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ from megatron_runtime.protocol.adapters import Adapter
 Phase = LifecyclePhase
 
 REJECTIONS = frozenset({409, 412, 423, 424})
-"""Error codes without an effect: illegal in this state, stale fence, another in progress, engines missing."""
+"""Error codes of operations without an effect: illegal in this state, stale fence, another in progress, engines
+missing.
+"""
 
 UNSETTLED = frozenset({CoordinatorState.RECOVERING, CoordinatorState.STOPPING})
 
@@ -56,13 +58,13 @@ class Operation:
     total_ranks: int | None = None
     message: str | None = None
     weights: str | None = None
-    """UPDATE_WEIGHTS: revision of the weights; `source` and `epoch` are theirs, too."""
+    """UPDATE_WEIGHTS: revision of the weights. `source` and `epoch` belong to the same weights."""
     source: str | None = None
     epoch: int | None = None
     adapters: str | None = None
     """SET_ADAPTERS: digest of the list, which is one of adapter_lists() while the signal may be sent."""
     rejected: bool = False
-    """It failed without an effect."""
+    """Whether the operation failed without an effect."""
 
     @property
     def open(self) -> bool:
@@ -80,7 +82,7 @@ class Operation:
 
 
 _KEYS = {field.name: "operationId" if field.name == "id" else to_camel(field.name) for field in fields(Operation)}
-"""Key of `status.lifecycle` by field."""
+"""Key in `status.lifecycle` of each field."""
 
 
 def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:

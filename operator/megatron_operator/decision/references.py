@@ -22,15 +22,15 @@ _KINDS = {
     "configMapKeyRef": "ConfigMap",
     "persistentVolumeClaim": CLAIM,
 }
-"""Kinds of the objects that fields anywhere in a pod name."""
+"""Kinds of objects that fields anywhere in a pod can name."""
 _OF_PODS = {
     "serviceAccountName": ("ServiceAccount", "v1"),
     "priorityClassName": ("PriorityClass", "scheduling.k8s.io/v1"),
     "runtimeClassName": ("RuntimeClass", "node.k8s.io/v1"),
 }
-"""Kinds and API versions of the objects that the fields of a pod itself name."""
+"""Kinds and API versions of the objects that top-level fields of a pod's spec name."""
 _OF_CLAIMS = {"resourceClaimName": "ResourceClaim", "resourceClaimTemplateName": "ResourceClaimTemplate"}
-"""Kinds of the objects that the entries of `resourceClaims` of a pod name."""
+"""Kinds of the objects that entries of a pod's `resourceClaims` name."""
 _NAMES = ("name", "secretName", "claimName")
 
 

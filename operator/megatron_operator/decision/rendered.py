@@ -329,4 +329,4 @@ _OPTIONAL = {
         "the Gateway API Inference Extension",
     ),
 }
-"""Reason, field and origin of kinds that a cluster may not have."""
+"""Reason, field and origin of each kind that a cluster may lack."""

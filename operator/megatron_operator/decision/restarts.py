@@ -39,7 +39,7 @@ from megatron_operator.resource.text import parse, seconds_since, stamp
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 60, 1800
 AVOID_SECONDS = 1800
 MAX_AVOIDED = 3
-"""Limit of the nodes that an engine avoids; the last ones count."""
+"""Maximum number of nodes that an engine avoids. The most recent nodes are kept."""
 
 INFRASTRUCTURE = frozenset(
     {
@@ -55,11 +55,11 @@ INFRASTRUCTURE = frozenset(
         Reason.GPU_COMMUNICATION,
     }
 )
-"""Causes that may end without a change of the resource: by nodes, or by a change of a Secret or volume."""
+"""Causes that can end without a change of the resource, because nodes recover or a Secret or volume changes."""
 NODE_LOST = frozenset(
     {"ContainerStatusUnknown", "Evicted", "NodeLost", "NodeShutdown", "Preempting", "Terminated", "Unknown"}
 )
-"""Reasons of kubelets and container runtimes for pods and containers that ended with their node."""
+"""Reasons that kubelets and container runtimes give for pods and containers that ended with their node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +67,19 @@ class EngineBudget:
     """The restart budget of an engine."""
 
     restarts: int = 0
-    """Highest number of container restarts of one of its pods."""
+    """Highest restart count of the containers in any pod of the engine."""
     forgiven_at: str | None = None
-    """When all incidents are forgiven; None if there was none."""
+    """Time when all incidents are forgiven; None if there was none."""
     incidents: int = 0
     """Number of incidents since the engine last served."""
     retries: int = 0
     """Number of automatic restarts, until all incidents are forgiven."""
     exhausted: str | None = None
-    """The diagnosis when the budget was exhausted."""
+    """The diagnosis at the time when the budget was exhausted; None if it is not exhausted."""
     retry_at: str | None = None
-    """When an exhausted engine is restarted automatically; None if never."""
+    """Time when an exhausted engine is started again automatically; None if never."""
     avoided: tuple[str, ...] = ()
-    """Nodes where a device failed."""
+    """Nodes on which a device failed."""
     avoided_until: str | None = None
 
     def to_status(self) -> dict[str, Any]:
@@ -221,13 +221,13 @@ def _by_infrastructure(pod: PodView, reason: Reason) -> bool:
 
 
 PODS = {COORDINATOR: (COORDINATOR, STANDBY), ENGINE: (ENGINE,), SERVER: (SERVER,)}
-"""The values of a pod's component label. A standby counts as a coordinator."""
+"""Values of the component label of each component's pods. A standby counts as a coordinator."""
 REPORT_SECONDS = 5.0
-"""Time from the first restart to the Event."""
+"""Time from the first restart of an incident to its Event."""
 WINDOW_SECONDS = 600.0
 """Length of an incident."""
 TOGETHER = timedelta(seconds=60)
-"""Containers that ended within this time of each other belong to one incident."""
+"""Maximum time between the ends of two containers that belong to one incident."""
 NAMED = 8
 EVENT_REASONS = {COORDINATOR: "CoordinatorCrashed", ENGINE: "EngineCrashed", SERVER: "ServerCrashed"}
 

@@ -43,20 +43,20 @@ class EngineFacts:
 
     name: str
     current: bool
-    """Its StatefulSet has the desired revision."""
+    """Whether the engine's StatefulSet has the desired revision."""
     leftover: bool = False
-    """Some of its pods are of an earlier revision than its StatefulSet."""
+    """Whether some of the engine's pods have an earlier revision than its StatefulSet."""
     serving: bool = True
-    """The coordinator routes to it, or would if it was not draining."""
+    """Whether the coordinator routes requests to the engine, or would if the engine were not draining."""
     draining: bool = False
-    """The coordinator dispatches no requests to it."""
+    """Whether the coordinator dispatches no requests to the engine."""
     drained: bool = False
-    """A DRAIN of it is unnecessary."""
+    """Whether the engine needs no DRAIN."""
     canary: Canary = Canary.NONE
     leaving: bool = False
-    """Pods of it are being deleted already."""
+    """Whether the engine's pods of an earlier revision are already being deleted."""
     responsive: bool = True
-    """It sends heartbeats."""
+    """Whether the engine sends heartbeats."""
 
     @property
     def available(self) -> bool:
@@ -127,7 +127,7 @@ class Halt:
 
     name: str
     drain: bool
-    """It still gets requests and must not."""
+    """Whether the engine still gets requests, and must be drained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +181,17 @@ class Situation:
     engines: Sequence[EngineFacts]
     """Every desired engine that has or should have pods, by index."""
     extras: Sequence[EngineFacts] = ()
-    """Engines beyond `replicas` that `kept_extras` keeps."""
+    """Engines in excess of `replicas` that `kept_extras` keeps."""
     max_unavailable: int
     max_surge: int = 0
     running: bool
-    """The resource runs, so that engines may be drained and get canaries."""
+    """Whether the resource runs, so that engines may be drained and get canaries."""
     checked: bool
-    """The desired revision needs no check: it has passed, an engine of it serves or served, or no engine of another
-    revision serves."""
+    """Whether the desired revision needs no check. It has passed its check, an engine serves or has served with it, or
+    no engine of another revision serves.
+    """
     paused: bool = False
-    """Engines of another revision are not changed."""
+    """Whether engines of another revision must not be changed."""
 
     @cached_property
     def every(self) -> Sequence[EngineFacts]:
@@ -328,7 +329,7 @@ RULES = (
         lambda now: Await(now.missing, "to register before the next engine is replaced"),
     ),
 )
-"""The rules of a rollout, in their order. The first that applies gives the step."""
+"""The rules of a rollout, in order. The first rule that applies determines the step."""
 
 
 def rule_for(situation: Situation) -> RolloutRule:

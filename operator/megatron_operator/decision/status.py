@@ -28,22 +28,26 @@ from megatron_operator.resource.text import printable, seconds_since, stamp, sta
 
 T = ConditionType
 REACHED = {state: ResourceState(state.value) for state in DesiredState}
-"""The state of a resource that is as desired."""
+"""The state of a resource that has reached its desired state, by desired state."""
 STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
 NAMED_FIELDS = 8
 NO_FORMAT = "none"
 WAIT_SECONDS = 1800.0
-"""Deadline of every wait: large models load for many minutes. A download has none while it is in progress."""
+"""Deadline of every wait. It is long because large models load for many minutes. A download in progress has no
+deadline.
+"""
 LIMITS = {
     "maxSequenceLength": "max_sequence_length",
     "kvCacheBytes": "kv_cache_bytes",
     "maxRequests": "max_requests",
     "maxTokens": "max_tokens",
 }
-"""Fields of EngineReport by field of `status.limits`."""
+"""Field of EngineReport for each field of `status.limits`."""
 FULL_TEXTS = 64
-"""Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
+"""Maximum number of complete messages about single engines in a status. Further messages are truncated to SHORT_TEXT
+characters.
+"""
 ENGINE_TEXT, SHORT_TEXT = 1024, 80
 
 ConditionFinding = tuple[str, Reason, str]

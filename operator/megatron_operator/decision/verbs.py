@@ -19,7 +19,7 @@ from megatron_runtime.protocol.lifecycle import NEXT_SIGNAL, STEADY_ENGINE_STATE
 C, D, S = CoordinatorState, DesiredState, SignalKind
 
 GOAL = {state: C.STOPPING if state is D.STOPPED else C[state.name] for state in D}
-"""Coordinator state of each desired state, for the protocol's NEXT_SIGNAL."""
+"""Coordinator state for each desired state, as the goal of the protocol's NEXT_SIGNAL."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from megatron_runtime.protocol.published_weights import is_published
 from megatron_runtime.protocol.text import printable
 
 WEIGHTS_REPORT_SECONDS = 30
-"""Time in which engines report the weights of an update. Then a wrong report leads to another update."""
+"""Time within which engines report the weights of an update. A wrong report after this time leads to another update."""
 _EQUAL_FILES = "make the files of the weights equal on all nodes"
 
 

@@ -8,7 +8,7 @@ from megatron_operator.resource.names import PORT_ADMIN
 from megatron_runtime.transport.zmtp.dealer import AddressError, parse_address
 
 Resolver = Callable[[str, str, str], str | None]
-"""(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None without one."""
+"""Maps (name, namespace, cluster IP of `NAME-coordinator` or empty) to a ZeroMQ endpoint, or to None without one."""
 
 
 class AddressTemplateError(ValueError):

@@ -21,13 +21,15 @@ logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
 MAX_TOKENS = 64
-"""A longer answer is not quoted in full."""
+"""Maximum number of tokens of an answer that a message quotes in full."""
 DEADLINE_SECONDS = 60.0
 ANY_PROMPT = (1, 2, 3, 4)
 """Token ids that every vocabulary has."""
 UNSUPPORTED = frozenset({ErrorCode.WRONG_ROLE, ErrorCode.MALFORMED})
 PASSING = frozenset({ErrorCode.UNKNOWN_PEER, ErrorCode.ENGINES_MISSING, ErrorCode.UNAVAILABLE, ErrorCode.QUEUE_FULL})
-"""The engine or the coordinator was unavailable, so there is no verdict. The canary is sent again."""
+"""Error codes of an engine or coordinator that was unavailable, so that there is no verdict. The canary is sent
+again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +50,7 @@ KNOWN: dict[str, Expectation] = {
         tokens=(216, 40, 28, 216),
     ),
 }
-"""By `--model`."""
+"""Expectations by the value of `--model`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,11 +47,13 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 PEER_NAME = "megatron-operator"
-"""Name that all operators use, so that the HELLO of a new leader replaces the registration of the old one."""
+"""Name that all operators use in HELLO, so that a new leader's registration replaces the old leader's."""
 DEFAULT_SIGNAL_SECONDS = 60.0
 MAX_MESSAGES_A_SECOND = 500
 MAX_BYTES_A_SECOND = 8 << 20
-"""A coordinator that sends more is disconnected for `flood_pause`, because reading it would delay other resources."""
+"""Limit of received bytes per second. A coordinator that sends more is disconnected for `flood_pause`, because reading
+the data would delay other resources.
+"""
 REMEMBERED_REJECTIONS = 16
 
 
@@ -66,21 +68,24 @@ class LinkTimings:
     status_interval_busy: float = 0.5
     """Interval of STATUS messages while a signal is unanswered or a change is expected."""
     answer_timeout: float = 3.0
-    """Without an answer to STATUS for this long the coordinator is lost, and a new socket is opened."""
+    """Time without an answer to STATUS after which the coordinator is lost and a new socket is opened."""
     refresh_timeout: float = 3.0
-    """The longest time that a pass waits for a new STATUS. The end of its connection shows that a coordinator is dead;
-    waiting for one that is only busy keeps the status stable on a loaded machine."""
+    """Maximum time that a pass waits for a new STATUS. The end of its connection shows that a coordinator is dead. If
+    the coordinator is only busy, waiting for it keeps the status stable on a loaded machine.
+    """
     first_contact: float = 3.0
-    """The longest time that a pass waits for an expected connection, counted from the assignment of the address."""
+    """Maximum time that a pass waits for an expected connection, counted from the assignment of the address."""
     other_key: float = 1.0
-    """A connection that is not established in this time is tried with the coordinator's other key or address, if there
-    is one."""
+    """Time in which a connection must be established. Otherwise the coordinator's other key or address is tried, if
+    there is one.
+    """
     silence: float = 3.0
-    """Without any message for this long the coordinator is lost, and a new socket is opened, to the other coordinator
-    of a pair. Coordinators send heartbeats every 0.5 s, so this is noticed before the next STATUS is unanswered.
-    Longer than `status_interval`."""
+    """Time without any message after which the coordinator is lost, and a new socket is opened, to the other
+    coordinator of a pair. Coordinators send heartbeats every 0.5 s, so a loss is detected before the next STATUS is
+    unanswered. It is longer than `status_interval`.
+    """
     ack_margin: float = 5.0
-    """Added to the deadline of a signal before it counts as unanswered."""
+    """Time that is added to the deadline of a signal before it counts as unanswered."""
     flood_pause: float = 10.0
     """Time without a connection to a coordinator that sent too much."""
 
@@ -89,7 +94,9 @@ class LinkTimings:
 class _InFlight:
     until: float
     asked: int
-    """Number of STATUS messages sent before the signal. The answer to a later one reports the signal, if it arrived."""
+    """Number of STATUS messages that were sent before the signal. If the signal arrived, the answers to later STATUS
+    messages report it.
+    """
 
 
 class CoordinatorLink:
@@ -111,7 +118,9 @@ class CoordinatorLink:
         self._task: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
         self._lost_at: float | None = None
-        """When the registration was lost without a cause on this side; None while registered and before."""
+        """Time when the registration was lost without a cause on this side; None while registered, and before the first
+        registration.
+        """
         self._answered = asyncio.Event()
         self._asked = 0
         self._answers = 0
@@ -121,17 +130,17 @@ class CoordinatorLink:
         self._in_flight: dict[str, _InFlight] = {}
         self._rejections: OrderedDict[str, OperationReport] = OrderedDict()
         self._busy_at: float | None = None
-        """When a request was last reported; None before the first answer."""
+        """Time when a request was last reported; None before the first answer."""
         self._known_at = clock()
-        """When the last message of a coordinator arrived that knew its engines; before the first, the creation."""
+        """Time of the last message from a coordinator that knew its engines. Before the first, the time of creation."""
         self._canaries = CanaryBook(clock)
         self._error = "no address yet"
         self._pointed_at = 0.0
         self._expected = False
         self._fault = ""
-        """The error of the last message that could not be read."""
+        """The error of the last message that could not be parsed."""
         self._second = (0.0, 0, 0)
-        """Received in the current second: its start, messages, bytes."""
+        """Data received in the current second: start of the second, number of messages, bytes."""
 
     @property
     def _address(self) -> str:

@@ -22,12 +22,12 @@ from megatron_operator.resource.names import CHECK, ENGINE, LABEL_COMPONENT, LAB
 
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 _MEMORY_LIMIT = "4Gi"
-"""Limit of the pod, unless engines have a lower one. vLLM takes 2 GiB to import."""
+"""Memory limit of the pod, unless engines have a lower limit. Importing vLLM takes 2 GiB."""
 _GRACE_SECONDS = 5
 _POD_FIELDS_OF_ENGINES = frozenset(
     {"affinity", "containers", "initContainers", "resourceClaims", "resources", "topologySpreadConstraints"}
 )
-"""Fields that are not copied from the template as they are."""
+"""Fields that are not copied unchanged from the template of engines."""
 _CONTAINER_FIELDS_OF_ENGINES = frozenset(
     {"lifecycle", "livenessProbe", "ports", "readinessProbe", "resizePolicy", "resources", "startupProbe"}
 )

@@ -40,7 +40,7 @@ class Change:
     field: str = ""
     """The first field that differs, as `path: old -> new`."""
     restarts: bool = False
-    """Whether its pods are replaced."""
+    """Whether the child's pods are replaced."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ Manifest = dict[str, Any]
 T = TypeVar("T")
 
 MODEL_CACHE = "model-cache"
-"""Volume of spec.model.cache."""
+"""Name of the volume for spec.model.cache."""
 
 PORT_HUB = 443
 PORT_PLAIN_HTTP = 80
@@ -50,7 +50,7 @@ class RenderError(ValueError):
     """The spec cannot be rendered. The message names the field, the value and the remedy."""
 
     reason: ClassVar[Reason]
-    """Reason of the conditions of the resource."""
+    """Reason of the resource's conditions."""
 
 
 class InvalidPodTemplate(RenderError):
@@ -81,15 +81,15 @@ class RenderContext:
     spec: MegatronInferenceSpec
     settings: Settings
     server_key: int = 1
-    """Generation of the coordinator's own key. The coordinator reads it at its start, so a new one restarts it."""
+    """Generation of the coordinator's own key. The coordinator reads the key at its start, so a new key restarts it."""
     former_scheme: str = ""
-    """Scheme of servers of an earlier spec that still exist, if they have another one."""
+    """Scheme of servers that still exist from an earlier spec, if it differs from the scheme of the spec."""
     former_downloads: bool = False
     """Whether pods of an earlier revision of the engines may download their model."""
     role: str = DECODE
-    """Role of the engines that are rendered. Engines of a spec without roles are rendered like decode engines."""
+    """Role of the engines that are rendered. Engines of a spec without roles are rendered as decode engines."""
     resource: RenderContext | None = field(default=None, repr=False, compare=False)
-    """The context from which `of_role` made this one, with the spec as it is stored."""
+    """The context from which `of_role` made this context, with the spec as it is stored."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of `once` and `of_role`."""
 

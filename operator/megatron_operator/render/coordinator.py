@@ -33,9 +33,9 @@ from megatron_operator.resource.names import (
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
 PORTS = (("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH))
 MEMORY_LIMIT = "4Gi"
-"""Open requests use at most 1 GiB (`journal_bytes`); send and receive buffers use as much again."""
+"""Memory limit. Open requests use at most 1 GiB (`journal_bytes`), and send and receive buffers use as much again."""
 GRACE_SECONDS = 15
-"""It exits when no request is open, or 5 s after SIGTERM."""
+"""Grace period. The coordinator exits when no request is open, or 5 s after SIGTERM."""
 TOLERATION_SECONDS = 5
 """Time after which Kubernetes evicts the pod from a node that it considers lost; 300 s by default."""
 NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")

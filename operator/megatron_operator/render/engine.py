@@ -68,7 +68,7 @@ _PREFLIGHT_ENV = ("NODE_RANK", "NNODES", "MASTER_PORT")
 _REVISION_FLAG = "--revision"
 KUEUE = "kueue.x-k8s.io/"
 LABEL_QUEUE = f"{KUEUE}queue-name"
-"""Kueue groups the pods of a StatefulSet that has this label itself."""
+"""Label of Kueue. Kueue groups the pods of a StatefulSet with this label automatically."""
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _EVICTION = {PrefixEviction.LRU: "lru", PrefixEviction.REF_ZERO: "ref_zero"}
 INDEX_PLACEHOLDER, NAME_PLACEHOLDER = "$(ENGINE_INDEX)", "$(ENGINE_NAME)"
@@ -76,9 +76,11 @@ _CLAIM = "persistentVolumeClaim"
 _PER_ENGINE_FIELDS = frozenset(
     {"affinity", "nodeSelector", "resourceClaims", "schedulingGates", "topologySpreadConstraints"}
 )
-"""Fields of a pod in which placeholders are replaced. In containers, `$(NAME)` is a variable of the kubelet."""
+"""Fields of a pod in which placeholders are replaced. In containers, the kubelet would replace `$(NAME)` by a
+variable.
+"""
 _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
-"""NCCL logs failures, and uses any interface to other pods."""
+"""Settings of NCCL. NCCL logs failures, and uses any interface that connects to other pods."""
 
 
 def _device(ctx: RenderContext, _name: str) -> str | None:
@@ -138,7 +140,7 @@ OPTIONS = (
     Option("--kv-port", lambda ctx, _: PORT_KV if _role(ctx) else None),
     *VLLM_OPTIONS,
 )
-"""Options of `megatron engine`, without its revision, which is a hash over them."""
+"""Options of `megatron engine`, except its revision, which is a hash of these options."""
 
 
 def engine_args(ctx: RenderContext, index: int) -> list[str]:

@@ -23,11 +23,11 @@ INFERENCE_GROUP = "inference.networking.k8s.io"
 INFERENCE = f"{INFERENCE_GROUP}/v1"
 INFERENCE_POOL = "InferencePool"
 FRONT_DOOR = ("Service", "Ingress", HTTP_ROUTE, INFERENCE_POOL)
-"""Kinds of the objects, which have the name of the resource."""
+"""Kinds of the objects, all of which have the name of the resource."""
 SERVICE_PORTS = {"http": 80, "https": 443}
 """Ports of the Service by the scheme of the servers."""
 MATCHES_PER_RULE = 64
-"""Limit of the Gateway API."""
+"""Maximum number of matches per rule in the Gateway API."""
 
 
 def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:

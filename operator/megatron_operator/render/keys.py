@@ -24,7 +24,7 @@ from megatron_operator.resource.states import KeyStage
 
 KEY_NAMES = ("server.key", "server.pub", "engine.key", "engine.pub", "client.key", "client.pub", "admin.pub")
 TRAINER_KEY_NAMES = ("trainer.key", "trainer.pub")
-"""Entries of a resource with spec.weights.trainer. They stay in the Secret when the field is removed."""
+"""Entries for a resource with spec.weights.trainer. They stay in the Secret when the field is removed."""
 PEERS = ("engine", "client")
 ADMIN_SECRET = "megatron-operator-admin"
 """Secret of the admin pair, in the operator's namespace."""
@@ -36,7 +36,7 @@ ANNOTATION_SEAL = f"{GROUP}/keys-seal"
 
 _STAGES = tuple(KeyStage)
 AFTER = dict(zip(_STAGES, (*_STAGES[1:], KeyStage.SETTLED), strict=True))
-"""The stage after each."""
+"""The stage that follows each stage."""
 
 Files = Mapping[str, str]
 """Z85 text by entry name, one key per line."""

@@ -28,7 +28,7 @@ OBJECT_STORE_VARIABLES = {
 }
 """Keys that are read from the Secret of an object store, by the scheme of its URL."""
 _VLLM_MODEL = ("hf_overrides", "quantization")
-"""Arguments of vLLM that make another model of the same files."""
+"""Arguments of vLLM that turn the same files into another model."""
 
 
 def _filled(ctx: RenderContext, path: str) -> str:

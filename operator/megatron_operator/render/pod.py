@@ -37,7 +37,7 @@ CONTAINER_SECURITY = {
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
 }
-"""The pods of this project run in the profile `restricted` of the Pod Security Standards."""
+"""Security context of containers, for the profile `restricted` of the Pod Security Standards."""
 
 
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
@@ -237,7 +237,7 @@ MERGE_KEYS = {
     "volumeMounts": "mountPath",
     "ports": "containerPort",
 }
-"""Lists of objects that merge by a key. All other lists are replaced."""
+"""Lists of objects that are merged by a key. All other lists are replaced."""
 
 
 def merge_template(base: dict[str, Any], overlay: dict[str, Any] | None, *, field: str) -> dict[str, Any]:

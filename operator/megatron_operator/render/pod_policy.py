@@ -36,30 +36,30 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments
 
 Path = tuple[str, ...]
-"""Field names; an entry of a list is `[]`."""
+"""Path of field names, in which an entry of a list is `[]`."""
 
 SHORTEST = 60
-"""Limit of characters of a rejected value in a message."""
+"""Maximum number of characters of a rejected value in a message."""
 
 
 OWN_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT, LABEL_MANAGED_BY, LABEL_POD_INDEX)
 OWN_KEYS = (f"{GROUP}/", *OWN_LABELS)
 """Labels and annotations on which the operator depends, in both profiles."""
 FRAME = (("metadata",), ("spec",), *(("spec", field) for field in ("containers", "initContainers", "volumes")))
-"""Fields of a podTemplate that are merged in both profiles, and not removed."""
+"""Fields of a podTemplate that are merged in both profiles and must not be removed."""
 OWN_FIELDS = ("args", "envFrom")
-"""Fields of the operator's containers that it sets itself, in both profiles."""
+"""Fields of its own containers that the operator sets, in both profiles."""
 OWN_MOUNTS = ("/etc/megatron", "/cache", "/model", "/model-cache")
 """Mount paths of the operator's volumes, in both profiles."""
 MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev/hugepages")
-"""Mount paths of volumes in rendered containers, where images have no programs or settings."""
+"""Allowed parents of volume mount paths in rendered containers. Images have no programs or settings there."""
 WRITABLE = {"tmp": ("emptyDir",), "cache": ("emptyDir", "persistentVolumeClaim"), "shm": ("emptyDir",)}
-"""Rendered volumes that a podTemplate may change, and to which types."""
+"""Rendered volumes that a podTemplate may change, with the types that it may change them to."""
 FIXED_VOLUMES = ("keys", "model", MODEL_CACHE, "api-keys", "tls")
 VOLUME_TYPES = ("persistentVolumeClaim", "configMap", "emptyDir")
 NO_SWITCH = "remove it; no value of the operator's chart allows it"
 EXPANDED = "$("
-"""Kubernetes replaces `$(NAME)` by a variable, whose value may come from a Secret."""
+"""Start of text that Kubernetes expands. It replaces `$(NAME)` by a variable, whose value may come from a Secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,9 @@ class Violation:
     allowed: str
     """What is allowed instead, as a clause."""
     switch: Switch | None = Switch.PROFILE
-    """Value of the chart that allows it; None: no value does, because the operator depends on the field."""
+    """Value of the chart that allows the field. None if no value allows it, because the operator depends on the
+    field.
+    """
 
     def __str__(self) -> str:
         shown = repr(self.value)

@@ -18,7 +18,7 @@ FETCH = "prefetch"
 _TRIES = 10
 _KEPT_SECONDS = 24 * 3600
 _FINAL_EXIT_CODES = [1, 2]
-"""Exit code of `megatron fetch` after a permanent error. After any other one the next pod continues the download."""
+"""Exit codes of `megatron fetch` after a permanent error. After any other code, the next pod continues the download."""
 
 
 class NothingToPrefetch(ValueError):

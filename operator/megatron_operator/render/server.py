@@ -38,9 +38,11 @@ API_KEYS_DIR = "/etc/megatron/api-keys"
 TLS_DIR = "/etc/megatron/tls"
 TLS_FILES = ("tls.crt", "tls.key")
 MEMORY_LIMIT = "4Gi"
-"""A tokenizer uses up to some hundred MB; the rest is for held requests and slowly read streams."""
+"""Memory limit. A tokenizer uses up to several hundred MB. The rest is for held requests and slowly read streams."""
 VLLM_MEMORY_LIMIT = "8Gi"
-"""vLLM's renderer and parsers take 1 GiB, and their workers up to as much each while they handle a request."""
+"""Memory limit of servers for vLLM engines. vLLM's renderer and parsers take 1 GiB, and each worker takes up to 1 GiB
+while it handles a request.
+"""
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
 _BACKEND = {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"}

@@ -13,7 +13,7 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments, problem_of
 
 MAX_CHARACTERS = 16_384
-"""Limit of the arguments as JSON, which are a part of the command line."""
+"""Maximum length of the arguments as JSON, because they are a part of the command line."""
 MAX_LEVELS = 16
 _METHODS = {
     SpeculativeMethod.NGRAM: "ngram",
@@ -30,7 +30,9 @@ _ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""The root file system is read-only, so compiled code is cached on the cache volume. vLLM sends no telemetry."""
+"""Environment of vLLM. The root file system is read-only, so compiled code is cached on the cache volume. vLLM sends no
+telemetry.
+"""
 
 
 def engine_image(ctx: RenderContext) -> str | None:

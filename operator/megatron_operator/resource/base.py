@@ -21,7 +21,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 T = TypeVar("T", bound=BaseModel)
 FIELD = "{field}"
-"""Stands for the path of a field in the message of a rule. The generator of the CRD replaces it."""
+"""Placeholder for the path of a field in the message of a rule. The generator of the CRD replaces it."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """Name of another object."""
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
@@ -137,7 +137,7 @@ Selector = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
 ]
-"""A part of a peer of a NetworkPolicy, which the API server checks with the policy."""
+"""A part of a NetworkPolicy peer. The API server validates it with the policy."""
 PodTemplate = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),

@@ -37,7 +37,7 @@ class SecretKeyRef(ApiModel):
 
 _PATH_PART = r"([^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.\.[^/\x00-\x1f\x7f]+)"
 _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
-"""An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
+"""Pattern of an absolute path without `.` and `..` parts. The path is joined to the mount path of the volume."""
 VolumePath = Annotated[
     str,
     Matches(

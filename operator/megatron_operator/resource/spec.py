@@ -94,7 +94,9 @@ class RolloutSpec(ApiModel):
 
 
 MAX_RANKS = 256
-"""Limit of ranks of one engine: rank 0 sends the plan of each step to every other rank."""
+"""Maximum number of ranks of one engine. The number is limited because rank 0 sends the plan of each step to every
+other rank.
+"""
 _PARSERS: Mapping[str, tuple[str, ...]] = {
     "tool_call_parser": TOOL_CALL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,
@@ -330,7 +332,7 @@ NAME_RULES = (
         value=repr,
     ),
 )
-"""Rules about the name of a resource, which would lead to invalid names of its children."""
+"""Rules about the name of a resource. A name that violates them leads to invalid names of its children."""
 ADAPTER_NAME_RULE = SpecRule(
     "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
     "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
@@ -338,7 +340,7 @@ ADAPTER_NAME_RULE = SpecRule(
     "spec.model.adapters: an adapter has the same name as the resource, which is also the name of the model; rename it",
     value=lambda named: repr(named[0]),
 )
-"""A rule about the name of a resource and its spec, as a pair."""
+"""A rule about the pair of a resource's name and its spec."""
 
 
 def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:

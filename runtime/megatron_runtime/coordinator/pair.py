@@ -217,9 +217,7 @@ class Pair:
             self._election.heard(now, message)
 
     def _announce(self) -> None:
-        """Report a change to the other coordinator before anyone else, so that it accepts the peers redirected to
-        it.
-        """
+        """Report a change to the other coordinator before peers are redirected to it, so that it accepts them."""
         logger.warning("now %s, term %d", "active" if self.active else "on standby", self.term)
         self._report()
         self._changed()

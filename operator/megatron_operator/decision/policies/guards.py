@@ -16,13 +16,13 @@ from megatron_runtime.protocol.limits import MAX_FENCE
 
 SECRET = "Secret"
 KEYS_SECONDS = 10.0
-"""Interval at which keys of another owner are read again: Secrets are not watched."""
+"""Interval at which keys of another owner are read again, because Secrets are not watched."""
 QUIET = {
     ResourceState.PAUSED: (Reason.PAUSED, "paused: requests in flight are kept, new ones wait"),
     ResourceState.SUSPENDED: (Reason.SUSPENDED, "suspended: the engines have released their memory"),
     ResourceState.STOPPED: (Reason.STOPPED, "stopped: there are no engine pods"),
 }
-"""Reason and message of each state in which nothing runs, as requested."""
+"""Reason and message for each requested state in which no engine runs."""
 
 
 def deleting(world: World) -> Verdict | None:

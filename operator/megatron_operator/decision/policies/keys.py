@@ -19,7 +19,7 @@ from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.states import KeyStage
 
 LOOK_SECONDS = 2.0
-"""Polling interval of a stage: an unchanged report of the coordinator wakes no task."""
+"""Polling interval of a stage, because an unchanged report of the coordinator wakes no task."""
 
 
 def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered, observed: Observed) -> Verdict | None:

@@ -23,13 +23,13 @@ class Verdict:
 
     reason: Reason
     message: str
-    """One sentence: the message of the Ready condition."""
+    """The message of the Ready condition, one sentence."""
     operation: Operation | Recorded | None = Recorded.UNCHANGED
-    """The operation to record; None: the recorded one has ended."""
+    """The operation to record. None means that the recorded operation has ended."""
     step: str = ""
     """The current step; empty if all changes are complete."""
     waiting_on: str = ""
-    """What the step waits for."""
+    """The condition that the step waits for."""
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
     upkeep: bool = True
@@ -37,7 +37,7 @@ class Verdict:
 
 
 Policy = Callable[..., Verdict | None]
-"""Its parameters name the topics of the scene that it reads. None: it does not apply."""
+"""A policy. Its parameters name the topics of the scene that it reads. It returns None if it does not apply."""
 
 
 def waiting(
