@@ -1,9 +1,9 @@
-"""The network check of an engine's pods, before its ranks load: every two pods must reach each other.
+"""The network check of an engine's pods before its ranks load. Every two pods must reach each other.
 
-Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later, and exchanges a block
-of data with every other pod on both. A pod that is reachable but does not run the check passes: its image may still be
-pulled, or its ranks may run already. A silent pod fails the check: packets are dropped, its host is lost, or the name
-service does not answer. The whole check has one deadline.
+Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later. It exchanges a block
+of data with every other pod on both ports. A pod that is reachable but does not run the check passes, because its image
+may still be pulled, or its ranks may already run. A silent pod fails the check, because packets are dropped, its host
+is lost, or the name service does not answer. The whole check has one deadline.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
 
     Raises:
         PreflightError: a pod was silent until the deadline, or this pod's own name does not resolve.
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     until = asyncio.get_running_loop().time() + settings.timeout_seconds
     others = [number for number in range(len(settings.names)) if number != settings.node]
@@ -186,7 +186,7 @@ async def _reach(settings: PreflightSettings, number: int, until: float) -> Outc
 
 
 async def _exchange(settings: PreflightSettings, host: str) -> None:
-    """Send a block to both ports of another pod, and check the digests that the pod returns."""
+    """Send a block to both ports of another pod, and verify the digests that the pod returns."""
     block = os.urandom(BLOCK_BYTES)
     reader, writer = await asyncio.open_connection(host, settings.port)
     with contextlib.closing(writer):

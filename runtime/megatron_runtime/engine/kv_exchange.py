@@ -1,4 +1,4 @@
-"""Split requests at the engine: it computes prompts for other engines, and imports KV blocks from them."""
+"""Split requests at the engine, which computes prompts for other engines and imports KV blocks from them."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ class KVExchange:
 
     @property
     def num_running(self) -> int:
-        """Prefills and imports in progress."""
+        """Number of prefills and imports in progress."""
         return len(self._prefills) + len(self._imports)
 
     @property
     def ids(self) -> list[int]:
-        """The ids of prefills, exports and imports."""
+        """Return the ids of prefills, exports and imports."""
         return [*self._prefills, *self._imports, *self._kept]
 
     # --- prefills -------------------------------------------------------------------------------------------------
@@ -78,13 +78,15 @@ class KVExchange:
         self._prefills.add(dispatch_id)
 
     def fail(self, dispatch_id: int, error: Exception | str) -> None:
-        """Report to the coordinator that this engine has no block of a prompt. The decode engine then computes it."""
+        """Report to the coordinator that this engine has no block of a prompt, so that the decode engine computes the
+        prompt.
+        """
         logger.info("a prompt is left to the engine that answers the request: %s", error)
         self._prefills.discard(dispatch_id)
         self._send(Exported(dispatch_id=dispatch_id).to_frames())
 
     def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
-        """Report kept blocks to the coordinator. Return the outputs of requests other than prefills."""
+        """Report kept blocks to the coordinator. Return the outputs that do not belong to prefills."""
         answered = []
         for output in outputs:
             number, exported = output.request_id, output.exported
@@ -104,7 +106,9 @@ class KVExchange:
     # --- transfers ------------------------------------------------------------------------------------------------
 
     def transfer(self, message: Transfer) -> None:
-        """Handle TRANSFER: a message with an address starts an import, one without lets a peer read the export."""
+        """Handle TRANSFER. A message with an address starts an import. A message without one lets a peer read the
+        export.
+        """
         if not message.address:
             self._server.grant(message)
         else:
@@ -128,7 +132,7 @@ class KVExchange:
         self._release(dispatch_id)
 
     def forget(self, dispatch_id: int) -> None:
-        """Forget a dispatch id, and end its transfer. The backend is about to release the blocks."""
+        """Forget a dispatch id and end its transfer, because the backend is about to release the blocks."""
         self._prefills.discard(dispatch_id)
         self._server.revoke(dispatch_id)
         timer = self._kept.pop(dispatch_id, None)
@@ -140,7 +144,7 @@ class KVExchange:
 
 
 def params_of_prompt(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters that matter for a prefill: those that affect KV, or the order of requests."""
+    """Return the sampling parameters that matter for a prefill. They affect the KV or the order of requests."""
     return SamplingParams(
         cache_salt=params.cache_salt,
         priority=params.priority,

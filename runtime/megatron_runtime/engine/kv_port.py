@@ -1,7 +1,7 @@
 """The port on which engines exchange blocks of their prefix caches, with CURVE and the keys of engines.
 
-The importing engine requests each chunk, and so limits the bytes in flight. A ticket gives one connection access to
-one export. The frames are described in docs/reference/protocol.md, "Split requests".
+The importing engine requests each chunk, and thereby limits the bytes in flight. A ticket gives one connection access
+to one export. The frames are described in docs/reference/protocol.md, "Split requests".
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _CHECK_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Grant:
-    """Permission to read one export. peer: the connection that has presented the ticket; None: none has yet."""
+    """Permission to read one export. peer: the connection that has presented the ticket; None before any has."""
 
     export: int
     key: bytes
@@ -67,7 +67,7 @@ class _Upload:
 class BlockServer:
     """Sends the blocks of exports to engines that have a ticket.
 
-    keys_dir: directory of engine.key and engine.pub; None: no encryption.
+    keys_dir: directory of engine.key and engine.pub; None means no encryption.
     """
 
     def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
@@ -101,7 +101,7 @@ class BlockServer:
 
     @property
     def num_open(self) -> int:
-        """Number of valid tickets plus number of uploads in progress."""
+        """Number of valid tickets plus the number of uploads in progress."""
         return len(self._grants) + len(self._uploads)
 
     def grant(self, transfer: Transfer) -> None:
@@ -254,7 +254,7 @@ class BlockReceiver:
         return Imported(dispatch_id=transfer.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
 
     async def _fetch(self, transfer: Transfer, *, first: int, count: int) -> None:
-        """Receive blocks `first` to `count` - 1, and write each to the cache when it is complete."""
+        """Receive blocks `first` to `count` - 1, and write each block to the cache when it is complete."""
         inbox: asyncio.Queue[Frames | str] = asyncio.Queue()
         opened = asyncio.Event()
         keys = None
@@ -292,7 +292,7 @@ class BlockReceiver:
 
 
 def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
-    """Return the bytes of the chunk that is expected next. Raises TransferEndedError if the exporter has none."""
+    """Return the bytes of the expected chunk. Raises TransferEndedError if the exporter no longer has it."""
     if isinstance(message, str):
         raise TransferEndedError(message)
     try:

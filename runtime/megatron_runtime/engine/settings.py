@@ -1,4 +1,4 @@
-"""Settings of one engine process. No torch."""
+"""Settings of one engine process. Imports no torch."""
 
 from __future__ import annotations
 

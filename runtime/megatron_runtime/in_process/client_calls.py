@@ -42,7 +42,7 @@ class ClientCalls:
         self._places = asyncio.Semaphore(places)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream]) -> AnyStream:
-        """Submit the only prompt of a call, from any thread, and return its stream."""
+        """Submit the only prompt of a call, and return its stream. May be called on any thread."""
         self._raise_failure()
 
         def abort(request_id: int) -> None:
@@ -56,10 +56,10 @@ class ClientCalls:
     async def answer(self, prompts: PromptBatch) -> list[DynamicInferenceRequest]:
         """Return the answers to the prompts of a call.
 
-        At most `places` prompts of all calls are submitted at the same time.
+        At most `places` prompts of all calls are submitted at the same time. Call this method on the connection's event
+        loop.
 
-        Call it on the connection's event loop. Raises RequestRejectedError for a reason that does not lie in the prompt
-        itself.
+        Raises RequestRejectedError for a cause other than the prompt itself.
         """
         numbers = iter(prompts.sent)
 

@@ -1,4 +1,4 @@
-"""MegatronLLM.serve(): an OpenAI server on the background loop, and further server processes on its socket."""
+"""MegatronLLM.serve(): an OpenAI server on the background loop, and further server processes on the same socket."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class FrontEnd:
     """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
 
     tokenizer_reference: model reference from which another process can load the tokenizer; None if there is none.
-    max_sequence_length: limit of prompt + answer of one request, in tokens; None: the engines reject longer ones.
+    max_sequence_length: limit of prompt + answer of one request, in tokens; None leaves the check to the engines.
     any_model_name: see ServerSettings.
     """
 
@@ -114,7 +114,7 @@ class FrontEnd:
         self._processes = [self._start_replica() for _ in range(self._replicas)]
 
     async def stop(self) -> None:
-        """Drain open requests, then close. Idempotent."""
+        """Drain open requests, then close. This method is idempotent."""
         serving, self._serving = self._serving, None
         if serving is None:
             return
