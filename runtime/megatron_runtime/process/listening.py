@@ -1,4 +1,4 @@
-"""Opens listening TCP sockets for IPv4 and IPv6, and creates folders for Unix sockets. No torch."""
+"""Opens listening TCP sockets for IPv4 and IPv6, and creates folders for Unix sockets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ EVERY_ADDRESS = "::"
 def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.socket:
     """Return a socket that listens on TCP.
 
-    host: address or name; EVERY_ADDRESS accepts clients of both protocols. port: 0 picks a free one.
-    backlog: limit of connections that wait to be accepted.
+    host: address or name; EVERY_ADDRESS accepts clients of IPv4 and IPv6.
+    port: 0 picks a free port.
+    backlog: maximum number of connections that wait to be accepted.
 
-    Raises OSError: the address is in use or does not belong to this host.
+    Raises:
+        OSError: the address is in use or does not belong to this host.
     """
     if host == EVERY_ADDRESS and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
@@ -33,9 +35,9 @@ MAX_FOLDER_BYTES = 80
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Yield a new folder for Unix sockets that only this user may enter, and remove it at the end.
+    """Yield a new folder for Unix sockets that only this user may enter. Removes the folder at the end.
 
-    Every process that may open a socket in it is trusted: the connections need no keys. Raises OSError.
+    Every process that can open a socket in the folder is trusted, so the connections need no keys. Raises OSError.
     """
     path = tempfile.mkdtemp(prefix="megatron-")
     if len(path.encode()) > MAX_FOLDER_BYTES:

@@ -1,4 +1,4 @@
-"""The progress of a starting process, for the page /progress of its probes. No torch."""
+"""The progress of a starting process, for the page /progress of its probes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTS_BYTES = frozenset({Stage.DOWNLOAD, Stage.VERIFY, Stage.LOAD})
 
 
 class StartProgress:
-    """The current stage of a start, and how much of it is done. Thread-safe.
+    """The current stage of a start, and its completed part. Thread-safe.
 
     clock: returns monotonic seconds.
     """
@@ -64,6 +64,7 @@ class StartProgress:
 
     def page(self) -> Mapping[str, object] | None:
         """Return the stage, its bytes with their rate, and an estimate of the remaining seconds, if they are known.
+
         None before the first report.
         """
         if self._current is None:

@@ -1,6 +1,6 @@
-"""The headers of messages: the integer that is the first element of every message.
+"""The headers of messages. A header is the integer that is the first element of every message.
 
-0 to 99 are Megatron-Core's; 100 and above are this runtime's extensions.
+The headers 0 to 99 belong to Megatron-Core. The headers from 100 on are this runtime's extensions.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIG
 
 
 class Role(IntEnum):
-    """The role of a peer, which decides what it may do.
+    """The role of a peer, which determines what the peer may do.
 
-    If the coordinator has three ports, the peer's port decides the role.
+    If the coordinator has three ports, the port of the peer's connection determines the role.
     """
 
     CLIENT = 0
@@ -85,7 +85,7 @@ class Role(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Codes of ERROR and of a CONTROL_ACK that rejects a verb. 4xx and 5xx are as in HTTP.
+    """Codes of ERROR and of a CONTROL_ACK that rejects a verb. The codes 4xx and 5xx have their meaning in HTTP.
 
     Codes below 100 concern the connection.
     """

@@ -1,4 +1,4 @@
-"""Every lifecycle table: states of engines and coordinators, legal signals, and the paths between states.
+"""All lifecycle tables: states of engines and coordinators, legal signals, and the paths between states.
 
 The coordinator, the engines and the operator's planner read the same tables (docs/reference/protocol.md).
 """
@@ -34,9 +34,10 @@ class CoordinatorState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The effect of one signal. A coordinator in a state of `idempotent_in` answers success and does nothing.
+    """The effect of one signal.
 
-    After `lands_in` is reached, a coordinator goes to `coordinator_after` (STOP: RUNNING again, for future engines).
+    A coordinator in a state of `idempotent_in` reports success and does nothing. When the engines are in `lands_in`,
+    the coordinator enters `coordinator_after`. After STOP this is RUNNING, for future engines.
     """
 
     legal_from: frozenset[CoordinatorState]
@@ -108,8 +109,7 @@ ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
 
 
 def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
-    """Return the signals, in order, that bring an engine in `state` to `target`, the state of the coordinator that it
-    joins.
+    """Return the signals, in order, that bring a joining engine from `state` to `target`, the coordinator's state.
 
     Empty if the states already agree, or if `state` or `target` is not steady.
     """

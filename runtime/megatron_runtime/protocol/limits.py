@@ -1,4 +1,4 @@
-"""Limits of the protocol, which both senders and receivers check."""
+"""Limits of the protocol, which both senders and receivers enforce."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""All messages of docs/reference/protocol.md as types, and `decode`, which reads any of them.
+"""All messages of docs/reference/protocol.md as types, and `decode`, which decodes any of them.
 
-A message is one frame, a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are `[header, map]`:
-they are read by field name and validated here, unknown keys are ignored, and every number, text and list has a bound.
-Messages of the request path are a list of small fields and bodies of opaque bytes, which a coordinator forwards without
-parsing; they are named tuples, because creating a frozen dataclass takes three times as long.
+A message is one frame that contains a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are
+`[header, map]`. They are read by field name and validated here. Unknown keys are ignored, and every number, text and
+list has a limit. Messages of the request path are a list of small fields and bodies of opaque bytes, which a
+coordinator forwards without parsing. They are named tuples, because creating a frozen dataclass takes three times as
+long.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class ControlMessage(_Map):
 
 
 class AnswerFormats(_Map):
-    """The formats of answers that an OpenAI server reads, by the names of protocol/answer_formats.py."""
+    """The formats of answers that an OpenAI server parses, by the names of protocol/answer_formats.py."""
 
     tool_calls: Label = ""
     """Format of tool calls.
@@ -110,7 +111,7 @@ class AnswerFormats(_Map):
 class KVPort(_Map):
     """The port at which an engine exports blocks of its prefix cache.
 
-    Engines exchange only blocks with equal layouts.
+    Engines exchange blocks only if their layouts are equal.
     """
 
     address: Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
@@ -121,7 +122,7 @@ class KVPort(_Map):
 
 
 class Hello(ControlMessage):
-    """Registers a peer, or reports that an engine has loaded (`serving`). Answered by HELLO_ACK."""
+    """Registers a peer, or reports that an engine has loaded its weights (`serving`). The answer is HELLO_ACK."""
 
     header = Header.HELLO
     role: Role
@@ -183,7 +184,7 @@ class Hello(ControlMessage):
 
 
 class HelloAck(ControlMessage):
-    """The coordinator's answer to HELLO: the state and epoch that an engine enters before it serves."""
+    """The coordinator's answer to HELLO. It has the state and epoch that an engine enters before it serves."""
 
     header = Header.HELLO_ACK
     incarnation: U64
@@ -215,7 +216,10 @@ class HelloAck(ControlMessage):
 
 
 class Heartbeat(ControlMessage):
-    """Sent both ways. An engine reports its load; a coordinator its incarnation, so that peers detect a restart."""
+    """A heartbeat, which both sides send. An engine reports its load.
+
+    A coordinator reports its incarnation, so that peers detect a restart.
+    """
 
     header = Header.HEARTBEAT
     incarnation: U64
@@ -255,8 +259,8 @@ class Control(ControlMessage):
     """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, SET_ADAPTERS, DRAIN,
     START_CUDA_PROFILER or STOP_CUDA_PROFILER.
 
-    An operation id takes effect once. If it is sent again, it joins the operation in progress, or gets the earlier
-    answer.
+    An operation id takes effect once. If a control message is sent again, it joins the operation in progress, or gets
+    the earlier answer.
     """
 
     operation_id: OperationId | None = None
@@ -298,7 +302,7 @@ class EngineOutcome(_Map):
 class ControlAck(ControlMessage):
     """Acknowledges a control message.
 
-    An engine reports that its work is done or failed, the coordinator the whole outcome.
+    An engine reports that its work is done or has failed. The coordinator reports the result of the whole operation.
     """
 
     header = Header.CONTROL_ACK
@@ -323,7 +327,10 @@ class ControlAck(ControlMessage):
 
 
 class ControlCommit(ControlMessage):
-    """Coordinator to engines: every engine has acknowledged; enter `state`. Or, with `discard`, that one has failed."""
+    """Commit from the coordinator to the engines. Every engine has acknowledged, so the engines enter `state`.
+
+    With `discard`, the message reports instead that an engine has failed.
+    """
 
     header = Header.CONTROL_COMMIT
     operation_id: OperationId
@@ -383,7 +390,7 @@ class AdapterStatus(_Map):
 
 
 class KeyReport(_Map):
-    """The public keys in use, in Z85, which show the state of a key rotation."""
+    """The public keys in use, in Z85. They show the state of a key rotation."""
 
     server: Key
     """The coordinator's own public key, in use since its start."""
@@ -445,7 +452,7 @@ class StatusReply(ControlMessage):
 
 
 class Error(ControlMessage):
-    """Rejects a message. With a `uid` it is the final answer to that request."""
+    """Rejects a message. An ERROR with a `uid` is the final answer to that request."""
 
     header = Header.ERROR
     code: ErrorCode
@@ -460,7 +467,7 @@ class Error(ControlMessage):
 
 
 class PairState(ControlMessage):
-    """Sent between the two coordinators of a pair, as heartbeat and after each change."""
+    """Sent between the two coordinators of a pair, as a heartbeat and after each change."""
 
     header = Header.PAIR_STATE
     incarnation: U64
@@ -471,9 +478,9 @@ class PairState(ControlMessage):
 
 
 class Reserve(ControlMessage):
-    """Count requests and tokens of a tenant against its limits, all of them or none. Answered by QUOTA.
+    """Counts requests and tokens of a tenant against its limits. All of them are counted, or none.
 
-    Without requests and tokens, it asks for the remaining amounts.
+    The answer is QUOTA. With zero requests and tokens, the message only queries the remaining amounts.
     """
 
     header = Header.RESERVE
@@ -490,7 +497,7 @@ class Reserve(ControlMessage):
 
 
 class Quota(ControlMessage):
-    """The answer to RESERVE, with the remaining amount of each limit, and the seconds until the limit is fully
+    """The answer to RESERVE. It has the remaining amount of each limit, and the seconds until each limit is fully
     available again.
     """
 
@@ -508,7 +515,7 @@ class Quota(ControlMessage):
 
 
 class Charge(ControlMessage):
-    """Count tokens of a tenant, even beyond its limit, or return tokens of a reservation. There is no answer."""
+    """Counts tokens of a tenant, even beyond its limit, or returns tokens of a reservation. There is no answer."""
 
     header = Header.CHARGE
     tenant: TenantName
@@ -527,7 +534,7 @@ ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
 
 
 class Disconnect(ControlMessage):
-    """The peer leaves. Its requests are dispatched to other engines, or aborted, at once."""
+    """Reports that the peer leaves. Its requests are immediately dispatched to other engines, or aborted."""
 
     header = Header.DISCONNECT
     reason: Words = ""
@@ -540,8 +547,12 @@ _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 
 class Submit(NamedTuple):
-    """SUBMIT: client to coordinator. `generated`: tokens that the client already has, if it submits again, and `epochs`
-    of the weights that sampled them. `handoff`: token of an earlier answer, whose blocks the request may use."""
+    """SUBMIT, from client to coordinator.
+
+    generated: tokens that the client already has, if it submits the request again.
+    epochs:    epochs of the weights that sampled the tokens in `generated`.
+    handoff:   token of an earlier answer, whose blocks the request may use.
+    """
 
     uid: bytes
     meta: RequestMeta
@@ -561,10 +572,10 @@ class Submit(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH: coordinator to engine. The bodies come from SUBMIT. `generated` may be longer, and `media` has all
-    data. `epochs` covers all tokens in `generated`.
+    """DISPATCH, from coordinator to engine. The bodies come from SUBMIT.
 
-    A translator may also receive a prompt of PackedTokens.
+    `generated` may be longer than in SUBMIT, and `media` has all data. `epochs` covers all tokens in `generated`. If
+    the receiver is a translator, the prompt can also be PackedTokens.
     """
 
     dispatch_id: int
@@ -584,7 +595,9 @@ class Dispatch(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """PREFILL: coordinator to engine, a DISPATCH of which only the complete blocks of the prompt are computed."""
+    """PREFILL, from coordinator to engine. It is a DISPATCH for which the engine computes only the prompt's complete
+    blocks.
+    """
 
     dispatch: Dispatch
 
@@ -605,7 +618,7 @@ def _optional(media: Media | None, epochs: TokenEpochs) -> tuple[list[bytes] | b
 
 
 class PartialEntry(NamedTuple):
-    """`count` new tokens of one request. The first one is generated token number `offset`."""
+    """`count` new tokens of one request. The first of them is the generated token with index `offset`."""
 
     uid: bytes
     dispatch_id: int
@@ -619,7 +632,9 @@ DIGEST_BYTES = 32
 
 
 class Partial(NamedTuple):
-    """PARTIAL: the new tokens of one engine step for one client. Forwarded to the client unchanged."""
+    """PARTIAL, the new tokens of one engine step for one client. The coordinator forwards it to the client
+    unchanged.
+    """
 
     route: int
     entries: list[PartialEntry]
@@ -637,7 +652,7 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """FINAL: the result of a request, all generated tokens and the reply map. Forwarded unchanged."""
+    """FINAL, the result of a request, with all generated tokens and the reply map. It is forwarded unchanged."""
 
     dispatch_id: int
     uid: bytes
@@ -653,11 +668,13 @@ class Final(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """EXPORTED: engine to coordinator, PREFILL has ended. The engine keeps the blocks until RELEASE or its deadline.
+    """EXPORTED, from engine to coordinator, after PREFILL has ended. The engine keeps the blocks until RELEASE or its
+    deadline.
 
-    digests: digests of the blocks that it keeps, 32 bytes each, in the order of the prompt; empty: it could not compute
-             or keep any.
-    weights: the weights and the epoch that computed them. Engines import blocks of their own weights only.
+    digests: digests of the kept blocks, 32 bytes each, in the order of the prompt; empty if the engine could not
+        compute
+             or keep any block.
+    weights: the weights and the epoch that computed the blocks. Engines import only blocks of their own weights.
     """
 
     dispatch_id: int
@@ -669,13 +686,13 @@ class Exported(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """TRANSFER: coordinator to both engines, the second one imports blocks of the first.
+    """TRANSFER, from coordinator to both engines. One engine imports blocks of the other.
 
     export_id:   dispatch id of the PREFILL.
     dispatch_id: dispatch id of the import.
     ticket:      opens the blocks once, within `seconds`.
     key:         public key of the other engine, Z85; empty without keys.
-    address:     address of the exporting engine's KV port; empty in the message to that engine.
+    address:     address of the exporting engine's KV port; empty in the message to the exporting engine.
     """
 
     export_id: int
@@ -692,11 +709,11 @@ class Transfer(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """IMPORTED: engine to coordinator, an import has ended.
+    """IMPORTED, from engine to coordinator, after an import has ended.
 
-    ok:       the engine pins the blocks for the next request that begins with them, or until RELEASE or its deadline.
-    has_room: False: too few blocks are free. The engine has not asked for any.
-    seconds:  that the received bytes took.
+    ok:       the engine pins the blocks for the next request that begins with them, until RELEASE or its deadline.
+    has_room: False if too few blocks are free. The engine has then requested no block.
+    seconds:  time in which the bytes were received.
     """
 
     dispatch_id: int
@@ -711,8 +728,10 @@ class Imported(NamedTuple):
 
 
 class ReleaseBlocks(NamedTuple):
-    """RELEASE: coordinator to engine, drop the blocks of an export or an import. Client to coordinator, drop the blocks
-    of a handoff. An unknown id is ignored."""
+    """RELEASE. From the coordinator it tells an engine to drop the blocks of an export or an import.
+
+    From a client it tells the coordinator to drop the blocks of a handoff. An unknown id is ignored.
+    """
 
     dispatch_id: int
 
@@ -722,7 +741,9 @@ class ReleaseBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """ABORT_REQUEST. `id`: the uid from a client, the dispatch id to an engine, the integer id of a plain client."""
+    """ABORT_REQUEST. `id` is the uid from a client, the dispatch id to an engine, or the integer id of a plain
+    client.
+    """
 
     id: bytes | int
 
@@ -732,11 +753,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlocks:
-    """CACHED_BLOCKS: engine to coordinator, the changes of the engine's prefix cache.
+    """CACHED_BLOCKS, from engine to coordinator. It has the changes of the engine's prefix cache.
 
     evicted: hashes of removed blocks, little-endian int64.
     stored:  hashes of added blocks, in the order of the prompt, little-endian int64.
-    cleared: all earlier blocks were removed: new weights, or released memory.
+    cleared: all earlier blocks were removed, because of new weights or released memory.
     """
 
     evicted: bytes = b""
@@ -800,7 +821,7 @@ def _decode_prefill(items: list[Any]) -> Prefill:
 
 
 def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
-    """Return the optional media of a request. Their items have tokens within the prompt."""
+    """Return the optional media of a request. The tokens of its items are within the prompt."""
     if not rest or rest[0] is None:
         return None
     media = Media.from_list(rest[0])
@@ -813,7 +834,7 @@ def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
 
 
 def _epochs(rest: list[Any]) -> TokenEpochs:
-    """Return the epochs of tokens, the optional last element of a message; empty if it is absent."""
+    """Return the epochs of tokens, which are the optional last element of a message. Empty if it is absent."""
     return epochs_from_bytes(rest[0]) if rest else ()
 
 
@@ -901,7 +922,7 @@ def _decode_cached(items: list[Any]) -> CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A message of the Megatron protocol, as its list. `[]` is the empty frame that registers a plain engine."""
+    """A message of the Megatron protocol as a list. `[]` is the empty frame that registers a plain engine."""
 
     items: list[Any]
 
@@ -920,9 +941,7 @@ def frames_of(message: Outgoing) -> Frames:
 
 
 def size_of(message: Outgoing) -> int:
-    """Return the size of a message in bytes; 0 if it cannot be encoded, in which case its translator answers with an
-    error.
-    """
+    """Return the size of a message in bytes. 0 if it cannot be encoded; its translator then answers with an error."""
     try:
         return sum(map(len, frames_of(message)))
     except MalformedMessageError:
@@ -966,7 +985,7 @@ _CONTROL: dict[int, type[ControlMessage]] = {
 
 
 def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message:
-    """Return the message of `frames`, without the routing identity.
+    """Return the message in `frames`, which do not include the routing identity.
 
     plain: limits of messages of the Megatron protocol, for a port that serves it.
 

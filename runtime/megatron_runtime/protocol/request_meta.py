@@ -42,7 +42,7 @@ class RequestMeta(NamedTuple):
     """Opaque id of a session whose requests go to one engine while it holds their prefix. Empty: no session."""
 
     def items(self) -> tuple[Any, ...]:
-        """The elements to send, without trailing optional elements that are empty."""
+        """The elements to send. Trailing optional elements that are empty are omitted."""
         count = len(self)
         while count > _REQUIRED and not self[count - 1]:
             count -= 1
@@ -50,9 +50,9 @@ class RequestMeta(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Read the elements. The last nine may be absent, because peers of earlier releases do not send them.
+        """Return the fields that a list of elements encodes. The last nine elements may be absent.
 
-        Raises MalformedMessageError.
+        Peers of earlier releases do not send them. Raises MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
             meta = cls._make((value + _META[len(value) :])[: len(_META)])

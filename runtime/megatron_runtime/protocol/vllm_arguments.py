@@ -1,7 +1,8 @@
-"""Classifies the engine arguments of vLLM, for the operator and the engine. Imports nothing of vLLM.
+"""Classifies the engine arguments of vLLM, for the operator and the engine. Imports no module of vLLM.
 
-The names are the fields of vLLM's AsyncEngineArgs in the supported versions; members of nested objects have dots. The
-operator checks classes before it changes a pod; the engine also checks fields and types against the installed version.
+The names are the fields of vLLM's AsyncEngineArgs in the supported versions. Names of members of nested objects have
+dots. The operator checks classes before it changes a pod. The engine also checks fields and types against the installed
+version.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Effect(Enum):
 class Class:
     """The classification of one argument of vLLM.
 
-    kind:   what the argument can do.
-    values: for a harmless argument, the values that load no code; empty: all values.
+    kind:   the effect that the argument can have.
+    values: for a harmless argument, the values that load no code; empty means all values.
     field:  path of the field that sets the argument.
     """
 
@@ -257,8 +258,9 @@ store, or a path."""
 
 
 def _leaves(arguments: Mapping[str, object], parent: str = "") -> Iterator[tuple[str, object, Class | None]]:
-    """Yield the full name of each argument and member that has its own class, with its value and its class. The class
-    is None if the argument is unknown.
+    """Yield the full name, value and class of each argument, and of each member that has its own class.
+
+    The class is None if the argument is unknown.
     """
     required = _REQUIRED.get(parent)
     if required is not None and required not in arguments:
@@ -287,9 +289,7 @@ def code_arguments(arguments: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | None:
-    """Return the reason why the first invalid argument is rejected, with its name and the remedy; None if all are
-    allowed.
-    """
+    """Return the reason to reject the first invalid argument, with its name and the remedy. None if all are allowed."""
     for name, value, classified in _leaves(arguments):
         if _loads_code(value, classified):
             problem = None if allow_code else _code_problem(name, value, classified)
@@ -302,8 +302,9 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 
 
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
-    """Return whether speculative_config.model names a model; with a method that can load code, the field may name
-    something else.
+    """Return whether speculative_config.model names a model.
+
+    With a method that can load code, the field may name something else.
     """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:
@@ -346,7 +347,7 @@ def _problem(name: str, value: object, classified: Class) -> str | None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the strings in a value, with the names of members."""
+    """Yield all strings in a value, including the names of members."""
     if isinstance(value, str):
         yield value
     entries: Sequence[object] = ()

@@ -1,6 +1,6 @@
-"""The connection of one peer to a coordinator: registration, heartbeats, loss detection, reconnection.
+"""The connection of one peer to a coordinator, with registration, heartbeats, loss detection and reconnection.
 
-Two coordinators may form a pair. The peer is registered with one of them at a time. It tries the other one if its
+Two coordinators may form a pair. The peer is registered with one coordinator at a time. It tries the other one if its
 coordinator is silent or reports that it is a standby.
 """
 
@@ -49,7 +49,7 @@ class CoordinatorUnreachableError(TimeoutError):
 
 
 class HandshakeRejectedError(AssertionError):
-    """The coordinator rejected HELLO: wrong port for the role, or no protocol version in common."""
+    """The coordinator rejected HELLO, because the port is for another role or no protocol version is shared."""
 
 
 SEND_BUFFER_BYTES = 1 << 30
@@ -90,9 +90,9 @@ open_dealer: OpenSocket = partial(
 class LinkTiming:
     """Times in seconds.
 
-    tick:      interval of heartbeats, and of HELLO until the registration; None: the interval in HELLO_ACK.
+    tick:      interval of heartbeats, and of HELLO until the registration; None uses the interval in HELLO_ACK.
     silence:   time without any message after which a new socket is opened.
-    other_key: the same timeout before the registration, if another key or address can be tried; None: `silence`.
+    other_key: the same timeout before the registration, if another key or address can be tried; None uses `silence`.
     """
 
     tick: float | None = None
@@ -125,14 +125,14 @@ def _log_malformed(error: MalformedMessageError) -> None:
 class PeerLink:
     """Keeps one DEALER registered with a coordinator. It reconnects after a lost connection or a restart.
 
-    addresses:    addresses of the coordinator, or of both of a pair.
-    keys:         keys in use, which are read again when their files change; None: no encryption.
+    addresses:    addresses of the coordinator, or of both coordinators of a pair.
+    keys:         keys in use, which are read again when their files change; None means no encryption.
     hello:        returns the HELLO to send now. Its argument is the incarnation of the link.
     on_ack:       called with each HELLO_ACK and a flag that is set if the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
-    heartbeat:    returns the HEARTBEAT to send now, for an incarnation; None: the peer sends no heartbeats.
+    heartbeat:    returns the HEARTBEAT to send now, for an incarnation; None if the peer sends no heartbeats.
     on_lost:      called with the reason when a registration ends other than by close().
-    on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
+    on_malformed: called with the error of each message that cannot be decoded; by default the error is logged.
     open_socket:  opens a new DEALER for each attempt to register.
     """
 
@@ -171,12 +171,12 @@ class PeerLink:
 
     @property
     def address(self) -> str:
-        """The address in use, or the address to try."""
+        """The address in use, or the next address to try."""
         return self.addresses.current
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the connection to the coordinator; None if no Dealer is connected."""
+        """This machine's address on the connection to the coordinator. None if no Dealer is connected."""
         return self._socket.local_host if isinstance(self._socket, Dealer) else None
 
     def open(self) -> None:
@@ -208,7 +208,7 @@ class PeerLink:
             raise
 
     def close(self, reason: str = "", *, linger_ms: int = GOODBYE_LINGER_MS) -> None:
-        """Send DISCONNECT and close the socket. Idempotent.
+        """Send DISCONNECT and close the socket. This method is idempotent.
 
         linger_ms: maximum time for sending DISCONNECT, in milliseconds.
         """
@@ -227,7 +227,7 @@ class PeerLink:
         self.registered = False
 
     def send(self, frames: Frames) -> bool:
-        """Send a message; before the registration it is dropped.
+        """Send a message. Before the registration, the message is dropped.
 
         Return False, without sending it, if the message is larger than the coordinator accepts or if the socket's
         buffer is full.
@@ -258,7 +258,9 @@ class PeerLink:
         self._open()
 
     def move(self, reason: str) -> None:
-        """Open a new socket to the other coordinator of a pair, or to the same one if there is no other."""
+        """Open a new socket to the other coordinator of a pair. Without another one, open it to the same
+        coordinator.
+        """
         self._hang_up(reason)
         self.addresses.move_on()
         self._open()
@@ -270,7 +272,7 @@ class PeerLink:
         self._lose(reason)
 
     def _redirected(self, reason: str) -> None:
-        """Handle the answer of a standby coordinator: try the other coordinator after REDIRECT_SECONDS."""
+        """Handle the answer of a standby coordinator. The other coordinator is tried after REDIRECT_SECONDS."""
         assert self._loop is not None
         self._hang_up(reason)
         self.addresses.move_on()
@@ -348,9 +350,10 @@ class PeerLink:
         return self.timing.silence
 
     def _own_key_changed(self) -> bool:
-        """Whether the key file has a new key.
+        """Return whether the key file has a new key.
 
-        The link switches to it while the coordinator still accepts the old key, so the switch interrupts nothing.
+        The link switches to the new key while the coordinator still accepts the old key, so the switch interrupts
+        nothing.
         """
         if self.keys is None:
             return False
@@ -393,7 +396,7 @@ class PeerLink:
 
     @property
     def _knows_no_coordinator(self) -> bool:
-        """Whether this link has never been registered."""
+        """Return whether this link has never been registered."""
         return not self.registered and self.coordinator_incarnation == 0
 
     def _register(self, ack: HelloAck) -> None:
