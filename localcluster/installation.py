@@ -1,4 +1,4 @@
-"""Installs the operator on a cluster, with images, node and chart, for the demo and the end-to-end tests."""
+"""Installs the operator on a cluster (images, node and chart), for the demo and the end-to-end tests."""
 
 from __future__ import annotations
 
