@@ -418,7 +418,7 @@ def errors() -> Table:
 
 _VARIABLE = re.compile(r"MEGATRON_[A-Z0-9_]*[A-Z0-9]")
 _NO_VARIABLES = {"MEGATRON_KERNEL", "MEGATRON_PORTABLE", "MEGATRON_VARIANT"}
-"""A prefix, and macros of the C++ kernels."""
+"""Matching names that are not environment variables: a prefix, and macros of the C++ kernels."""
 
 
 def check_environment() -> list[str]:

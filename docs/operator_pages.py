@@ -265,7 +265,7 @@ def _exit_codes() -> Iterator[str]:
 
 
 _TABLES = (Symptom.IN_PROGRESS, Symptom.SETTLED)
-"""Sections whose entries are rows of a table, because there is little to do."""
+"""Sections whose entries are rows of a table, because each remedy is short."""
 
 
 def _table(reasons: list[Reason]) -> Iterator[str]:

@@ -31,7 +31,7 @@ GROUPS = {
     "vllm": "engines with vLLM itself",
     "gpu": "kernels and engine on a CUDA device",
 }
-"""Folder below tests/ or, for MAKE_GROUPS, the tests of a make target; and what it shows."""
+"""What each group of tests shows. A group is a folder below tests/ or, for MAKE_GROUPS, the tests of a make target."""
 MAKE_GROUPS = ("models", "pages")
 
 Record = dict[str, Any]

@@ -30,9 +30,8 @@ TARGETS = {
     "runtime-vllm": "localhost/megatron-runtime-vllm:dev",
 }
 DEFAULT_TARGETS = ("operator", "runtime")
-"""The targets that are built by default.
-
-`runtime-vllm` is not among them: it needs 8 GB, and only vLLM engines use it.
+"""The targets that are built by default. `runtime-vllm` is left out, because it needs 8 GB and only vLLM engines use
+it.
 """
 # The inputs of an image: the files that .dockerignore includes, and the two files that define the build.
 INPUTS = (

@@ -25,10 +25,7 @@ from localcluster.shell import follow, run, tail
 
 MODULE = Path(__file__).resolve().parent / "go"
 LINK_PACKAGES = 30
-"""Number of packages that take about as long to compile as one program takes to link.
-
-It serves to estimate durations.
-"""
+"""Number of packages whose compilation takes about as long as linking one program. It is used to estimate durations."""
 _PACKAGE = re.compile(r"[\w.~+/-]+", re.ASCII)
 """Matches a line of `go build -v` that is the path of a package."""
 MINIMUM_GO = (1, 24)

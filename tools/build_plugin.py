@@ -22,9 +22,9 @@ OWN = ("operator", "runtime")
 """Folders with packages of this project."""
 PROGRAM = "megatron_kubectl.cli"
 IMPORTED_BY_COMMANDS = ("megatron_operator.explain", "megatron_kubectl.pod_logs", "megatron_kubectl.top")
-"""Modules that the program imports when a command needs them."""
+"""Modules that the program imports only when a command needs them."""
 PACKAGES = {"click": "click", "prometheus_client": "prometheus-client", "yaml": "PyYAML"}
-"""Packages that may be in the file, and their distributions. PyYAML works without its compiled module."""
+"""Packages that may be in the file, with their distributions. PyYAML works without its compiled module."""
 MAIN = f"""import sys
 
 if sys.version_info < (3, 11):

@@ -51,10 +51,10 @@ VARIANTS: dict[str, list[str]] = {
         "operator.topologySpreadConstraints[0].whenUnsatisfiable=DoNotSchedule",
     ],
 }
-"""`--set` values of the chart."""
+"""Sets of `--set` values for which the chart is checked."""
 MANIFESTS = ("manifests/*.yaml", "manifests/samples/*.yaml", "manifests/cells/*.yaml", "manifests/autoscaling/hpa.yaml")
 RENDERED = "tests/unit/operator/golden/*.yaml"
-"""Golden files of what the operator renders."""
+"""Golden files of the objects that the operator renders."""
 
 Schema = dict[str, Any]
 

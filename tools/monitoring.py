@@ -158,9 +158,9 @@ def alert_rules() -> Object:
 
 
 Curve: TypeAlias = tuple[str, str]
-"""Expression and legend."""
+"""Expression and legend of a curve."""
 Panel: TypeAlias = tuple[str, str, tuple[Curve, ...]]
-"""Title, unit and curves."""
+"""Title, unit and curves of a panel."""
 
 
 def quantiles(histogram: str) -> tuple[Curve, ...]:

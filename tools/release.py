@@ -40,9 +40,13 @@ DISTRIBUTIONS = OUTPUT / "dist"
 PLUGIN = ROOT / "build/kubectl-megatron"
 TOOLS = ROOT / "build/release-tools/bin"
 MANYLINUX = f"manylinux_2_28_{platform.machine()}"
-"""The oldest systems of the wheel: Debian 10, Ubuntu 20.04, RHEL 8. auditwheel fails if the library needs more."""
+"""Tag of the oldest systems that the wheel supports: Debian 10, Ubuntu 20.04, RHEL 8. auditwheel fails if the library
+needs a newer system.
+"""
 SOFTWARE = ("operator", "runtime", "runtime-vllm")
-"""requirements/NAME.txt lists the packages of each image, and becomes its bill of materials."""
+"""Images by the NAME in requirements/NAME.txt, which lists the packages of an image and becomes its bill of
+materials.
+"""
 MANIFESTS = ("manifests/crd.yaml", "manifests/install.yaml")
 UNRELEASED = "Unreleased"
 

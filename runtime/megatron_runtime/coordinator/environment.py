@@ -19,9 +19,11 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 PeerId: TypeAlias = tuple[int, bytes]
-"""Port number and routing id, which identify one connection."""
+"""Identifies one connection by port number and routing id."""
 MAX_TEXT_CHARACTERS = 512 * 1024
-"""Maximum length of a prompt that is sent as text. Other requests wait while a prompt is tokenized."""
+"""Maximum length of a prompt that is sent as text. It is limited because other requests wait while a prompt is
+tokenized.
+"""
 
 
 class Access:

@@ -33,7 +33,7 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
-"""A connection that is not established in this time is opened again, with the other coordinator's next key."""
+"""Timeout of an attempt to connect. After it, another connection is opened with the other coordinator's next key."""
 
 _HELLO, _PAIR_STATE = int(Header.HELLO), int(Header.PAIR_STATE)
 
@@ -59,7 +59,7 @@ class Election:
     def __init__(self, *, now: float, incarnation: int, takeover: float) -> None:
         self.active = False
         self.term = 0
-        """The own term if active, otherwise the highest that is known."""
+        """The coordinator's own term if it is active, otherwise the highest known term."""
         self._incarnation = incarnation
         self.takeover = takeover
         self._silent_since = now

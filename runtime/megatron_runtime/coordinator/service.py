@@ -42,12 +42,11 @@ __all__ = ["Coordinator", "PromptTokenizer", "run", "serve"]
 logger = logging.getLogger(__name__)
 
 HAND_OVER_SECONDS = 1.0
-"""Maximum seconds after SIGTERM for connecting to the other coordinator of a pair, which may be restarting."""
+"""Maximum time after SIGTERM for connecting to the other coordinator of a pair, which may be restarting."""
 _HAND_OVER_RETRY_SECONDS = 0.1
 DRAIN_SECONDS = 5.0
-"""Maximum seconds after SIGTERM for open requests to end.
-
-Clients submit the remaining requests to the next coordinator.
+"""Maximum time after SIGTERM for open requests to end. Clients submit the remaining requests to the next
+coordinator.
 """
 
 OnBound: TypeAlias = Callable[[dict[Role, str]], None]
@@ -58,7 +57,9 @@ MayBeSilent: TypeAlias = Callable[[PeerId], bool]
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
-"""Maximum number of unsent bytes of an engine. An engine that reads more slowly gets no work until it has caught up."""
+"""Maximum number of unsent bytes for an engine. An engine that reads more slowly gets no work until it has caught
+up.
+"""
 
 
 class BindError(OSError):
@@ -270,7 +271,7 @@ class Coordinator:
             shut_down=self.ended.set,
         )
         self._pair: Pair | None = None
-        """None if there is no other coordinator; this one is then always active."""
+        """The pair of coordinators. None if there is no other coordinator, so that this one is always active."""
         if settings.other_host is not None:
             self._pair = Pair(settings, self.transport.gatekeeper, changed=self._pair_changed, send=self.transport.send)
         self._timer: asyncio.TimerHandle | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 LARGE_BYTES = 64 * 1024
-"""Size above which a tensor is summed in parts: each rank sums one part, and receives the sums of the other parts."""
+"""Size above which a tensor is summed in parts. Each rank sums one part, and receives the sums of the other parts."""
 _RETRY_SECONDS = 0.01
 
 
@@ -41,7 +41,7 @@ class LocalGroup:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._links: dict[int, socket.socket] = {}
         self._received = torch.empty(len(self._ranks), 0)
-        """Memory for tensors of the other ranks, reused by each sum."""
+        """Buffer for the tensors of the other ranks. Each sum reuses it."""
         deadline = time.monotonic() + timeout_seconds
         try:
             with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
 
 MAGIC = b"megatron-preflight-1\n"
 BLOCK_BYTES = 1 << 18
-"""Number of bytes that two pods exchange: more than a packet or a small socket buffer has, to detect a wrong MTU."""
+"""Number of bytes that two pods exchange. It exceeds a packet and a small socket buffer, to detect a wrong MTU."""
 RETRY_SECONDS = 0.25
 GREETING_SECONDS = 2.0
 """Seconds after which a peer that accepts a connection but sends nothing counts as another program, such as the store.
@@ -30,7 +30,8 @@ GREETING_SECONDS = 2.0
 NAMED = 4
 """Maximum number of pairs in an error message."""
 SILENT_SHARE = 0.3
-"""If a connection attempt takes more than this share of the timeout when the deadline comes, the peer counts as silent.
+"""Fraction of the timeout. If the last connection attempt has taken longer than this when the deadline comes, the peer
+counts as silent.
 """
 
 

@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 KEY_LOOK_SECONDS = 1.0
-"""Seconds between two reads of engine.pub if it lacks a rank's key, because pods receive a rotated key at different
+"""Interval at which engine.pub is read while it lacks a rank's key, because pods receive a rotated key at different
 times.
 """
 REPORT_SECONDS = 1.0
-"""Seconds between two reports of a rank that is preparing."""
+"""Interval of the reports of a rank that is preparing."""
 PREPARED_LOOK_SECONDS = 0.2
 _AT_WORK, _PREPARED, _FAILED = "preparing", "prepared", "preparation failed"
 """Keys of the store: the reports of all ranks, the ranks that have prepared, and the first failure."""

@@ -20,11 +20,15 @@ BEAT_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
 """Seconds without a heartbeat after which a rank is lost."""
 LONG_ORDER_SECONDS = 600.0
-"""Replaces HEARTBEAT_SECONDS during an order that may hold the rank's interpreter lock, such as loading weights."""
+"""Limit that replaces HEARTBEAT_SECONDS during a command that may hold the rank's interpreter lock, such as loading
+weights.
+"""
 COLLECTIVE_SECONDS = 30.0
 """Seconds after which a step is stalled if all ranks wait for each other."""
 WARM_UP_SECONDS = 300.0
-"""Timeout, in seconds, of each part of a warm-up step, which compiles kernels and first reads the weights."""
+"""Timeout, in seconds, of each part of a warm-up step. The step compiles kernels and reads the weights for the first
+time.
+"""
 
 
 class HeartbeatTimer:

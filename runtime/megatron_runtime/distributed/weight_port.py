@@ -43,9 +43,9 @@ from megatron_runtime.transport.zmtp.router import Router
 logger = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = 30.0
-"""Timeout of each side while it waits for the other. A peer that exits is noticed at once."""
+"""Time for which each side waits for the other. The exit of a peer is detected immediately."""
 BLOCK_REQUEST = struct.Struct("<qq")
-"""The numbers of a tensor and of one of its blocks."""
+"""Format of a request for a block: index of the tensor, and index of the block in the tensor."""
 _MAX_UNSENT_BYTES = 64 << 20
 _CHECK_SECONDS = 5.0
 _ZMTP = 0xFF

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # pydantic takes long to import, and a load needs no messages
 TopLogProbs = list[tuple[int, float]]
 FinishReason = Literal["stop", "length", "abort", "error"]
 EpochSpans = list[tuple[int, int]]
-"""(position, epoch): from this position in prompt plus answer on, forward passes used the weights of `epoch`."""
+"""Spans (position, epoch). Forward passes from this position of prompt plus answer on used the weights of `epoch`."""
 
 
 @dataclass(frozen=True, slots=True)

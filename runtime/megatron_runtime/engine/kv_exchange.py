@@ -17,9 +17,9 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 60.0
-"""Time that blocks are kept for another engine, if the coordinator does not end the export earlier."""
+"""Time for which blocks are kept for another engine if the coordinator does not end the export earlier."""
 IMPORT_SECONDS = 30.0
-"""Time that imported blocks wait for their request, if no request takes them."""
+"""Time for which imported blocks wait for their request."""
 
 
 class KVExchange:
@@ -46,7 +46,7 @@ class KVExchange:
         self._prefills: set[int] = set()
         self._imports: dict[int, asyncio.Task[None]] = {}
         self._kept: dict[int, asyncio.TimerHandle] = {}
-        """By the id of an export or a complete import: its deadline."""
+        """The timer for the deadline of each export and each complete import, by id."""
         self.port: KVPort | None = None
 
     def listen(self, host: str, port: int) -> None:

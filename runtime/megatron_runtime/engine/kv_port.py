@@ -30,16 +30,18 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 MAX_IN_FLIGHT_BYTES = 64 << 20
-"""Of all exports of an engine together, and of all its imports."""
+"""Maximum number of bytes in flight of all exports of an engine together, and of all its imports together."""
 WINDOW_CHUNKS = 4
-"""Chunks of one import on their way."""
+"""Maximum number of chunks of one import that are in flight."""
 MAX_ACTIVE = MAX_IN_FLIGHT_BYTES // (WINDOW_CHUNKS * CHUNK_BYTES)
-"""Exports, and imports, that send or receive at once. Others wait."""
+"""Maximum number of exports that send, and of imports that receive, at the same time. Others wait."""
 CONNECT_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
-"""A transfer ends if its other side neither sends nor accepts bytes for this long."""
+"""Time after which a transfer ends if its other side neither sends nor accepts bytes."""
 MAX_EARLY = 64
-"""Requests that may wait for their ticket, which the coordinator sends to both engines at the same time."""
+"""Maximum number of requests that may wait for their ticket. The coordinator sends a ticket to both engines at the same
+time.
+"""
 _MESSAGE = UnpackLimits(elements=8, containers=2, depth=2, frame_bytes=4096)
 _CHECK_SECONDS = 5.0
 

@@ -31,7 +31,9 @@ from megatron_runtime.protocol.published_weights import with_copies
 logger = logging.getLogger(__name__)
 
 REMEMBERED_ANSWERS = 64
-"""Number of operations whose acknowledgement is kept, so that it can be repeated when the operation is sent again."""
+"""Maximum number of operations whose acknowledgement is kept, so that it can be repeated if the operation is sent
+again.
+"""
 
 
 # --- states as events -------------------------------------------------------------------------------------------------
@@ -51,7 +53,7 @@ LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
     **{(change.passing, change.lands_in): change.lands_in for change in TRANSITIONS.values()},
     (_S.RESUMING, _S.PAUSED): _S.RESUMED,
 }
-"""Event that each transition, (from, to), reaches."""
+"""The event that each transition (from, to) sets."""
 
 
 class StateEvents:
@@ -184,10 +186,11 @@ class Lifecycle:
         self.adapters: AdapterSet = AdapterSet(backend)
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged: Control | None = None
-        """The last operation, if it was acknowledged and not committed. If it sets weights or adapters, they are
-        staged. If it has `load`, the weights are loaded."""
+        """The last operation, if it was acknowledged and is not yet committed. If it sets weights or adapters, they are
+        staged. If it has `load`, the weights are loaded.
+        """
         self.unknown_weights: str | None = None
-        """Why it is unknown which weights are in use. If set, the engine must exit."""
+        """Why the weights in use are unknown. If it is set, the engine must exit."""
 
     @property
     def state(self) -> EngineState:

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 
 
 _SMALLER = {True: "ask for fewer log-probabilities", False: "shorten the text, or ask for fewer dimensions"}
-"""How a client can get a smaller answer, by whether the request generates tokens."""
+"""Advice how a client can get a smaller answer, by whether the request generates tokens."""
 _PROMPT_TOKENS = 256
-"""Number of tokens at the end of a prompt that a decoder may look at."""
+"""Number of tokens at the end of a prompt that a decoder can depend on."""
 
 LikeliestTokens: TypeAlias = TopLogProbs | dict[str, float]
 """The most likely tokens at one position, in descending order."""
@@ -75,15 +75,14 @@ class StopMatcher:
         self._detokenizer = tokenizer.detokenizer(after=after, visible=self._special)
         self._min_tokens = min_tokens
         self._special_places: list[tuple[int, int]] = []
-        """Places of special tokens in the searched text: index of their first character, and of the one after their
-        last."""
+        """Start and end index of each special token in the searched text."""
         self._parts: list[str] = []
         self._length = 0
         """Length of the text of all parts."""
         self._tail = ""
-        """The last `_hold` characters of the text, in which a stop text may begin."""
+        """The last `_hold` characters of the text. A stop text can begin in them."""
         self._ends: deque[int] = deque()
-        """Length of the text after each token that may be part of a stop text."""
+        """Length of the text after each token that can be part of a stop text."""
         self._num_releasable = 0
 
     def append(self, token: int) -> None:

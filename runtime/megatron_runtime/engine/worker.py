@@ -66,15 +66,15 @@ logger = logging.getLogger(__name__)
 
 MakeBackend = Callable[[EngineSettings], EngineBackend]
 MakeLink = Callable[..., PeerLink]
-"""Takes the arguments of PeerLink."""
+"""A function that returns a PeerLink. It takes the arguments of PeerLink."""
 
 FIRST_REPORT_SECONDS = 10.0
 REPORT_SECONDS = 30.0
-"""Time from the start to the first log message about a coordinator that does not answer, and between such messages."""
+"""Interval of log messages about a coordinator that does not answer, counted from the start."""
 WEIGHTS_RETRY_SECONDS = 1.0
-"""Time between two tries of a starting engine to get the weights of a trainer."""
+"""Time between two attempts of a starting engine to get the weights of a trainer."""
 LOAD_SILENCE_SECONDS = 600.0
-"""Allowed silence towards the coordinator while weights load, because loading can hold the interpreter lock."""
+"""Silence that the coordinator allows while weights load, because loading can hold the interpreter lock."""
 
 
 class EngineWorker:
@@ -111,10 +111,12 @@ class EngineWorker:
         self._coordinator_state: CoordinatorState | None = None
         self._acknowledged = asyncio.Event()
         self._last_rejection = ""
-        """Error of the last rejected message since the last HELLO_ACK; it has been logged."""
+        """Error of the last rejected message since the last HELLO_ACK. The error has been logged."""
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._after_update: list[Message] | None = None
-        """Messages about requests after a commit of UPDATE_WEIGHTS, until the new weights are in use."""
+        """Messages about requests that arrived after a commit of UPDATE_WEIGHTS. They wait until the new weights are in
+        use.
+        """
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
             CoordinatorAddresses(coordinator_address(settings.coordinator)),

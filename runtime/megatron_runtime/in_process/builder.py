@@ -26,10 +26,10 @@ from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer, tokenizer_of
 
 DEFAULT_MEMORY_SHARE = 0.25
-"""Share of the free memory for the KV cache of an engine without a configuration."""
+"""Fraction of the free memory that the KV cache of an engine without a configuration gets."""
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Types of a GPTModel's parameters that every device computes with."""
+"""Parameter types of a GPTModel with which every device can compute."""
 
 
 def default_config() -> InferenceConfig:

@@ -40,9 +40,9 @@ MakeStream: TypeAlias = Callable[[Callable[[], object]], AnyStream]
 """Creates the stream of a call. Its argument is a function that aborts the call without taking a lock."""
 
 END_SECONDS = 10.0
-"""Maximum seconds that close() and the exit of the interpreter wait for the step in progress."""
+"""Maximum time that close() and the exit of the interpreter wait for the step in progress."""
 _LOOK_SECONDS = 0.5
-"""Seconds between two checks of a waiting thread that the engine's thread runs."""
+"""Interval at which a waiting thread checks that the engine's thread runs."""
 
 _dispatch_ids = count(1)
 
@@ -239,9 +239,9 @@ class FollowedCalls:
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[str, AsyncStream | BlockingStream] | None] = {}
-        """Calls without an answer by number; None if the caller has closed the stream."""
+        """Streams of calls without an answer, by call number. None if the caller has closed the stream."""
         self._early: dict[int, dict[str, Any]] = {}
-        """Answers to calls that this rank has not made yet."""
+        """Answers to calls that this rank has not yet made."""
         self._has_ended = False
         part.on_answers = self._take
 
@@ -495,4 +495,4 @@ def _pending_requests(prompts: PromptBatch, *, streaming: bool) -> deque[Pending
 
 
 _Command: TypeAlias = tuple[DirectCalls, Callable[[_Runner], object]]
-"""The calls of an engine, and a function that its thread runs on them."""
+"""The open calls of an engine, and a function that the engine's thread runs on them."""

@@ -16,7 +16,7 @@ from megatron_runtime.requests.async_stream import AnyStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 
 RETRY_SECONDS = 1.0
-"""Seconds until a retry after a rejection without a retry time."""
+"""Time until a retry, after a rejection that has no retry time."""
 
 
 class ClientCalls:
@@ -37,7 +37,7 @@ class ClientCalls:
         self._loop = asyncio.get_running_loop()
         self._raise_failure = raise_failure
         self._answered = self._submitted = 0
-        """Number of prompts of answer() that were answered, and number that are submitted now."""
+        """Number of answered prompts of answer(), and number of prompts that are now submitted."""
         self._place_count = places
         self._places = asyncio.Semaphore(places)
 

@@ -38,7 +38,7 @@ SHUTDOWN_SECONDS = 30.0
 """Timeout of each control signal of a shutdown, which then continues without the engines that have not answered."""
 
 REACHED = {kind: LANDED[change.passing, change.lands_in] for kind, change in TRANSITIONS.items()}
-"""State of its engine for which a rank without a client waits instead of sending a verb, by verb."""
+"""For each verb, the state that a rank without a client waits for. Such a rank sends no verb."""
 
 
 class ProgramLifecycle:
@@ -75,7 +75,7 @@ class ProgramLifecycle:
         self._failing: asyncio.Task[None] | None = None
         # A joining engine may pass through states without a call of this program.
         self._reached = {state: service.events.times(state) for state in REACHED.values()}
-        """On a rank without a client: the number of times that its calls have waited for each state."""
+        """On a rank without a client, how many times its calls have waited for each state."""
         self._calls: ClientCalls | None = None
         self._watching: asyncio.Task[None] | None = None
         if client is not None:

@@ -23,7 +23,7 @@ from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.lifecycle import EngineState
 
 REGISTRATION_SECONDS = 300.0
-"""Maximum seconds that the engine of a program tries to reach its coordinator."""
+"""Maximum time in which the engine of a program tries to reach its coordinator."""
 
 
 class ServedEngine:

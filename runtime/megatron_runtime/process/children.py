@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 PARENT_VARIABLE = "MEGATRON_PARENT_PID"
-"""A parent sets this variable for its children, which exit when the parent exits for any reason."""
+"""Environment variable that a parent sets for its children, which exit when the parent exits for any reason."""
 END_SIGNAL = signal.SIGINT
-"""Signal that stops a child in order."""
+"""Signal that stops a child in an orderly way."""
 
 STOP_SECONDS = 10.0
 ENDED_SECONDS = 1.0

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 FREE_SECONDS = 0.05
-"""Seconds of each job that are not charged. Ordinary jobs take less, so a budget limits only expensive jobs."""
+"""Time of each job that is not charged. Ordinary jobs take less time, so a budget limits only expensive jobs."""
 
 _T = TypeVar("_T")
 _Job = TypeVar("_Job")
@@ -42,7 +42,7 @@ class Budget:
     def __init__(self, seconds_per_minute: float) -> None:
         self.seconds_per_minute = seconds_per_minute
         self._empty_at: dict[str, float] = {}
-        """When the bucket of each key will be empty. Keys with an empty bucket are removed."""
+        """Time at which the bucket of each key will be empty. Keys with an empty bucket are removed."""
 
     def charge(self, key: str, seconds: float, *, now: float) -> None:
         """Count a job of `key` that took `seconds`."""
@@ -71,7 +71,7 @@ class FairQueue(Generic[_Job]):
         self._running: Counter[str] = Counter()
         self._turn = 0
         self._next_turn: dict[str, int] = {}
-        """Turn of the next job of each key that has waiting jobs, or has had this turn already."""
+        """Turn of the next job of each key that has waiting jobs or has already had the current turn."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))

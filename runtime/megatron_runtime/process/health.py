@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_SECONDS = 5.0
-"""Timeout, in seconds, for receiving a request, and for the client's reading of the answer."""
+"""Timeout for receiving a request, and for the client to read the answer."""
 MAX_CONNECTIONS = 256
 MAX_PER_PEER = 64
 """Maximum number of concurrent connections from one address."""
@@ -48,9 +48,9 @@ BACKLOG = 1024
 BATCH = 32
 """Maximum number of connections that one iteration of the event loop accepts, which takes about 1 ms."""
 MAX_SCRAPES = 16
-"""Maximum number of requests that wait for metrics; further ones get 503."""
+"""Maximum number of requests that wait for metrics. Further requests get 503."""
 RENDERING_SHARE = 0.1
-"""Maximum share of one CPU that is used for rendering metrics."""
+"""Maximum fraction of one CPU that is used for rendering metrics."""
 _RETRY_SECONDS = 0.1
 _UNAVAILABLE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 

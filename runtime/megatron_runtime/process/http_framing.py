@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
-"""Maximum size of request line and headers. Up to one more slice is read before the limit is checked."""
+"""Maximum size of request line and headers. Up to one further chunk is read before the limit is checked."""
 
 _FOLDED_LINE = re.compile(rb"\n[ \t]")
 _CODINGS = re.compile(rb"^transfer-encoding:(.*)$", re.IGNORECASE | re.MULTILINE)

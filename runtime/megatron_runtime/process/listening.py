@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EVERY_ADDRESS = "::"
-"""Every address of the host: IPv4 and IPv6 if the system has IPv6, otherwise IPv4."""
+"""Host that stands for every address of this machine: IPv4 and IPv6 if the system has IPv6, otherwise IPv4."""
 
 
 def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.socket:
@@ -30,7 +30,7 @@ def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.sock
 
 
 MAX_FOLDER_BYTES = 80
-"""Maximum length of the path of a folder of sockets: the path of a Unix socket has at most 107 bytes."""
+"""Maximum length of the path of a folder of sockets, because the path of a Unix socket has at most 107 bytes."""
 
 
 @contextmanager

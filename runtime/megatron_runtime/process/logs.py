@@ -24,9 +24,9 @@ Style: TypeAlias = Literal["json", "text"]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the running task serves; empty outside of requests."""
 TERMINATION_LOG = Path("/dev/termination-log")
-"""The termination log of a container, whose content its status shows."""
+"""The termination log of a container. The container's status shows its content."""
 TERMINATION_CHARACTERS = 2000
-"""Maximum length of a termination message: a container's status accepts 4096 bytes."""
+"""Maximum length of a termination message, because a container's status accepts 4096 bytes."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 

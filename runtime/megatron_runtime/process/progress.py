@@ -35,9 +35,9 @@ class StartProgress:
         self._clock = clock
         self._current: tuple[Stage, int, int] | None = None
         self._samples: deque[tuple[float, int]] = deque()
-        """Time and amount of the reports of the last half minute."""
+        """Time and amount of the reports of the last 30 seconds."""
         self.forward: Callable[[Stage, int, int], None] | None = None
-        """Called with a report at each new stage and every second, if another process has the probes."""
+        """Called with a report at each new stage and every second, if another process serves the probes."""
         self._forwarded = 0.0
 
     def report(self, stage: Stage, done: int = 0, total: int = 0) -> None:

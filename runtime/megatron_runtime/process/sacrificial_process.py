@@ -36,7 +36,7 @@ from dataclasses import KW_ONLY, dataclass
 from megatron_runtime.process.children import be_child, child_environment, module_command
 
 START_SECONDS = 120.0
-"""Timeout, in seconds, for the start of the interpreter and `prepare`. It is generous for the sake of loaded hosts."""
+"""Timeout for the start of the interpreter and `prepare`. It is long, because hosts can be loaded."""
 
 MAX_REPLY_BYTES = 16 << 20
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 VISIBLE: Final = r"[!-~]([ -~]*[!-~])?"
-"""Visible ASCII, with inner spaces: the characters that an HTTP header can have."""
+"""Visible ASCII with inner spaces, which are the characters that an HTTP header can have."""
 
 
 class SecretError(ValueError):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | None]
-"""Attributes of a span by name. Attributes that are None are left out."""
+"""Attributes of a span by name. Attributes with the value None are omitted."""
 
 REQUEST_ID = "gen_ai.request.id"
 REQUEST_N = "gen_ai.request.n"

@@ -44,15 +44,15 @@ class UnpackLimits:
 
 
 REQUEST = UnpackLimits(elements=64, containers=64, depth=64)
-"""Limits of messages of the request path: a few fields, and bodies that stay bytes."""
+"""Limits of messages of the request path, which have a few fields and bodies that stay bytes."""
 CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, frame_bytes=1 << 20)
 """Limits of control messages, and of messages of the Megatron protocol on a port that does not serve it."""
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
-"""Limits of messages of the Megatron protocol, which contain tokens and log-probs as lists, and of log-probs at a
-coordinator.
+"""Limits of messages of the Megatron protocol, which contain tokens and log-probs as lists. Also the limits of
+log-probs at a coordinator.
 """
 REPLIES = UnpackLimits(elements=PLAIN.elements, containers=PLAIN.containers, depth=None)
-"""Limits of replies of a plain engine, whose full depth only pack() visits."""
+"""Limits of replies of a plain engine. Only pack() visits their full depth."""
 PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 """Limits of sampling parameters, which may contain a deep JSON schema."""
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
@@ -60,14 +60,15 @@ DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 
 MAX_TOKEN = (1 << 31) - 1
 _SMALL_BYTES = 64 << 10
-"""Maximum size of a small frame, which has room for a prompt of 16,000 tokens.
-
-At worst each byte becomes an object, 5 MB in total.
+"""Maximum size of a small frame, which can contain a prompt of 16,000 tokens. At worst each byte becomes an object, 5
+MB in total.
 """
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
-"""msgpack allocates a list as soon as it reads its length. 1024 nested lists, the maximum that it reads, with this many
-elements take 8 MiB. If more are allowed, unpack() first checks that the bytes contain all elements."""
+"""Number of elements up to which the bytes are not checked first. msgpack allocates a list as soon as it reads its
+length. 1024 nested lists, the maximum that it reads, with this number of elements take 8 MiB. If the limits allow more,
+unpack() first checks that the bytes contain all elements.
+"""
 
 
 class MalformedMessageError(ValueError):

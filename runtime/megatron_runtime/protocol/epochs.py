@@ -10,7 +10,7 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import MalformedMessageError
 
 TokenEpochs: TypeAlias = Sequence[tuple[int, int]]
-"""Spans `(index of the first token, epoch)` in ascending order. Empty: unknown."""
+"""Spans `(index of the first token, epoch)` in ascending order. Empty means unknown."""
 _SPAN = struct.Struct("<IQ")
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 PROTOCOL_VERSION = 3
-"""The version that HELLO announces.
-
-A change that the previous release cannot read increments it. Peers accept neighbouring versions, so 2 was skipped:
-messages of version 1 had other frames.
+"""The version that HELLO announces. A change that the previous release cannot read increments it. Peers accept
+neighbouring versions. Version 2 was skipped, because messages of version 1 had other frames.
 """
 
 
@@ -67,10 +65,10 @@ SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME
 """Control messages that change the state of engines and have no arguments."""
 
 PROFILER = frozenset({Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER})
-"""Control messages that change no state. An engine that cannot carry them out keeps serving."""
+"""Control messages that change no state. An engine that cannot execute them keeps serving."""
 
 CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
-"""All control messages: answered by one CONTROL_ACK per operation id."""
+"""All control messages. Each operation id gets one CONTROL_ACK."""
 
 
 class Role(IntEnum):

@@ -58,7 +58,7 @@ TRANSITIONS: dict[Header, Transition] = {
     Header.RESUME: Transition(frozenset({_C.SUSPENDED}), _E.PAUSED, _E.RESUMING, _C.PAUSED),
     Header.STOP: Transition(frozenset({_C.PAUSED, _C.SUSPENDED}), _E.STOPPED, _E.STOPPING, _C.RUNNING),
 }
-"""The transition of each signal. RESUME lands in PAUSED: generation starts again only with UNPAUSE."""
+"""The transition of each signal. RESUME leads to PAUSED, because only UNPAUSE starts generation again."""
 
 PASSING_STATES = frozenset(transition.passing for transition in TRANSITIONS.values())
 """States of an engine between its acknowledgement and the commit."""
@@ -82,7 +82,9 @@ NEXT_SIGNAL: dict[tuple[CoordinatorState, CoordinatorState], Header] = {
     (_C.SUSPENDED, _C.PAUSED): Header.RESUME,
     (_C.SUSPENDED, _C.STOPPING): Header.STOP,
 }
-"""The first signal on the shortest path from one steady state to another. STOPPING stands for the goal of a stop."""
+"""The first signal on the shortest path from one steady state to another. As a target, STOPPING stands for the goal of
+a stop.
+"""
 
 STEADY_ENGINE_STATES: dict[CoordinatorState, frozenset[EngineState]] = {
     _C.RUNNING: frozenset({_E.RUNNING}),
@@ -96,7 +98,9 @@ SETTLED_ENGINE_STATE: dict[EngineState, EngineState] = {
     _E.UNPAUSING: _E.PAUSED,  # generation starts with the commit
     _E.RESUMED: _E.PAUSED,
 }
-"""The state that an engine which has done the work of a signal assumes if the commit is lost with the coordinator."""
+"""The state that an engine enters, after it has done the work of a signal, if the commit is lost together with the
+coordinator.
+"""
 
 ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     **{

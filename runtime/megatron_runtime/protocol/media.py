@@ -17,13 +17,12 @@ from megatron_runtime.protocol.codec import MalformedMessageError
 from megatron_runtime.protocol.text import shown
 
 FRAMES = "video/jpeg"
-"""The kind of a video that is a list of images. The data are the images in base64, separated by commas."""
+"""The kind of a video that is a list of images. Its data are the images in base64, separated by commas."""
 KINDS = ("image", "audio", "video", FRAMES)
-"""The kinds of an item's data; the index is the number in messages."""
+"""The kinds of an item's data. The index of a kind is its number in messages."""
 MEDIA_NEED = "media"
-"""A need of requests with media, and a parameter that engines announce if they accept media.
-
-It has the form of a parameter so that engines and coordinators of releases without media reject these requests.
+"""A need of requests with media. Engines that accept media announce it as a parameter. It has the form of a parameter
+so that engines and coordinators of releases without media reject these requests.
 """
 MAX_MEDIA_ITEMS = 256
 

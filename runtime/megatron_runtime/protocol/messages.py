@@ -69,9 +69,9 @@ Uid = Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_
 TenantName = Annotated[str, Field(min_length=1, max_length=limits.MAX_TENANT_CHARACTERS)]
 PerMinute = Annotated[int, Field(ge=1, lt=1 << 31)]
 Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARACTERS])]
-"""An error or a reason. A longer text is truncated, not rejected."""
+"""An error or a reason. A longer text is not rejected but truncated."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
-"""The error of one adapter. A longer text is truncated, not rejected."""
+"""The error of one adapter. A longer text is not rejected but truncated."""
 Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 Addresses = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_RANKS)]
 """`tcp://HOST:PORT` of each rank of an engine."""
@@ -100,12 +100,11 @@ class AnswerFormats(_Map):
     """The formats of answers that an OpenAI server parses, by the names of protocol/answer_formats.py."""
 
     tool_calls: Label = ""
-    """Format of tool calls.
-
-    Empty: it is unknown, or tools are not offered; calls that the model chooses to make are text.
+    """Format of tool calls. Empty if it is unknown, or if tools are not offered, so that calls that the model makes on
+    its own are text.
     """
     reasoning: Label = ""
-    """Format of reasoning. Empty: reasoning is part of the text."""
+    """Format of reasoning. Empty if reasoning is part of the text."""
 
 
 class KVPort(_Map):
@@ -127,20 +126,22 @@ class Hello(ControlMessage):
     header = Header.HELLO
     role: Role
     name: Name
-    """The identity of the peer; stays the same after a restart."""
+    """The identity of the peer, which stays the same after a restart."""
     incarnation: U64
-    """A random number, new at each start of the process and for each socket that it opens."""
+    """A random number that is new for each start of the process and for each socket that it opens."""
     version: Count = PROTOCOL_VERSION
     serving: bool = False
-    """Engines: the weights are loaded, or the engine waits SUSPENDED. From now on it takes part in verbs."""
+    """Engines: whether the weights are loaded, or the engine waits SUSPENDED. The engine then takes part in verbs."""
     state: EngineState | None = None
     epoch: Epoch = 0
     fence: Fence = 0
-    """The highest fence that this engine has received. A recovering coordinator takes the highest of all engines."""
+    """The highest fence that this engine has received. A recovering coordinator adopts the maximum over all engines."""
     ranks: Count = 1
     revision: Text = ""
     model: Label = ""
-    """Hash of the model that an engine runs or a client makes its requests for. Empty: compatible with every model."""
+    """Hash of the model that an engine runs or for which a client makes its requests. Empty means compatible with every
+    model.
+    """
     max_requests: Count = 0
     max_sequence_length: Count = 0
     max_tokens: Count | None = None
@@ -149,14 +150,15 @@ class Hello(ControlMessage):
     """Engines: size of each rank's KV cache, in bytes. None: unknown."""
     block_size_tokens: Count = 0
     source: Text | None = None
-    """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
+    """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator adopts it."""
     adapters: AdapterList | None = None
-    """Engines: the list of adapters set last. A recovering coordinator takes it from here. None: the engine's release
-    has no adapters."""
+    """Engines: the list of adapters that was last set. A recovering coordinator adopts it. None if the engine's release
+    does not support adapters.
+    """
     adapter_errors: AdapterErrors | None = None
     """Engines: reasons why adapters are not loaded, by their names."""
     term: U64 | None = None
-    """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
+    """The highest term of a coordinator with which this peer has been registered. None if it knows no term."""
     tokenizes: bool = False
     """Engines: whether a DISPATCH may have a text prompt."""
     started_ms: U64 | None = None
@@ -164,23 +166,29 @@ class Hello(ControlMessage):
     backend: Label | None = None
     """Engines: name of the backend, for errors."""
     lacks: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_LACKS)] | None = None
-    """Engines: names of the features that requests may need and that the engine lacks. None: it lacks none, or its
-    release does not announce them."""
+    """Engines: names of the features that requests can need and that the engine lacks. None if it lacks none, or if its
+    release does not announce them.
+    """
     parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
-    """Engines: names of the sampling parameters that it knows. None: the parameters of release 0.1."""
+    """Engines: names of the sampling parameters that the engine supports. None means the parameters of release 0.1."""
     task: Label | None = None
     """Engines: what its pooling model computes instead of tokens. None: it generates tokens."""
     weights_unavailable: Words | None = None
-    """Engines: why the weights of a trainer that HELLO_ACK named cannot be loaded. The engine serves when they are."""
+    """Engines: why the weights of a trainer that HELLO_ACK named cannot be loaded. The engine serves as soon as they
+    are loaded.
+    """
     engine_role: Literal["prefill", "decode"] | None = None
-    """Engines: the stage of requests that they are preferred for. None: both."""
+    """Engines: the stage of requests for which the engine is preferred. None means both stages."""
     kv: KVPort | None = None
-    """Engines: the port of their KV cache. None: their backend has none."""
+    """Engines: the port of the engine's KV cache. None if the backend has none."""
     formats: AnswerFormats | None = None
-    """OpenAI servers: the formats of answers that they read. None: another client, or a release
-    that does not report them."""
+    """OpenAI servers: the formats of answers that the server parses. None for another client, or a release that does
+    not report them.
+    """
     copies: Addresses | None = None
-    """Engines: the address of each rank at which other engines get a trainer's weights in use. None: there is none."""
+    """Engines: the address of each rank from which other engines can get the trainer's weights in use. None if there is
+    none.
+    """
 
 
 class HelloAck(ControlMessage):
@@ -199,20 +207,23 @@ class HelloAck(ControlMessage):
     max_message_bytes: Annotated[int, Field(ge=1, le=limits.MAX_ENGINE_MESSAGE_BYTES)] = limits.MAX_CLIENT_MESSAGE_BYTES
     """Maximum size, in bytes, of a message from the peer."""
     source: Text | None = None
-    """Engines: load the weights of `epoch` from this source instead of the configured one. None: there was no
-    update."""
+    """Engines: load the weights of `epoch` from this source, not from the configured one. None if there was no
+    update.
+    """
     adapters: AdapterList | None = None
-    """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None: there are
-    none."""
+    """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None if there are
+    none.
+    """
     term: U64 | None = None
-    """Counts the takeovers of a pair of coordinators. None: there is no other coordinator."""
+    """Number of takeovers of a pair of coordinators. None if there is no other coordinator."""
     other: Text | None = None
-    """Host of the other coordinator of a pair, with the same port. None: there is none."""
+    """Host of the other coordinator of a pair, which has the same port. None if there is none."""
     tasks: Tasks | None = None
     """Clients: the tasks of the serving engines. Engines that announce none have the task "generate"."""
     copies: Addresses | None = None
-    """Engines: addresses of the ranks of an engine that serves the weights of `source`, from its HELLO. None: there is
-    no such engine; get the weights from the trainer."""
+    """Engines: addresses of the ranks of an engine that serves the weights of `source`, from its HELLO. None if there
+    is no such engine; the engine then gets the weights from the trainer.
+    """
 
 
 class Heartbeat(ControlMessage):
@@ -231,28 +242,35 @@ class Heartbeat(ControlMessage):
     running: Count = 0
     waiting: Count = 0
     steps: U64 = 0
-    """Number of engine steps so far. If it does not change while `running` > 0, the engine is stalled."""
+    """Number of engine steps so far. If it does not increase while `running` > 0, the engine is stalled."""
     busy_for: Seconds = 0.0
-    """Seconds for which the engine sends no heartbeat (load, capture, compile)."""
+    """Number of seconds for which the engine may send no heartbeat, because of a load, a capture or a compilation."""
     digest: Label = ""
-    """Engines: digest of the weights in use, to check that all engines have the same. Empty: unknown."""
+    """Engines: digest of the weights in use, by which the coordinator checks that all engines have the same weights.
+    Empty if unknown.
+    """
     adapters: U64 | None = None
-    """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine that is behind; a client that is
-    behind sends HELLO."""
+    """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine with an older list. A client
+    with an older list sends HELLO.
+    """
     tasks: Tasks | None = None
     """From the coordinator: the same as in HELLO_ACK."""
     prefill_rate: Rate | None = None
-    """Engines: prompt tokens that they compute per second. None: unknown."""
+    """Engines: prompt tokens that the engine computes per second. None if unknown."""
     decode_rate: Rate | None = None
-    """Engines: tokens in the KV cache divided by the seconds that they add to a step. None: unknown."""
+    """Engines: number of tokens in the KV cache, divided by the seconds that these tokens add to a step. None if
+    unknown.
+    """
     queued_tokens: Count | None = None
-    """Engines: prompt tokens of open requests that they have not computed and do not have in their prefix cache. None:
-    not counted."""
+    """Engines: prompt tokens of open requests that are neither computed nor in the prefix cache. None if not
+    counted.
+    """
     last_dispatch: U64 | None = None
     """Engines: the highest dispatch id that `queued_tokens` includes."""
     free_blocks: Count | None = None
-    """Engines: blocks that an import can take now: the free ones, and cached ones that no request holds. None: not
-    counted."""
+    """Engines: blocks that an import can use now, which are free blocks and cached blocks that no request holds. None
+    if not counted.
+    """
 
 
 class Control(ControlMessage):
@@ -267,7 +285,9 @@ class Control(ControlMessage):
     fence: Fence | None = None
     timeout_seconds: float = Field(default=60.0, gt=0, le=86400)
     expected_engines: Count | None = None
-    """Reject the verb (ENGINES_MISSING) if fewer engines are registered. Without engines any verb would succeed."""
+    """Reject the verb (ENGINES_MISSING) if fewer engines are registered, because without engines any verb would
+    succeed.
+    """
     engine: Text | None = None
     """DRAIN: the name of one engine; None means all."""
     epoch: Epoch | None = None
@@ -279,7 +299,7 @@ class Control(ControlMessage):
     adapters: AdapterList | None = None
     """SET_ADAPTERS: the complete list of adapters of the engines. The coordinator assigns the generation."""
     tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
-    """SUSPEND: kinds of memory to release, "weights" and "kv_cache"; None means both."""
+    """SUSPEND: kinds of memory to release, "weights" and "kv_cache". None means both."""
 
     kind: Header = Header.PAUSE
     """The kind of this control message. It is the header of the message, not an entry of the map."""
@@ -314,7 +334,7 @@ class ControlAck(ControlMessage):
     total_ranks: U64 = 0
     engines: dict[PeerName, EngineOutcome] = Field(default_factory=dict, max_length=limits.MAX_ENGINES)
     evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
-    """Engines that failed or missed the deadline and were removed. The others committed."""
+    """Engines that failed or missed the deadline and were removed. The other engines committed."""
     code: Count | None = None
     error: Words | None = None
     fence: U64 | None = None
@@ -323,7 +343,8 @@ class ControlAck(ControlMessage):
     """If SET_ADAPTERS failed: reasons why adapters could not be loaded, by their names."""
     must_load: bool | None = None
     """From an engine, in answer to UPDATE_WEIGHTS: the weights are verified, but loading them will overwrite the
-    weights in use. The coordinator sends the message again with `load` when every engine has acknowledged."""
+    weights in use. When every engine has acknowledged, the coordinator sends the message again with `load`.
+    """
 
 
 class ControlCommit(ControlMessage):
@@ -338,7 +359,9 @@ class ControlCommit(ControlMessage):
     state: EngineState | None = None
     epoch: Epoch | None = None
     discard: bool | None = None
-    """SET_ADAPTERS failed: unload the adapters that were loaded for it. UPDATE_WEIGHTS failed: use the old weights."""
+    """After a failed SET_ADAPTERS, unload the adapters that were loaded for it. After a failed UPDATE_WEIGHTS, use the
+    old weights.
+    """
 
 
 class Status(ControlMessage):
@@ -355,7 +378,9 @@ class EngineStatus(_Map):
     in_flight: Count = 0
     silent_seconds: float = 0.0
     suspect: bool = False
-    """The engine has sent no heartbeat for SUSPECT_SECONDS and announced no long step, so it gets no new requests."""
+    """Whether the engine has sent no heartbeat for SUSPECT_SECONDS and announced no long step, so that it gets no new
+    requests.
+    """
     draining: bool = False
     digest: Label = ""
     """Digest of the engine's weights, from its last heartbeat.
@@ -374,9 +399,8 @@ class EngineStatus(_Map):
     role: Label | None = None
     """The `engine_role` in the engine's HELLO."""
     recomputes: Words | None = None
-    """Reason why the engine computes prompts that a prefill engine has computed.
-
-    None: it imports them, or there is no prefill engine.
+    """Why the engine computes prompts that a prefill engine has already computed. None if it imports them, or if there
+    is no prefill engine.
     """
 
 
@@ -386,18 +410,18 @@ class AdapterStatus(_Map):
     engines: Count = 0
     """Number of serving engines that have loaded the adapter."""
     error: Cause | None = None
-    """Reason why the first engine without this adapter has not loaded it."""
+    """Why the first engine without this adapter has not loaded it."""
 
 
 class KeyReport(_Map):
     """The public keys in use, in Z85. They show the state of a key rotation."""
 
     server: Key
-    """The coordinator's own public key, in use since its start."""
+    """The coordinator's own public key, which it has used since its start."""
     admitted: list[Key] = Field(default_factory=list, max_length=1024)
-    """Keys that open one of the ports."""
+    """Keys that open any of the ports."""
     connected: list[Key] = Field(default_factory=list, max_length=1024)
-    """Keys of the registered engines and clients, each once."""
+    """Keys of the registered engines and clients, without duplicates."""
 
 
 class FailedRequest(_Map):
@@ -440,15 +464,17 @@ class StatusReply(ControlMessage):
     """Records of the last operations, oldest first."""
     rejected_frames: U64 = 0
     drained_all: bool = False
-    """All engines were drained: no engine, registered now or later, gets a request until UNPAUSE or STOP."""
+    """Whether all engines were drained. No engine, registered now or later, then gets a request until UNPAUSE or
+    STOP.
+    """
     keys: KeyReport | None = None
     """The keys in use. None: connections are not encrypted."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
     """The last requests that failed because engines crashed, oldest first; None if there are none."""
     adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None
-    """The adapters of the pool. None: the coordinator is of a release without adapters."""
+    """The adapters of the pool. None if the coordinator's release does not support adapters."""
     formats: AnswerFormats | None = None
-    """The formats of the OpenAI server that registered last. None: no registered server reports them."""
+    """The formats of the OpenAI server that registered last. None if no registered server reports them."""
 
 
 class Error(ControlMessage):
@@ -471,9 +497,9 @@ class PairState(ControlMessage):
 
     header = Header.PAIR_STATE
     incarnation: U64
-    """Decides between two coordinators that became active with the same term."""
+    """Number that decides between two coordinators that became active in the same term."""
     term: U64 = 0
-    """If active, the term in which it serves; otherwise the highest that it knows."""
+    """If the coordinator is active, its term; otherwise the highest term that it knows."""
     active: bool = False
 
 
@@ -485,14 +511,14 @@ class Reserve(ControlMessage):
 
     header = Header.RESERVE
     uid: Uid
-    """Id of the reservation. If it is sent again, it counts once."""
+    """Id of the reservation. If it is sent again, it is counted once."""
     tenant: TenantName
     requests_per_minute: PerMinute | None = None
-    """Limit per minute. None: there is no limit, and nothing is counted."""
+    """Limit per minute. None means that there is no limit and nothing is counted."""
     tokens_per_minute: PerMinute | None = None
-    """Limit per minute. None: there is no limit, and nothing is counted."""
+    """Limit per minute. None means that there is no limit and nothing is counted."""
     requests: Count = 0
-    """With at least one, a tenant that has no tokens left is rejected as well."""
+    """Number of requests to count. If it is at least one, a tenant that has no tokens left is also rejected."""
     tokens: Count = 0
 
 
@@ -505,7 +531,7 @@ class Quota(ControlMessage):
     uid: Uid
     accepted: bool
     window: U64 = 0
-    """The minute that the tokens were counted in. CHARGE returns tokens to this one only."""
+    """The minute in which the tokens were counted. CHARGE can return tokens only to this minute."""
     requests_left: Count | None = None
     requests_reset_seconds: Seconds = 0.0
     tokens_left: Count | None = None
@@ -521,16 +547,16 @@ class Charge(ControlMessage):
     tenant: TenantName
     tokens_per_minute: PerMinute
     tokens: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
-    """Negative: tokens of a reservation that were not used."""
+    """Number of tokens to count. A negative number returns tokens of a reservation that were not used."""
     window: U64 | None = None
-    """With negative tokens: `window` of the QUOTA that reserved them. Tokens of an earlier minute are not returned."""
+    """With negative tokens, `window` of the QUOTA that reserved them. Tokens of an earlier minute are not returned."""
 
 
 ENGINE_FAILED = "engine failed"
 """Reason in the DISCONNECT of an engine that exits because a step raised an exception or a rank was lost."""
 ENGINE_LEAVES, ENGINE_STOPPED = "engine leaves", "stopped"
 ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
-"""Reasons of an engine that exits in order: after SIGTERM, after STOP, or without giving a reason."""
+"""Reasons of an engine that exits in an orderly way: after SIGTERM, after STOP, or without giving a reason."""
 
 
 class Disconnect(ControlMessage):
@@ -659,8 +685,9 @@ class Final(NamedTuple):
     tokens: bytes
     """All generated tokens, including the tokens that came with DISPATCH."""
     reply: Any
-    """msgpack map, bytes; see docs/reference/protocol.md. Between two translators of a coordinator: the map itself, as
-    a plain engine sent it."""
+    """A msgpack map in bytes; see docs/reference/protocol.md. Between two translators of a coordinator, the map itself,
+    as a plain engine sent it.
+    """
 
     def to_frames(self) -> Frames:
         dispatch_id, uid, tokens, reply = self
@@ -967,9 +994,8 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
-"""Names of the elements that follow a header, and the function that reads them, by header.
-
-Further elements are ignored.
+"""For each header, the names of the elements that follow it, and the function that reads them. Further elements are
+ignored.
 """
 _MIN_FIELDS = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
 """Minimum number of elements, including the header, of each message of the request path."""

@@ -244,17 +244,21 @@ CLASSES: Mapping[str, Class] = {
         for name in names.split()
     },
 }
-"""The class of each argument, and of each member of the arguments that are objects. An argument that is not listed
-counts as CODE."""
+"""The class of each argument, and of each member of an argument that is an object. An argument that is not listed
+counts as CODE.
+"""
 WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculation without draft weights, which take the drafts from the tokens of the request."""
+"""Methods of speculative decoding without draft weights, which take the draft tokens from the tokens of the request."""
 OBJECTS = frozenset(name.rpartition(".")[0] for name in CLASSES if "." in name)
-"""Arguments and members that are objects, whose members have classes."""
+"""Arguments and members that are objects and whose members have their own classes."""
 _REQUIRED = {"speculative_config": "method"}
-"""Required members of object arguments: without them, vLLM chooses a value by the model, or imports a class."""
+"""Required members of object arguments. Without them, vLLM chooses a value that depends on the model, or imports a
+class.
+"""
 _DRAFT = re.compile(r"(hf:|s3://|gs://|az://|https://|/)[!-~]+")
-"""A draft model, which the engine resolves like `spec.model.source`: "hf:ORG/NAME[@REVISION]", the URL of an object
-store, or a path."""
+"""Value that names a draft model. The engine resolves it like `spec.model.source`: "hf:ORG/NAME[@REVISION]", the URL of
+an object store, or a path.
+"""
 
 
 def _leaves(arguments: Mapping[str, object], parent: str = "") -> Iterator[tuple[str, object, Class | None]]:

@@ -13,8 +13,7 @@ from megatron_runtime.protocol.messages import Control, ControlAck, Error, Frame
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 ANSWER_MARGIN_SECONDS = 5.0
-"""Seconds that a caller waits beyond the deadline of its operation, so that the coordinator's answer arrives first.
-"""
+"""Time that a caller waits beyond the deadline of its operation, so that the coordinator's answer arrives first."""
 
 
 class ControlRejectedError(Exception):

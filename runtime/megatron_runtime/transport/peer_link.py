@@ -36,9 +36,9 @@ from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 3.0
-"""Seconds without any message after which a peer opens a new socket."""
+"""Time without any message after which a peer opens a new socket."""
 REDIRECT_SECONDS = 0.1
-"""Seconds between the answer of a standby coordinator and the next attempt, with the other coordinator."""
+"""Time between the answer of a standby coordinator and the next attempt, which uses the other coordinator."""
 PROBE_SECONDS = 2.0
 """Timeout, in seconds, of the test connection that determines why a coordinator does not answer."""
 GOODBYE_LINGER_MS = 2000
@@ -53,8 +53,9 @@ class HandshakeRejectedError(AssertionError):
 
 
 SEND_BUFFER_BYTES = 1 << 30
-"""Maximum number of unsent bytes of a connection: practically unlimited, because the messages of open requests must not
-be dropped."""
+"""Maximum number of unsent bytes of a connection. It is practically unlimited, because the messages of open requests
+must not be dropped.
+"""
 
 
 class PeerSocket(Protocol):
@@ -83,7 +84,7 @@ class OpenSocket(Protocol):
 open_dealer: OpenSocket = partial(
     Dealer, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES, send_buffer_bytes=SEND_BUFFER_BYTES
 )
-"""The socket of engines and clients."""
+"""Opens the socket of engines and clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,10 +152,10 @@ class PeerLink:
     def __post_init__(self) -> None:
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
-        """From the last HELLO_ACK."""
+        """Size limit of a message, from the last HELLO_ACK."""
         self.coordinator_incarnation = 0
         self._term = 0
-        """The highest term of the coordinators that this peer has been registered with."""
+        """The highest term of the coordinators with which this peer has been registered."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: PeerSocket | None = None
         self._incarnation = 0

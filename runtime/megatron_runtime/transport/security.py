@@ -26,7 +26,9 @@ _Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 _Z85 = b"0123456789" + _LETTERS + _LETTERS.upper() + b".-:+=^!/*?&<>()[]{}@%$#"
 _BASE85 = b"0123456789" + _LETTERS.upper() + _LETTERS + b"!#$%&()*+-;<=>?@^_`{|}~"
-"""The digits of Z85 (ZeroMQ RFC 32), and the digits of the standard library's Base85. The codes are otherwise equal."""
+"""The digits of Z85 (ZeroMQ RFC 32), and the digits of the standard library's Base85. Both encodings are otherwise the
+same.
+"""
 
 
 class KeyFileError(ValueError):

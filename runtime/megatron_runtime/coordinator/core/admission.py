@@ -21,9 +21,9 @@ class Admitted(Enum):
     """How the coordinator handles a request that it accepts."""
 
     NOW = auto()
-    """It is dispatched at once, if an engine has room."""
+    """The request is dispatched immediately, if an engine has capacity."""
     LATER = auto()
-    """It waits in the queue."""
+    """The request waits in the queue."""
 
 
 Verdict: TypeAlias = Rejection | Admitted

@@ -27,8 +27,9 @@ SIMILAR_RATES = 1.25
 """An engine whose rate differs from the median by less than this factor is treated as having the median rate."""
 
 Effect: TypeAlias = tuple[PeerId, Outgoing | None]
-"""(peer, message): send the message to the peer. None instead of a message: close the connection after everything
-before has been sent. No frames: raise the event `has_room` when the connection has room for more."""
+"""A pair (peer, message): send the message to the peer. If the message is None, close the connection after all earlier
+messages have been sent. If it has no frames, raise the event `has_room` when the connection has room again.
+"""
 
 
 class ClientRegistry:
@@ -42,7 +43,7 @@ class ClientRegistry:
         self.at: Callable[[PeerId], Client | None] = self._by_peer.get
         self.routed: Callable[[int], Client | None] = self._by_route.get
         self.routes = count(1)
-        """Route numbers for future clients."""
+        """Generator of route numbers for future clients."""
 
     def __iter__(self) -> Iterator[Client]:
         return iter(list(self._by_name.values()))
@@ -129,9 +130,11 @@ class EngineRegistry:
         self.at: Callable[[PeerId], Engine | None] = self._by_peer.get
         self._by_load = EnginesByLoad(load)
         self._changed: dict[int, Engine] = {}
-        """Engines, by index, whose place in _by_load is out of date. The answers in one message change one engine."""
+        """Engines, by index, whose position in _by_load is out of date. The answers in one message change only one
+        engine.
+        """
         self.indices = count()
-        """Index numbers for future registrations."""
+        """Generator of index numbers for future registrations."""
         self.stopped = False
         self.block_sizes: frozenset[int] = frozenset()
         self.has_pooling = False

@@ -49,11 +49,11 @@ _QUEUED, _PREFILLING, _EXPORTED, _IMPORTING, _DECODING = RequestStage  # see rec
 NO_ROUTE = 0
 """Route of partials that the coordinator does not forward. The routes of clients begin at 1."""
 REMEMBERED_DISPATCHES = 4
-"""Number of former dispatches of a request from which a final is still accepted."""
+"""Maximum number of earlier dispatches of a request from which a final answer is still accepted."""
 MOVE_AGAIN_SECONDS = 2.0
-"""A request that has made room is not moved again for this long."""
+"""Time for which a request that has made room is not moved again."""
 SEARCH_AGAIN_SECONDS = 0.1
-"""Time until the next search after one that found no request that may make room."""
+"""Time until the next search, after a search that found no request that may make room."""
 
 
 class Dispatcher:

@@ -25,12 +25,13 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
-"""Maximum number of answers kept for a client that does not read. Beyond it, the client is removed."""
+"""Maximum number of answers kept for a client that does not read. A client that exceeds it is removed."""
 UNREAD_SHARE = 0.25
-"""Memory for such answers of all clients, as a share of the journal's. Beyond it, the client with the most is
-removed."""
+"""Maximum memory for the unread answers of all clients, as a fraction of the journal's memory. If it is exceeded, the
+client with the most unread answers is removed.
+"""
 HEAL_HEARTBEATS = 4
-"""An engine may take this many heartbeats to show the state and epoch that it was sent before they are sent again."""
+"""Number of heartbeats after which a state and epoch are sent again if the engine's heartbeats do not show them."""
 
 _RECOVERED_STATES: dict[EngineState, CoordinatorState] = {
     EngineState.RUNNING: CoordinatorState.RUNNING,
@@ -42,7 +43,7 @@ _RECOVERED_STATES: dict[EngineState, CoordinatorState] = {
     EngineState.SUSPENDING: CoordinatorState.SUSPENDED,
     EngineState.SUSPENDED: CoordinatorState.SUSPENDED,
 }
-"""The state that a restarted coordinator takes from an engine in this state."""
+"""The state that a restarted coordinator adopts from an engine, by the engine's state."""
 _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, CoordinatorState.SUSPENDED: 2}
 
 
@@ -167,7 +168,7 @@ class Membership:
         self._access = access
         self._due = 0.0
         self._tasks: tuple[str, ...] = ()
-        """The tasks last sent to the clients."""
+        """The tasks that were last sent to the clients."""
 
     def start(self) -> None:
         self.recovery.start()

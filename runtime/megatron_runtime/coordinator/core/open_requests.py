@@ -24,7 +24,7 @@ from megatron_runtime.protocol.epochs import TokenEpochs, add_epochs
 from megatron_runtime.protocol.media import Media
 
 GRAIN_SECONDS = 0.02
-"""A request expires at most this much later than its deadline, and never earlier."""
+"""Maximum time by which a request expires after its deadline. It never expires earlier."""
 
 
 class MediaStore:
@@ -36,7 +36,7 @@ class MediaStore:
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, bytes], tuple[bytes, int]] = {}
-        """(route of the client, digest) -> the data, and the number of open requests that use it."""
+        """Maps (route of the client, digest) to the data and the number of open requests that use the data."""
 
     def completed(self, route: int, media: Media) -> Media | None:
         """Return the media with the data that the client omitted because an earlier request sent it.
@@ -236,7 +236,7 @@ class Deadlines:
         self._expire = expire
         self._slots: dict[int, dict[bytes, Entry]] = {}
         self._armed = math.inf
-        """The slot that the timer is set to. The slot may have become empty."""
+        """The slot for which the timer is set. The slot may have become empty."""
 
     def set(self, entry: Entry, when: float | None) -> None:
         """Replace the entry's deadline. None removes the deadline."""

@@ -24,18 +24,21 @@ from megatron_runtime.protocol.messages import FailedRequest, Partial
 logger = logging.getLogger(__name__)
 
 SUSPECT_CRASHES = 2
-"""A request that was in flight at this many crashes is a suspect."""
+"""Number of crashes after which a request that was in flight at each of them is a suspect."""
 ACQUITTAL_TOKENS = 16
-"""A request is acquitted once it has this many more tokens than were known at its last crash."""
+"""Number of tokens that a request must have, beyond the tokens known at its last crash, to be acquitted."""
 VERDICT_SECONDS = 3.0
-"""A live engine registers again within this time after its connection was cut."""
+"""Time within which a live engine registers again after its connection was cut."""
 REMEMBERED_FAILURES = 16
 """Maximum number of failed requests that STATUS lists."""
 NAMED_ENGINES = 16
-"""Maximum number of crashed engines that STATUS and the error of a failed request name; the last ones count."""
+"""Maximum number of crashed engines that STATUS and the error of a failed request name. The most recent ones are
+named.
+"""
 REMEMBERED_CUTS = 1024
-"""Maximum number of remembered engines whose connection was cut. If such an engine registers again, it did not
-crash."""
+"""Maximum number of engines with a cut connection that are remembered. If such an engine registers again, it did not
+crash.
+"""
 
 
 class Quarantine:
@@ -70,7 +73,7 @@ class Quarantine:
         self._accused: Entry | None = None
         """A suspect that ran alone when its engine's connection was cut. It waits for proof that the engine crashed."""
         self._cuts: dict[str, Crash] = {}
-        """Last crash of each engine, by name, as long as only the loss of its connection is known."""
+        """Last crash of each engine, by name, while only the loss of its connection is known."""
 
     def __len__(self) -> int:
         """Number of suspects that wait for an engine."""

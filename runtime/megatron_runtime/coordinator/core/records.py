@@ -39,13 +39,13 @@ from megatron_runtime.requests.capabilities import (
 
 _RUNNING = EngineState.RUNNING  # a lookup of a global takes a tenth of the time of an Enum member (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
-"""Capacity of an engine that announces none, because it has its own queue."""
+"""Capacity that is assumed for an engine that announces none, because it has its own queue."""
 _NO_HEARTBEAT = Heartbeat(incarnation=0)
 ENTRY_OVERHEAD_BYTES = 1024
-"""Estimated memory of an open request in addition to its bodies, in bytes."""
+"""Estimated memory, in bytes, of an open request in addition to its prompt, tokens and parameters."""
 TOKEN_BYTES = 4
 EPOCH_SPAN_BYTES = 128
-"""Estimate of what a pair of integers costs in Entry.epochs."""
+"""Estimated memory, in bytes, of a pair of integers in Entry.epochs."""
 
 TenantKey: TypeAlias = str | int
 """The id that the request names, or the route number of the client that sent it."""
@@ -115,11 +115,11 @@ class RequestStage(StrEnum):
     PREFILLING = "prefilling"
     """A prefill engine computes the complete blocks of its prompt."""
     EXPORTED = "exported"
-    """The prefill engine keeps them. The request waits for an engine with room for it."""
+    """The prefill engine keeps the blocks. The request waits for an engine with room for them."""
     IMPORTING = "importing"
-    """An engine receives them."""
+    """An engine receives the blocks."""
     DECODING = "decoding"
-    """An engine computes what is left of the prompt, and every token of the answer."""
+    """An engine computes the rest of the prompt and every token of the answer."""
 
 
 class Export(NamedTuple):
@@ -141,11 +141,11 @@ class CrashEvidence(Enum):
     """Whether the loss of an engine is evidence against the requests that it ran."""
 
     NONE = auto()
-    """It left, was removed, or sent no heartbeats."""
+    """The engine left, was removed, or sent no heartbeats."""
     CUT = auto()
-    """Its side closed the connection without a message: the process exited, or the network failed."""
+    """The engine's side closed the connection without a message, because the process exited or the network failed."""
     CERTAIN = auto()
-    """It reported a failure, or a new process uses its name."""
+    """The engine reported a failure, or a new process uses its name."""
 
 
 @dataclass(slots=True, eq=False)

@@ -15,18 +15,24 @@ from megatron_runtime.requests.config import RoutingPolicy
 
 PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX, RoutingPolicy.LEAST_COST)
 MAX_COMPARED = 8
-"""Engines that LeastCost compares whether or not they hold a block of the prompt: the least loaded ones."""
+"""Number of engines with the lowest load that LEAST_COST always compares, whether or not they hold a block of the
+prompt.
+"""
 MAX_HOLDERS = 16
-"""A block that more engines hold is common: LeastCost then looks for it at the least loaded engines only."""
+"""If more engines than this hold a block, the block is common, and LEAST_COST looks for it only at the engines with the
+lowest load.
+"""
 MAX_SESSIONS = 1 << 16
-"""Sessions whose engine is remembered; the least recently used is forgotten first."""
+"""Maximum number of sessions whose engine is remembered. The least recently used session is forgotten first."""
 MAX_KNOWN_BLOCKS = 1 << 16
-"""Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
+"""Maximum number of blocks remembered for each engine. The last block of the least recently routed prompt is forgotten
+first.
+"""
 _ROUNDING = 1e-9
 MAX_DECISIONS = 1_000_000
-"""Scheduling decisions kept for the schedule file; the first are kept."""
+"""Maximum number of scheduling decisions kept for the schedule file. The first decisions are kept."""
 PromptHashes = Mapping[int, Sequence[int]]
-"""Block size in tokens -> the hashes of the blocks of a prompt; never an empty sequence."""
+"""Maps a block size in tokens to the hashes of a prompt's blocks. The sequence is never empty."""
 
 
 class KnownBlocks:
@@ -41,9 +47,13 @@ class KnownBlocks:
     def __init__(self) -> None:
         self.clock = 0
         self._held: dict[int, OrderedDict[int, int]] = {}
-        """Index of an engine's registration -> block -> the clock when the engine was last given it."""
+        """Maps the index of an engine's registration to its blocks. Each block has the clock value at which the engine
+        last received it.
+        """
         self._holders: dict[int, Engine | set[Engine]] = {}
-        """Block -> the engines that hold it: without a set if it is one, as for most blocks."""
+        """Maps each block to the engines that hold it. If only one engine holds the block, as for most blocks, the
+        value is the engine itself.
+        """
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders
@@ -194,7 +204,7 @@ class EngineRouter:
         self._block_size = block_size_tokens
         self._blocks = KnownBlocks()
         self._sessions: OrderedDict[str, tuple[Engine, int]] = OrderedDict()
-        """Session -> its last engine, and the last block of the prompt that the engine was given."""
+        """Maps each session to its last engine, and to the last block of the prompt that this engine received."""
         self._last_index = -1
         self._turn = 0
 

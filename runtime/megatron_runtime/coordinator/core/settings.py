@@ -21,19 +21,23 @@ class Timing:
     dead: float = limits.DEAD_SECONDS
     client_dead: float = limits.DEAD_SECONDS
     recovery: float = limits.RECOVERY_SECONDS
-    """Duration of recovery after a start; 0 starts in RUNNING at once."""
+    """Duration of recovery after a start. With 0 the coordinator starts in RUNNING."""
     recovery_settle: float = 1.5
-    """Every live engine sends a message within this time: engines reconnect once per second and send two heartbeats."""
+    """Time within which every live engine sends a message. Engines reconnect once per second and send two heartbeats
+    per second.
+    """
     slow_client: float = 30.0
-    """A client whose buffer has been full for this long is removed."""
+    """Time after which a client whose buffer is full is removed."""
     key_check: float = 2.0
     """Interval at which the key files are checked for changes."""
     plain_reconnect: float = 5.0
-    """A plain engine whose connection ended is removed if it has not reconnected within this time."""
+    """Time within which a plain engine must reconnect after its connection ended. Otherwise it is removed."""
     connection_check: float = 5.0
-    """A connection that was cut off, or whose host is gone, is closed within three times this long."""
+    """Interval of connection checks. A connection that was cut, or whose host is gone, is closed within three
+    intervals.
+    """
     takeover: float = limits.SUSPECT_SECONDS
-    """A standby takes over if a peer asks it to, and the other coordinator has been silent for this long."""
+    """Time of silence of the other coordinator after which a standby takes over, if a peer asks it to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

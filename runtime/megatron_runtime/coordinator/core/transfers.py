@@ -24,24 +24,31 @@ logger = logging.getLogger(__name__)
 
 PREFILL = "prefill"
 EXPORTED_SECONDS = 10.0
-"""Maximum time that an exported request waits for a decode engine with capacity. Then its blocks are released."""
+"""Maximum time that an exported request waits for a decode engine with capacity. Its blocks are then released."""
 IMPORT_SECONDS = 30.0
-"""Lifetime of a ticket. The importing engine gives up earlier if nothing arrives."""
+"""Lifetime of a ticket. The importing engine stops earlier if no data arrives."""
 CHUNK_TOKENS = 256
-"""A prompt with at most this many uncached tokens is not split: a decode engine computes it within one step."""
+"""Maximum number of uncached tokens of a prompt that is not split. A decode engine computes such a prompt within one
+step.
+"""
 KEEPS_BLOCKS = "KV_TRANSFER"
-"""Required feature of a request after which the engine keeps the KV blocks of the prompt. See handoffs.py."""
+"""Required feature of a request for which the engine keeps the prompt's KV blocks after the answer. See handoffs.py."""
 MAX_COMPARED = 16
-"""Maximum number of prefill engines whose costs are compared for a prompt. The least loaded ones are compared."""
+"""Maximum number of prefill engines whose costs are compared for a prompt. The engines with the lowest load are
+compared.
+"""
 MIN_LEFT_TOKENS = 2
-"""Number of tokens at the end of a prompt that are never imported: the decode engine always computes them."""
+"""Number of tokens at the end of a prompt that are never imported, because the decode engine always computes them."""
 _NOT_SPLIT = ("PROMPT_LOG_PROBS", "HIDDEN_STATES", "pooling")
-"""Required features whose results come from the forward pass of the prompt, so that the request cannot be split."""
+"""Required features whose results come from the forward pass of the prompt. Requests with these features cannot be
+split.
+"""
 _RECENT = 0.2
 """Weight of the newest import in the exponential moving average of the bandwidth."""
 MEASURED_SECONDS = 30.0
-"""Time after the last import for which its bandwidth is used. Without this limit, one slow import could make all later
-prompts too expensive to transfer, and nothing would be measured again."""
+"""Time after the last import for which its measured bandwidth is used. Without this limit, one slow import could make
+all later prompts too expensive to transfer, so that the bandwidth would never be measured again.
+"""
 
 
 class StageChange(StrEnum):
@@ -131,7 +138,7 @@ def _blocks(entry: Entry, size: int) -> int:
 
 
 Among = Callable[[Entry, Callable[[Engine], bool]], Engine | None]
-"""Returns the best engine for a request among the engines that have capacity and fulfil the condition."""
+"""A function that returns the best engine for a request among the engines that have capacity and fulfil a condition."""
 
 
 class Transfers:
@@ -153,7 +160,7 @@ class Transfers:
         self._bytes_per_second = 0.0
         """Measured bandwidth of imports; 0 before the first import."""
         self._measured_until = 0.0
-        """Time from which the measured bandwidth is not used any more."""
+        """Time after which the measured bandwidth is no longer used."""
         self._is_timed = False
         """Whether the timer that releases expired exports is set."""
 

@@ -43,17 +43,18 @@ LEGAL_STATES: dict[Header, frozenset[CoordinatorState]] = {
     Header.SET_GENERATION_EPOCH: _STEADY,
     **dict.fromkeys(PROFILER, _STEADY),
 }
-"""Coordinator states in which each control message is accepted; any other message is rejected."""
+"""Coordinator states in which each control message is accepted. In other states it is rejected."""
 REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.SET_GENERATION_EPOCH: ("epoch",),
     Header.UPDATE_WEIGHTS: ("epoch", "source"),
     Header.SET_ADAPTERS: ("adapters",),
 }
 CANCELS_TRANSFERS = frozenset({Header.SUSPEND, Header.STOP, Header.UPDATE_WEIGHTS, Header.SET_GENERATION_EPOCH})
-"""Control messages after which blocks that are on their way between engines are of no use."""
+"""Control messages after which blocks in transfer between engines are useless."""
 KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
-"""Control messages that fail as a whole if one engine fails. The engine keeps serving. UPDATE_WEIGHTS from a trainer
-behaves in the same way: an engine that cannot reach the trainer could not get the weights after a restart either."""
+"""Control messages that fail as a whole if one engine fails, which keeps serving. UPDATE_WEIGHTS from a trainer behaves
+in the same way, because an engine that cannot reach the trainer could not get the weights after a restart either.
+"""
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
 

@@ -112,7 +112,7 @@ class EngineTranslator:
         self._detokenize = detokenize
         self._choose_form = choose_form
         self._form: FrameForm | None = None
-        """None until the engine has sent an output or received a request."""
+        """How the engine divides messages into frames. None until it has sent an output or received a request."""
         self._reconnect = reconnect
         self._max_requests = max_requests
         self._running: dict[int, Running] = {}
@@ -123,8 +123,9 @@ class EngineTranslator:
         self._cut_at: float | None = None
         self._cut_by_peer = False
         self._has_aborts = False
-        """Whether the engine supports aborts: it has sent a partial. Release 0.19.2 has neither, and exits at an
-        unknown message."""
+        """Whether the engine supports aborts, which is known when it has sent a partial. Release 0.19.2 supports
+        neither, and exits at an unknown message.
+        """
 
     # --- from the engine ----------------------------------------------------------------------------------------
 

@@ -33,14 +33,14 @@ from megatron_runtime.protocol.text import shown
 logger = logging.getLogger(__name__)
 
 Detokenize: TypeAlias = Callable[[list[int]], str] | None
-"""Returns the text of token ids. None if there is no tokenizer that can do this."""
+"""A function that returns the text of token ids. None if no tokenizer is available for this."""
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
-"""Entry of the parameters by which an engine of this project adds the text and the times of Megatron-Core's record."""
+"""Parameter with which an engine of this project adds the text and the times that are in Megatron-Core's record."""
 _NIL = pack(None)
 _MAX_REMEMBERED_BYTES = 2048
-"""Size limit of parameters that are cached for comparison with later requests."""
+"""Maximum size of parameters that are cached for comparison with later requests."""
 _TO_PARTIAL = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
 _RETURNS_PROMPT = "return_prompt_tokens"
 """A parameter that every client of 0.17 and later sends."""
@@ -57,7 +57,8 @@ class FrameForm(Enum):
 
     ONE_FRAME = "0.17"
     BODIES = "0.20"
-    """Prompts and replies are separate frames after a first frame with the header and the fields for the coordinator.
+    """The first frame has the header and the fields for the coordinator. Prompts and replies follow as separate
+    frames.
     """
 
     def answer(self, header: int, number: int, content: dict[str, Any]) -> Frames:
@@ -326,7 +327,7 @@ _FIELDS = (
     "prompt_top_n_logprobs",
     "tpot",
 )
-"""Reply fields that Megatron-Core's request class has in every release. The class rejects unknown fields."""
+"""Reply fields that Megatron-Core's request class has in every release. The class rejects other fields."""
 _EPOCHS = ("policy_epoch", "kv_cache_epoch")
 _EVERY_FIELD: dict[str, Any] = {
     **dict.fromkeys((*_FIELDS, "prompt", "prompt_tokens", "prompt_length", "inference_parameters")),
@@ -338,9 +339,8 @@ _EVERY_FIELD: dict[str, Any] = {
     "tpot": [],
     "precomputed_block_hashes": [],
 }
-"""Fields of a request of 0.17 and later, with default values for a request that lacks them.
-
-Megatron-Core's server reads them by key.
+"""Fields of a request of 0.17 and later, with defaults. A reply gets all of them, because Megatron-Core's server reads
+them by key.
 """
 _MEASURED = ("prompt_length", "num_cached_tokens", "ttft")
 
@@ -462,7 +462,7 @@ _ERROR_CLASSES = {
 _SENT_CLASSES = frozenset(
     {"RequestOverflowError", "TokenOverflowError", "MaxSequenceLengthOverflowError", "BlockOverflowError"}
 )
-"""Errors of this project's engines that exist in Megatron-Core under the same name."""
+"""Error classes of this project's engines that exist in Megatron-Core under the same name."""
 _PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
 
 

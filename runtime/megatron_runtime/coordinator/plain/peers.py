@@ -55,7 +55,7 @@ class PlainPeers:
         self.translators: dict[PeerId, ClientTranslator | EngineTranslator] = {}
         core.context.translated = self.translators
         self.messages: deque[tuple[PeerId, NativeMessage]] = deque()
-        """Messages of translators that the core has not handled yet."""
+        """Messages of translators that the core has not yet handled."""
         self._requests: dict[bytes, OpenRequest] = {}
         self._core = core
         self._send = send

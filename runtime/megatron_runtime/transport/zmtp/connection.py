@@ -21,7 +21,7 @@ from megatron_runtime.transport.zmtp.handshake import Box, Handshake, NotAdmitte
 logger = logging.getLogger(__name__)
 
 PeerId: TypeAlias = tuple[int, bytes]
-"""Name of a connection: the number of its port, and the routing id."""
+"""Name of a connection. It consists of the number of its port and the routing id."""
 
 MESSAGES_PER_ITERATION = 256
 """Maximum number of messages that a connection handles in one iteration of the event loop."""

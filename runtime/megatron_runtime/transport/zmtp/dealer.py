@@ -26,13 +26,11 @@ from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
-"""Timeout of a TCP connection.
-
-A SYN to a pod on a lost node is not answered, and its retransmissions go to the same pod. The next attempt uses another
-source port, for which kube-proxy chooses a pod again.
+"""Timeout of a TCP connection attempt. A SYN to a pod on a lost node is not answered, and its retransmissions go to the
+same pod. The next attempt uses another source port, for which kube-proxy chooses a pod again.
 """
 RESOLVE_SECONDS = 0.3
-"""Seconds after which the last known addresses of a name are used. An unanswered lookup takes 30 s to fail."""
+"""Time after which the last known addresses of a name are used. An unanswered lookup takes 30 s to fail."""
 HANDSHAKE_SECONDS = 3.0
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 1.0
 _PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")])
@@ -84,7 +82,7 @@ async def addresses_of(host: str) -> list[str]:
 _known: dict[str, list[str]] = {}
 """The addresses of each host name that this process has resolved."""
 _lookups: dict[str, asyncio.Future[Any]] = {}
-"""The lookup in progress, or else the last lookup, for each host name."""
+"""The lookup in progress, or otherwise the last lookup, for each host name."""
 
 
 @dataclass(eq=False, repr=False)

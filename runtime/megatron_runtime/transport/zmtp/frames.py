@@ -6,10 +6,8 @@ import struct
 from collections.abc import Iterable, Sequence
 
 MORE, LONG, COMMAND = 1, 2, 4
-"""Flags of a frame.
-
-MORE: another frame of the message follows; LONG: the size has eight bytes instead of one; COMMAND: the frame is a
-      command.
+"""Flags of a frame. MORE means that another frame of the message follows, LONG that the size has eight bytes instead of
+one, COMMAND that the frame is a command.
 """
 GREETING_BYTES = 64
 LONG_HEADER_BYTES = 9
@@ -21,7 +19,7 @@ _LENGTH = struct.Struct(">I")
 _PING_NAME = b"\x04PING"
 _TIME_TO_LIVE_BYTES = 2
 PING = _PING_NAME + bytes(_TIME_TO_LIVE_BYTES)
-"""The body of PING, with a time to live of 0: the peer itself decides how long it waits for the next frame."""
+"""The body of PING, with a time to live of 0. The peer itself then decides how long it waits for the next frame."""
 
 
 class ViolationError(ValueError):

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 30.0
 MAX_HANDSHAKES = 1000
-"""Maximum number of handshakes in progress. A further one closes the oldest connection without a complete handshake."""
+"""Maximum number of handshakes in progress. A further handshake closes the oldest connection without a complete one."""
 CLOSING_SECONDS = 1.0
 _BACKLOG = 1024
 _ROUTER = 6
