@@ -118,7 +118,7 @@ class LocalCluster:
         packages.ensure((*needed, *packages.IMAGES) if with_images else needed, steps)
         wanted = programs.CONTROL_PLANE if self.control_plane_only else programs.NODE
         with ThreadPoolExecutor(max_workers=1) as pool:
-            # Build images in parallel: they wait for downloads and disk while the compiler uses the CPU.
+            # Build images in parallel, because they wait for downloads and disk while the compiler uses the CPU.
             building = pool.submit(images.build, images.DEFAULT_TARGETS, steps) if with_images else None
             built = programs.ensure((*wanted, "helm") if with_images else wanted, steps)
             self._start(built)

@@ -67,7 +67,7 @@ def load(image: Image, layout: Layout, steps: Steps) -> None:
 
 def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> None:
     key = f"load-{snapshot}"
-    # Remove what an interrupted load has left.
+    # Remove files that an interrupted run has left.
     runtime.ctr(layout, "snapshots", "remove", key, check=False)
     runtime.ctr(layout, "snapshots", "prepare", key, *([parent] if parent else []))
     target = writable_folder(runtime.ctr(layout, "snapshots", "mounts", "/", key).stdout)

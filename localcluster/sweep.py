@@ -95,7 +95,7 @@ def _terminate(layout: Layout, programs: Collection[str], *, grace: float = proc
 
 def _restore(footprint: Footprint, layout: Layout) -> str:
     """Undo the node's changes to the machine, in the order that their dependencies require. Return a summary."""
-    # Kill processes a second time: a shim that still ran may have started one after the first time.
+    # Kill processes a second time, because a running shim may have started one after the first time.
     for cgroup in (*footprint.cgroups, cgroups.of_node(footprint.cgroups[0])):
         cgroups.remove(cgroup)
     unmounted = unmount_below(layout.state)

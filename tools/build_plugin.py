@@ -95,7 +95,7 @@ def build(target: Path) -> None:
             for name, path in sorted(files.items()):
                 add(name, path.read_bytes())
                 if path.suffix == ".py":
-                    # Python of this version starts faster with the bytecode; others compile the source.
+                    # Python of this version starts faster with the bytecode. Other versions compile the source.
                     compiled = Path(scratch, "module.pyc")
                     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
                     py_compile.compile(str(path), str(compiled), name, doraise=True, invalidation_mode=unchecked)

@@ -129,7 +129,7 @@ def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     properties = {name: _closed(value) for name, value in schema.get("properties", {}).items()}
-    # Formats of OpenAPI, such as int32, are not those of JSON schema.
+    # OpenAPI has formats, such as int32, that JSON schema lacks.
     others = {key: value for key, value in schema.items() if key not in ("properties", "format", "default", "example")}
     found = {key: _closed(value) for key, value in others.items()}
     if found.pop("x-kubernetes-int-or-string", False):

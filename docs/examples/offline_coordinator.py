@@ -29,7 +29,7 @@ def main() -> None:
         if llm.is_primary_rank:
             for request in llm.generate(PROMPTS, params):
                 print(f"{request.prompt}|{request.generated_text}", flush=True)
-    # At the end of the block, the primary rank stops all engines; the other ranks wait for that.
+    # At the end of the block, the primary rank stops all engines, and the other ranks wait until they have stopped.
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def main() -> None:
         for request in llm.generate(PROMPTS, params):
             print(f"{request.prompt}|{request.generated_text}", flush=True)
 
-    # Verbs return on every rank when its engine has carried them out: here every rank has released its memory.
+    # A verb returns on every rank when its engine has executed it. Here, every rank has released its memory.
     llm.pause()
     llm.suspend()
     llm.resume()

@@ -187,4 +187,4 @@ class LogFollower:
         except ClusterError as error:
             if error.code in (401, 403):
                 raise
-            # The container has ended. If another container replaces it, the watch follows that one.
+            # The container has ended. If another container replaces it, the watch follows the new container.

@@ -134,7 +134,7 @@ class KubectlProxy:
 
     def errors(self) -> str:
         """Return the last lines that kubectl wrote to standard error. Call this method after kubectl has exited."""
-        self._reading.join(timeout=1)  # do not wait forever: a login plugin that still runs keeps standard error open
+        self._reading.join(timeout=1)  # not forever, because a running login plugin keeps standard error open
         return " ".join(self._last_errors).strip().removeprefix("error: ") or "it wrote no error"
 
     @property

@@ -151,7 +151,7 @@ class ResourceClient:
                 if event["type"] == "DELETED":
                     raise ClusterError(f"{name}: was deleted")
                 if event["type"] == "ERROR":
-                    # The version is too old for the API server: start again with the current version.
+                    # The version is too old for the API server, so start again with the current version.
                     resource = self.get(name)
                     yield resource
                     break

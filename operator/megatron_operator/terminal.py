@@ -45,7 +45,7 @@ def say_candidates(candidates: list[tuple[str, str]]) -> None:
     """Write candidates of a shell completion and their help, in the format that kubectl reads."""
     for value, text in candidates:
         click.echo(f"{printable(value)}\t{printable(text)}" if text else printable(value))
-    click.echo(":4")  # no names of files
+    click.echo(":4")  # tells kubectl not to complete file names
 
 
 def say_json(value: Any, *, indent: int | None = 2) -> None:
@@ -66,7 +66,7 @@ def as_json(documents: list[dict[str, Any]]) -> str:
 
 def as_yaml(documents: list[dict[str, Any]]) -> str:
     """Return ASCII YAML, with other characters escaped. Text that kubectl would read as another type is quoted."""
-    import yaml  # not at the start of commands that print no YAML
+    import yaml  # imported here, because most commands print no YAML
 
     class Dumper(yaml.SafeDumper):
         """A YAML dumper that quotes the numbers and booleans that PyYAML reads as text, such as 1e3, 0o17 and y."""

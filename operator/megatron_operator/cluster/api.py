@@ -82,7 +82,7 @@ class KubeApi:
 
     def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
         own = copy.copy(configuration)
-        own.connection_pool_maxsize = 0  # no limit: watches keep their connections
+        own.connection_pool_maxsize = 0  # no limit, because watches keep their connections
         own.trace_configs = [*(own.trace_configs or ()), rejects_redirects()]
         self._client = ApiClient(own)
         self.timeout = timeout

@@ -105,7 +105,7 @@ def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generati
     except KeyFormatError:
         made = new_keys_secret(ctx, admin, generation=generation, since=since)
         annotations = made["metadata"]["annotations"]
-        data = {**dict.fromkeys(secret.get("data") or {}), **made["data"]}  # the seal is over what remains
+        data = {**dict.fromkeys(secret.get("data") or {}), **made["data"]}  # the seal covers the remaining data
         return {"metadata": {**_preconditions(secret), "annotations": annotations}, "data": data}
     return None
 

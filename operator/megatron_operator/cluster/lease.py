@@ -240,7 +240,7 @@ class Elector:
             self._trusted_until = float("-inf")
             raise LeadershipLostError(f"lease {self._settings.name}: now held by {holder or 'no process'}")
         if self._lease is not None and version_of(lease) < version_of(self._lease):
-            # Watches at versions of the future show nothing, and known objects count as newer than those that exist.
+            # A watch at a future version shows nothing, and known objects would count as newer than the existing ones.
             self._trusted_until = float("-inf")
             raise LeadershipLostError(
                 f"lease {self._settings.name}: its version decreased, so etcd was restored: reading everything again"

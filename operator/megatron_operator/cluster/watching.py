@@ -108,7 +108,7 @@ async def watch(
                         kind: Literal["put", "delete"] = "delete" if event["type"] == "DELETED" else "put"
                         yield CollectionChange(kind, [project(item)])
             if version == begun:
-                # An API server that closes watches at once must not be asked in a loop.
+                # An API server that closes watches immediately must not receive requests in a busy loop.
                 await asyncio.sleep(retry_seconds[0])
         except KubeApiError as error:
             if error.code:

@@ -178,7 +178,7 @@ class Actor:
             seen = await self.writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
         except KubeApiError as error:
             if error.conflict and not isinstance(error, NotOwnedError):
-                # The object was replaced or has another owner: read it, then decide again.
+                # The object was replaced or has another owner, so read it and decide again.
                 await self.observer.reread_child(action.ref, namespace=resource.namespace)
             raise
         self.cache.applied(seen)
@@ -204,7 +204,7 @@ class Actor:
         except KubeApiError as error:
             if error.reason != "AlreadyExists":
                 raise
-            # An earlier process created it, and the watch does not show it yet; or it belongs to someone else.
+            # An earlier process created it and the watch does not show it yet, or it has another owner.
             pod = await self.observer.read_pod(action.ref.name, namespace=resource.namespace)
         if pod is None:
             return False

@@ -83,7 +83,7 @@ def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     settings.watching.reconnect_backoff = 0.1
     settings.execution.default_backoff = 5
     settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
-    # It would kill a process whose kopf has ended and was restarted.
+    # A timeout would kill a process whose kopf has ended and was restarted.
     settings.process.ultimate_exiting_timeout = None
     settings.persistence.diffbase_storage = _NoDifferences()
     return settings

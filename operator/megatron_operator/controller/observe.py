@@ -167,7 +167,7 @@ class Registrations:
         if coordinator.incarnation == self._incarnation:
             self._processes &= coordinators.keys()
         else:
-            # A deleted coordinator may answer longer than its successor needs to become ready.
+            # A deleted coordinator may still answer when its successor is already ready.
             ready = {key for key, pod in coordinators.items() if pod.ready and not pod.deleting}
             self._taken_over = bool(self._processes) and self._processes <= ready
             self._incarnation = coordinator.incarnation
@@ -360,7 +360,7 @@ class Observer:
             self._downloads.keep(())
             return None
         last = self._downloads.get("")
-        # All but one wait for the lock of the cache, and that one is most likely the last one that had progress.
+        # One pod downloads, most likely the last one with progress. The others wait for the lock of the cache.
         pods.sort(key=lambda pod: last is None or pod.name != last.pod)
 
         async def read() -> Download | None:
@@ -530,7 +530,7 @@ class Observer:
                 raise
             return frozenset({ANY_KEY})
         if obj is None and kind in DEVICE_CLAIM_KINDS and not await self._api.serves(kind.api_version):
-            return frozenset({ANY_KEY})  # an older cluster may have it in an earlier version of the API
+            return frozenset({ANY_KEY})  # an older cluster may serve the kind in an earlier API version
         entries = {} if obj is None else {**(obj.get("data") or {}), **(obj.get("binaryData") or {})}
         return None if obj is None else frozenset(key for key, value in entries.items() if value)
 

@@ -228,7 +228,7 @@ class ResourceTask:
         if await parts.actor.act(decision.actions, resource):
             return self._again()
         self._eager = 0
-        # Then objects that were written and are missing in the watch are read.
+        # By then, objects that were written and are missing in the watch are read.
         shown = parts.resync_seconds if parts.cache.behind_seconds == 0.0 else WATCH_LAG_SECONDS
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
@@ -264,7 +264,7 @@ class ResourceTask:
             waiting=self._waiting,
             waiting_seconds=time.monotonic() - self._waiting_since,
         )
-        # A new spec must not use what was deleted since the last read.
+        # A new spec must not use objects that were deleted since the last read.
         is_new = resource.status.get("observedGeneration") != resource.generation
         refs, seconds = self._objects, 0.0 if is_new else self._object_seconds
         namespace = resource.namespace

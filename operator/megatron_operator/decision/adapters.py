@@ -100,7 +100,7 @@ class AdapterView:
 
     def _reason(self, failed: Operation | None, *, before: str | None) -> str:
         report = self.world.coordinator.operations.get(failed.id) if failed is not None else None
-        if report is None:  # the coordinator has forgotten it: keep the recorded reason
+        if report is None:  # the coordinator has forgotten the operation, so keep the recorded reason
             return before or Reason.ADAPTER_FAILED.value
         unsupported = report.code == ErrorCode.UNSUPPORTED
         return (Reason.UNSUPPORTED_BY_BACKEND if unsupported else Reason.ADAPTER_FAILED).value

@@ -142,7 +142,7 @@ class Keys:
         if self.world.keys is not None:
             return self.world.keys.server_generation
         if ChildRef("Secret", f"{self.world.resource.name}-keys") in self.world.children:
-            # The Secret exists and cannot be read: do not restart anything because of that.
+            # The Secret exists but cannot be read, which must not restart anything.
             return int((self.world.resource.status.get("keys") or {}).get("generation", 1))
         return self.first_generation
 

@@ -133,7 +133,7 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
         return None if obsolete else operation
     if operation.open:
         return _ask(operation, world)
-    # A DRAIN of all engines outlives its goal: until UNPAUSE they get no requests.
+    # A DRAIN of all engines outlives its goal, because the engines get no requests until UNPAUSE.
     drained_all = operation.signal is SignalKind.DRAIN and operation.engine is None
     return None if changed_goal and not drained_all else operation
 

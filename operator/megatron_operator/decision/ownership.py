@@ -30,7 +30,7 @@ def _covers(owned: Fields, value: Any) -> bool:
         return True
     if isinstance(value, Mapping):
         fields = ((owned.get(f"f:{key}"), each) for key, each in value.items())
-        # The server records no owner of an empty list, and may record one of an empty map.
+        # The server records no owner for an empty list, and may record an owner for an empty map.
         return all(_covers(below, each) if below is not None else each in ([], {}) for below, each in fields)
     if isinstance(value, list):
         return all(_has_item(owned, item) for item in value)

@@ -64,7 +64,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
     state = scene.observed.state_with(operation)
     progress = _progress(scene, verdict, changing)
     conditions = _conditions(scene, verdict, state, progress)
-    # A reader of the list of resources takes a reached state for a resource that is ready.
+    # A reader of the list of resources would take a reached state to mean that the resource is ready.
     shown = ResourceState.PENDING if _is_reached(scene, state) and not _is_ready(scene, state) else state
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.world.resource.status.get("epoch", 0)
     serving = [engine for engine in (*scene.engines.wanted, *scene.rollout.extras) if scene.engines.serves(engine)]
@@ -366,7 +366,7 @@ def _conditions(
     }
     before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
     generation = scene.world.resource.generation
-    # kubectl wait must not take earlier pods that serve for the change of the spec.
+    # kubectl wait must not mistake serving pods of the earlier spec for the changed spec.
     ready_for = before.get(T.READY.value, {}).get("observedGeneration", generation) if progress else generation
     return [
         condition(

@@ -58,7 +58,7 @@ def upkeep(scene: Scene) -> list[Action]:
     """Return the applies and deletions that are independent of the policy that decides."""
     actions: list[Action] = []
     actions += _keys(scene)
-    # Before the shared policies, which allow no connections within an engine.
+    # Apply these before the shared policies, which allow no connections within an engine.
     extras = scene.rollout.extras
     policies = [
         *scene.rendered.engine_policies,

@@ -225,7 +225,7 @@ class CoordinatorLink:
         came_up, self._expected = expected and not self._expected, expected
         if expected and not self._registered.is_set():
             if came_up and self._link is not None:
-                # A new socket connects at once; the old one may wait for its next try.
+                # A new socket connects immediately, but the old one may wait for its next attempt.
                 self._link.reopen(f"connecting to {self._address}")
                 self._pointed_at = self._clock()
             await self._first_contact()
@@ -349,7 +349,7 @@ class CoordinatorLink:
         logger.warning("coordinator disconnected", extra={"address": self._address, "error": self._fault})
         self._link.reopen(self._no_answer(), after_seconds=self._timings.flood_pause)
         self._error = self._no_answer()
-        self._lost_at = None  # it is alive
+        self._lost_at = None  # the coordinator is alive
 
     def _no_answer(self) -> str:
         fault = f"; what it sends cannot be read: {self._fault}" if self._fault else ""
@@ -454,7 +454,7 @@ class CoordinatorLink:
             self._busy_at = self._clock()
         self._answers = min(self._answers + 1, self._asked)
         self._answered.set()
-        # A signal that was sent before the STATUS, and is not in its answer, was lost.
+        # A signal that was sent before the STATUS and is not in the answer was lost.
         known = {operation.operation_id for operation in reply.operations}
         sent = self._in_flight.items()
         self._drop([key for key, waiting in sent if self._answers > waiting.asked and key not in known])

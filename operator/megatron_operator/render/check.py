@@ -96,7 +96,7 @@ def _container(engine: Mapping[str, Any]) -> dict[str, Any]:
     requested = min(_REQUESTS["memory"], memory, key=quantity_bytes)
     # A quota may demand a limit of CPUs, and the number of threads is read from it.
     cpus = {"cpu": limits["cpu"]} if "cpu" in limits else {}
-    # The check sees no GPU. It must know that engines do; vLLM's image decides on the kind of device.
+    # The check has no GPU, but must know that engines have GPUs. vLLM's image determines the kind of device.
     has_device = {"--device", "--backend"} & {*engine["args"]}
     device = ["--device", "cuda"] if _has_accelerator(resources) and not has_device else []
     return {

@@ -233,7 +233,7 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
     """Return the pod template without its revision. overlay: `engine.podTemplate`, with or without placeholders."""
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = (*model_volumes(ctx), *cache_volumes(ctx)), (*model_mounts(ctx), *cache_mounts(ctx))
-    # The processes of an engine exchange data in shared memory. vLLM has several even for one rank.
+    # The processes of an engine exchange data in shared memory. vLLM has several processes even for one rank.
     if ctx.spec.ranks_per_pod > 1 or engine.backend is Backend.VLLM:
         volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts = (*mounts, {"name": "shm", "mountPath": "/dev/shm"})

@@ -64,7 +64,7 @@ def secret_volume(ctx: RenderContext, name: str, *, secret: str, items: list[dic
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
     """Return the environment of all containers. Caches are on the pod's writable cache volume."""
-    # The default is left out: it restarts no pod of a resource that an earlier release rendered.
+    # The default is left out, so that no pod of a resource that an earlier release rendered is restarted.
     log_format = ctx.settings.runtime_log_format
     logs = {} if log_format == "text" else {"MEGATRON_LOG_FORMAT": log_format}
     return {
@@ -153,7 +153,7 @@ def pod_template(
     merged = merge_template(base, overlay, field=ctx.template_field(component))
     names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
     enforce(ctx, component, overlay, containers=names)
-    # Selectors match these labels: an overlay may add labels but not remove a pod from its owner. The policy rejects
+    # Selectors match these labels. An overlay may add labels but not remove a pod from its owner. The policy rejects
     # such an overlay, but not one that was recorded earlier.
     metadata = merged.setdefault("metadata", {})
     added = metadata.get("labels") or {}

@@ -120,7 +120,7 @@ def enforce(
 def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
     """Reject annotations of a Service or Ingress that the policy does not allow. Raises NotAllowed."""
     policy = ctx.settings.pod_policy
-    # Recorded templates, which are not checked, have none of the operator's own either.
+    # Recorded templates are not checked. They have none of the operator's own keys either.
     keys = _own_keys if policy is None or policy.trusted else _keys_in(ANNOTATIONS)
     _require_none(keys(annotations or {}, field, policy or PodPolicy()))
 

@@ -56,7 +56,7 @@ def revision_child(ctx: RenderContext) -> Manifest:
 def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
     inputs = spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE)
     if inputs["engine"]["roles"] is None:
-        # The default is left out: the records of earlier releases lack it.
+        # The default is left out, because the records of earlier releases lack it.
         del inputs["engine"]["roles"]
     return inputs
 

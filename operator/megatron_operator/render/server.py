@@ -112,7 +112,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
             {"name": "health", "containerPort": PORT_HEALTH},
         ],
         "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request=request, limit=limit),
-        # On a separate port, so that clients which exhaust the connections of the other one do not restart the pod.
+        # The probes have a separate port, so that clients that exhaust the other port's connections restart no pod.
         "startupProbe": http_probe("/livez", periodSeconds=1, failureThreshold=300),
         # Ready for a while without a coordinator, because requests are held and new ones must be accepted.
         "readinessProbe": http_probe("/readyz", periodSeconds=2, failureThreshold=HELD_SECONDS // 2),
@@ -143,7 +143,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     inputs = ctx.spec.model_dump(mode="json", include=_INPUTS, exclude=_NOT_IN_TEMPLATE, exclude_defaults=True)
     if ctx.spec.has_trainer:
         del inputs["weights"]
-    # A fixed default, which resources of earlier releases have stored, is no change of the spec.
+    # Resources of earlier releases have stored a fixed default, which must not count as a change of the spec.
     if ctx.spec.max_sequence_length == CPU_SEQUENCE_LENGTH:
         inputs["model"].pop("max_sequence_length", None)
     elif ctx.spec.max_sequence_length is None:

@@ -531,7 +531,7 @@ async def serve(
             stack.callback(loop.remove_signal_handler, number)
         coordinator.start()
         stack.push_async_callback(coordinator.close)
-        # Imported modules stay in memory, and requests leave no reference cycles: a full collection would free nothing.
+        # A full collection would free nothing, as imported modules stay and requests leave no reference cycles.
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
         for role, address in coordinator.transport.addresses.items():

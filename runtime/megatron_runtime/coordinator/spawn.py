@@ -72,7 +72,7 @@ def main() -> None:
     be_child()
     parent = int(sys.argv[1])
     settings = _SETTINGS.validate_json(sys.stdin.buffer.readline())
-    # Ctrl-C in a terminal reaches the whole process group; the parent decides when its coordinator stops.
+    # Ctrl-C in a terminal reaches the whole process group, but the parent decides when its coordinator stops.
     os.setsid()
 
     def on_bound(addresses: dict[Role, str]) -> None:

@@ -86,7 +86,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
         if len(outcomes) < len(others):
             errors = [each for each in results if not isinstance(each, Outcome)]
             raise PreflightError("; ".join(errors[:NAMED]), rank=settings.node)
-        # Wait until the other pods have reached this pod. If one cannot, it reports that itself.
+        # Wait until the other pods have reached this pod. A pod that cannot reach it reports the failure itself.
         partners = [number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):

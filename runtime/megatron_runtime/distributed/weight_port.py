@@ -353,7 +353,7 @@ class _Stream(asyncio.Protocol):
             tensor, block = BLOCK_REQUEST.unpack_from(self._rest)
             self._rest = self._rest[BLOCK_REQUEST.size :]
             if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-                self.abort()  # it asks without reading
+                self.abort()  # the peer sends requests but does not read
                 return
             try:
                 self._transport.write(block_bytes(offer.tensors.block(tensor, block)))

@@ -115,7 +115,7 @@ class EngineRequest:
         """
         prompt, params = len(self.prompt_tokens), self.sampling_params
         if params.pooling is not None:
-            return longest  # the backend limits the prompt: it tokenizes the prompt and may cut it
+            return longest  # the backend tokenizes the prompt and may truncate it
         if prompt == 0:
             raise ValueError("prompt is empty: give at least one token")
         total = params.num_tokens_total
@@ -124,7 +124,7 @@ class EngineRequest:
         if prompt >= longest:
             raise MaxSequenceLengthOverflowError(self.request_id, too_long(prompt, longest))
         if total is None and params.num_tokens_to_generate is not None:
-            # If no token is requested, one is sampled with the prompt all the same, and OutputStage drops it.
+            # Even if no token is requested, one token is sampled with the prompt, and OutputStage drops it.
             total = prompt + max(1, params.num_tokens_to_generate)
         return longest if total is None else min(longest, total)
 

@@ -202,7 +202,7 @@ class BlockServer:
             except TimeoutError:
                 self._router.cut(peer)
             except Exception as error:
-                # The importer ends the connection. If this side did while a request is unread, the error could be lost.
+                # The importer closes the connection. If this side closed it, an unread request could lose the error.
                 connection = self._router.connections.get(peer)
                 if connection is not None:
                     connection.send([pack([_cause(error), 0, 0]), b""])

@@ -167,7 +167,7 @@ class OpenRequests:
             params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))
             request = EngineRequest.of_dispatch(dispatch, params)
             self._backend.submit(replace(request, prefill_only=True))
-        except Exception as error:  # nothing that a request contains ends the engine
+        except Exception as error:  # a request must not crash the engine, whatever it contains
             exchange.fail(dispatch.dispatch_id, error)
 
     def _check_handoff(self, params: SamplingParams) -> None:

@@ -132,7 +132,7 @@ class SacrificialProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    # Ctrl-C in a terminal reaches the whole process group; only the parent ends the child.
+                    # Ctrl-C in a terminal reaches the whole process group, but only the parent may stop the child.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -162,7 +162,7 @@ class SacrificialProcess:
             raise ProcessLostError(f"it took longer than {timeout_seconds:g} s") from error
         except OSError as error:
             raise ProcessLostError(self._cause_of_death()) from error
-        except BaseException:  # also KeyboardInterrupt: otherwise the next call would read this reply
+        except BaseException:  # also KeyboardInterrupt, because otherwise the next call would read this reply
             self._end()
             raise
 
@@ -212,7 +212,7 @@ def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], 
         with socket.socket(fileno=descriptor) as channel:
             handle = prepare(_next_request(channel))
             _reply(channel, b"")
-            # Discard output: native code that crashes may print text of a client, which must not appear in the log.
+            # Discard the output, because native code that crashes may print text of a client into the log.
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stderr.fileno())
             while True:

@@ -96,11 +96,11 @@ class ErrorCode(IntEnum):
     INVALID_REQUEST = 400
     ADAPTER_NOT_FOUND = 404  # a request's adapter is not in the pool's list
     TOO_LARGE = 413
-    ILLEGAL_SIGNAL = 409  # of a control message: not legal in the state named in the message
-    MODEL_CHANGED = 409  # of a request: the engines run another model than the request names
+    ILLEGAL_SIGNAL = 409  # for a control message that is not legal in the state that the error names
+    MODEL_CHANGED = 409  # for a request whose model differs from the engines' model
     STALE_FENCE = 412  # the coordinator has received a higher fence
     IN_PROGRESS = 423  # another operation is in progress
-    MEDIA_MISSING = 428  # the coordinator lacks data that SUBMIT left out: submit again with all of it
+    MEDIA_MISSING = 428  # the coordinator lacks data that SUBMIT omitted; submit again with all data
     QUEUE_FULL = 429
     ENGINE_FAILED = 500
     UNSUPPORTED = 501  # the engine's backend has no such feature

@@ -39,7 +39,7 @@ class ClientRegistry:
         self._by_name: dict[tuple[Role, str], Client] = {}
         self._by_peer: dict[PeerId, Client] = {}
         self._by_route: dict[int, Client] = {}
-        # Every token calls these, so they are the maps' own methods.
+        # Every token calls these functions, so they are directly the methods of the maps.
         self.at: Callable[[PeerId], Client | None] = self._by_peer.get
         self.routed: Callable[[int], Client | None] = self._by_route.get
         self.routes = count(1)
@@ -67,7 +67,7 @@ class ClientRegistry:
         client.reachable, client.stuck_since = True, None
         self._by_peer[peer] = client
         for entry in client.open.values():
-            # Tokens sent on the old connection may not have arrived. The client drops the tokens that it has already.
+            # Tokens sent on the old connection may not have arrived. The client drops tokens that it already has.
             entry.forwarded = entry.held
             client.behind = client.behind or entry.meta.streaming
 

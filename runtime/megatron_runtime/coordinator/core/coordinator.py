@@ -296,7 +296,7 @@ class CoordinatorCore:
         if client.peer[0] == Role.CLIENT:
             self._misplaced(client, message, sent)
         elif client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
-            # A trainer is not a leader: its fence must not lock out the operator.
+            # A trainer is not a leader, so its fence must not lock out the operator.
             self.verbs.handle(message.model_copy(update={"fence": None}), client)
         elif client.peer[0] == Role.ADMIN and (message.operation_id is None or message.fence is None):
             text = f"{message.kind.name}: operation_id and fence are required on the admin port"

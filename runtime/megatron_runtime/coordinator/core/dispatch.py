@@ -78,8 +78,8 @@ class Dispatcher:
             fail=self.fail,
         )
         self.next_search = 0.0
-        # Ids are never reused, not even by the next coordinator: an engine may still answer a dispatch of the previous
-        # one.
+        # Ids are never reused, not even by the next coordinator, because an engine may still answer a dispatch of the
+        # previous coordinator.
         self.next_dispatch_id = (context.randbits(28) << 24) + 1
         self._settings = context.settings
         self._context = context
@@ -155,7 +155,9 @@ class Dispatcher:
         if completed is None:
             message = "the coordinator lacks data of its images, audio or video: submit it again with all data"
             error = Error(code=ErrorCode.MEDIA_MISSING, message=message, uid=uid)
-            self._context.answer(client, error.to_frames())  # without the uid: it may be submitted again
+            self._context.answer(
+                client, error.to_frames()
+            )  # without the uid, because the client may submit the request again
             return None
         if (size := completed.data_bytes) > limits.MAX_MEDIA_BYTES:
             message = f"images, audio and video of the request take {size} bytes: at most {limits.MAX_MEDIA_BYTES}"
@@ -262,7 +264,7 @@ class Dispatcher:
             meta = meta._replace(deadline_ms=max(0, int((entry.deadline - self._context.now) * 1000)))
         route = entry.client.route
         if engine.reserved and not meta.streaming:
-            # These partials stay at the coordinator: they report the suspect's progress.
+            # These partials are not forwarded, because they only report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         if stage is not _IMPORTING:

@@ -210,7 +210,7 @@ class Membership:
             self.lose_engine(other, f"its connection now has the name {hello.name}")
         renewed = engine is not None and engine.peer == peer and engine.incarnation == hello.incarnation
         if engine is not None and not renewed:
-            # A new process is not serving yet, so a HELLO with `serving` comes from a process that kept running.
+            # A new process does not serve yet, so a HELLO with `serving` comes from a process that kept running.
             restarted = not hello.serving and engine.incarnation != hello.incarnation
             crash = CrashEvidence.CERTAIN if restarted else CrashEvidence.NONE
             self.lose_engine(engine, "it registered again", crash)
@@ -292,7 +292,9 @@ class Membership:
         """
         client, engine = self._clients.at(peer), self._engines.at(peer)
         if client is not None:
-            client.stuck_since = None  # no room will be reported; the next message shows that the connection is gone
+            client.stuck_since = (
+                None  # the shell will report no room; the next message shows that the connection is gone
+            )
         if engine is None:
             return
         self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
@@ -464,5 +466,5 @@ def _misses(message: Heartbeat, commit: ControlCommit) -> bool:
     if transition is not None:
         return message.state == transition.passing
     if commit.signal is Header.SET_ADAPTERS:
-        return False  # HELLO_ACK brings the list as well
+        return False  # HELLO_ACK also contains the list
     return message.epoch is not None and message.epoch != commit.epoch

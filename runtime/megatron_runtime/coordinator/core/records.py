@@ -268,7 +268,7 @@ class Engine:
 
     def has_room(self) -> bool:
         """Whether the engine accepts one more request now."""
-        # available() spelled out: this runs for every request.
+        # This repeats available() inline, because it runs for every request.
         return (
             self.serving
             and self.state is _RUNNING

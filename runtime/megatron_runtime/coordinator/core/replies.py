@@ -89,7 +89,7 @@ class Replies:
             begin = position
             position += count * TOKEN_BYTES
             entry = in_flight.get(dispatch_id)
-            # Entry.tokens_so_far spelled out: this runs for every partial.
+            # This repeats Entry.tokens_so_far inline, because it runs for every partial.
             if (
                 entry is None
                 or entry.uid != uid

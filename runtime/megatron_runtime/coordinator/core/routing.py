@@ -71,7 +71,7 @@ class KnownBlocks:
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
         """Return how many leading blocks of a prompt an engine holds, and when it last received the deepest of them."""
         held = self._held.get(engine.index)
-        # Blocks are chained: without the first, a deeper one is of no use.
+        # Blocks are chained, so without the first block a deeper block is useless.
         if held is None or hashes[0] not in held:
             return 0, 0
         depth = len(hashes)
@@ -103,7 +103,7 @@ class KnownBlocks:
         if held is None:
             held = self._held[engine.index] = OrderedDict()
         before = len(held)
-        # The deepest first: where the table is full, a prompt is forgotten from its end.
+        # Start with the deepest block, so that a full table forgets a prompt from its end.
         for block in reversed(hashes):
             if block in held:
                 held.move_to_end(block)
@@ -225,7 +225,7 @@ class EngineRouter:
         sizes = (self._block_size,) if self._block_size else block_sizes
         if self._hash is None:
             from megatron_runtime.requests.hashing import (
-                frame_hashes,  # NumPy: imported when it is needed, not at start
+                frame_hashes,  # imports NumPy only when it is needed
             )
 
             self._hash = frame_hashes
@@ -257,14 +257,14 @@ class EngineRouter:
 
         min_loaded: the suitable engine with the lowest load (load_by()); the lowest index wins a tie.
         """
-        # An engine without the first block scores its free share alone: none more than this one.
+        # The score of an engine without the first block is its free share, and no such engine exceeds this one.
         best, rank = min_loaded, self._rank(min_loaded, hashes)
         for_room = 1 - self._alpha
         for blocks in hashes.values():
             deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
             for_match = self._alpha * deepest / len(blocks)
             for engine in self._blocks.holders(blocks[0]):
-                # A common prefix has many holders, of which most are busier than the best one: skip those.
+                # A common prefix has many holders, most of which are busier than the best one and are skipped.
                 if for_match + for_room * (1 - len(engine.in_flight) / engine.max_requests) < rank[0] - _ROUNDING:
                     continue
                 if engine is not min_loaded and fits(engine) and (found := self._rank(engine, hashes)) > rank:
@@ -293,7 +293,7 @@ class EngineRouter:
         """
         best, cost, fewest = None, math.inf, 0
         compared: Collection[Engine] = ()  # with a longer prefix
-        common, min_uncached = [], tokens  # common: uncached tokens of many engines, and the engines
+        common, min_uncached = [], tokens  # common: (uncached tokens, engines) of blocks with many holders
         for size, blocks in hashes.items():
             for depth, engines in self._blocks.by_depth(blocks):
                 uncached = tokens - depth * size
@@ -359,7 +359,7 @@ class EngineRouter:
         blocks = self._of_engine(hashes, engine)
         depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
-        # 1 - load, as the order by load: equal loads have equal scores.
+        # Use 1 - load, as in the order by load, so that equal loads have equal scores.
         room = 1 - waiting / slots if waiting < slots else 0.0
         return self._alpha * depth / max(1, len(blocks)) + (1 - self._alpha) * room, given, -engine.index
 

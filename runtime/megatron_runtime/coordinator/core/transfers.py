@@ -114,7 +114,7 @@ CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
     """Return why `importer` cannot import KV blocks of `exporter`. Empty if it can."""
-    # A chain of comparisons: this runs several times for a split request.
+    # This is a chain of comparisons, because it runs several times for a split request.
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
     if exporter.kv.layout != importer.kv.layout:
