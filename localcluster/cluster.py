@@ -210,7 +210,10 @@ class LocalCluster:
         return bool(running)
 
     def status(self) -> list[ComponentStatus]:
-        """Return, for each component, whether it runs and whether it is ready. Empty if the cluster is down."""
+        """Return, for each component, whether it runs and whether it is ready.
+
+        The result is empty if the cluster is down.
+        """
         settings = config.load(self.layout)
         if settings is None:
             return []
@@ -252,8 +255,9 @@ class LocalCluster:
             )
 
     def _settle(self) -> Settings:
-        """Return the existing cluster's settings, adapted to changes of the machine. Return new settings for a new
-        cluster.
+        """Return the existing cluster's settings, adapted to changes of the machine.
+
+        Return new settings for a new cluster.
         """
         settings = config.load(self.layout)
         if settings is not None:

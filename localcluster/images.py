@@ -120,7 +120,9 @@ def _build(target: str, repository: Path, base: str, step: Step) -> None:
 
 
 def _stamp(target: str, inputs: str) -> str | None:
-    """Return the stamp of a target's image, computed from its inputs and its digest. None if there is no image.
+    """Return the stamp of a target's image, computed from its inputs and its digest.
+
+    Returns None if there is no image.
 
     The stamp is stored in a file next to the image store. It is not a label of the image, because buildah's layer cache
     ignores labels.

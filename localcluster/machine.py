@@ -68,7 +68,10 @@ def facts() -> Machine:
 
 
 def recorded() -> Footprint | None:
-    """Return the recorded changes to this machine, by whichever cluster has nodes. None if there are no changes."""
+    """Return the recorded changes to this machine, by whichever cluster has nodes.
+
+    Returns None if there are no changes.
+    """
     try:
         return Footprint(**json.loads(RECORD.read_text()))
     except FileNotFoundError:

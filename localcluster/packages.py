@@ -96,7 +96,7 @@ def _install(wanted: list[str], steps: Steps) -> None:
 
 
 class _Quiescent:
-    """Prevents newly installed packages from starting services, now and at the next boot."""
+    """A context manager that prevents newly installed packages from starting services, now and at the next boot."""
 
     def __init__(self) -> None:
         self._policy = False

@@ -14,7 +14,7 @@ def answers(url: str, pki: Path, *, timeout: float = 2.0) -> bool:
 
 
 def fetch(url: str, pki: Path, *, timeout: float = 2.0) -> bytes | None:
-    """Return the body of the answer to a GET request. None unless the status is 200.
+    """Return the body of the answer to a GET request. Returns None if the status is not 200.
 
     Over TLS, the client uses the admin's certificate. The certificates of controller manager and scheduler are
     self-signed, so on loopback the server's identity is not verified.

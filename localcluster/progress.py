@@ -42,7 +42,7 @@ class Step:
 
 
 class Steps:
-    """Reports steps, possibly several at the same time from different threads.
+    """A reporter of steps, possibly of several steps at the same time from different threads.
 
     Args:
         quiet: print nothing, for tests that start many clusters.

@@ -32,7 +32,7 @@ def images(layout: Layout) -> set[str]:
 
 
 def image_digest(layout: Layout, reference: str) -> str | None:
-    """Return the manifest digest of the image with this name. None if there is no such image."""
+    """Return the manifest digest of the image with this name, or None if there is no such image."""
     table = ctr(layout, "images", "list", f"name=={reference}").stdout.splitlines()[1:]
     return next((line.split()[2] for line in table if line.split()[0] == reference), None)
 

@@ -84,7 +84,7 @@ class Node:
 
     @property
     def suffix(self) -> str:
-        """Suffix of the names of this node's components and certificates. Empty for node 1."""
+        """Suffix of the names of this node's components and certificates. The value is empty for node 1."""
         return "" if self.index == 1 else f"-{self.index}"
 
 
@@ -141,8 +141,9 @@ class Settings:
 
     @property
     def bridge(self) -> str:
-        """The name of the bridge. It is a digest of the cluster's name, because interface names have at most 15
-        bytes.
+        """The name of the bridge.
+
+        It is a digest of the cluster's name, because interface names have at most 15 bytes.
         """
         return "mlc" + hashlib.sha256(self.name.encode()).hexdigest()[:8]
 
@@ -268,7 +269,7 @@ def save(settings: Settings, layout: Layout) -> None:
 
 
 def load(layout: Layout) -> Settings | None:
-    """Return the recorded settings. None if there are none, or if another version of the launcher wrote them."""
+    """Return the recorded settings, or None if there are none, or if another version of the launcher wrote them."""
     try:
         fields = json.loads(layout.settings.read_text())
         return Settings(**fields) if set(fields["ports"]) == set(PORT_NAMES) else None
@@ -277,8 +278,9 @@ def load(layout: Layout) -> Settings | None:
 
 
 def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
-    """Return messages about options that contradict an existing cluster's settings. Adding nodes is not a
-    contradiction.
+    """Return messages about options that contradict an existing cluster's settings.
+
+    Adding nodes is not a contradiction.
     """
     wanted = {
         "--api-port": (options.api_port, settings.ports["apiserver"]),

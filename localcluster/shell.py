@@ -25,8 +25,9 @@ def run(
     check: bool = True,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program until it exits. check: raise ClusterError with the last lines of the output if the program
-    fails.
+    """Run a program until it exits.
+
+    check: raise ClusterError with the last lines of the output if the program fails.
     """
     argv = [str(part) for part in command]
     result = subprocess.run(

@@ -46,7 +46,7 @@ def buildah(*arguments: str) -> list[str]:
 
 
 def find(reference: str, *, storage: Path | None = None) -> Image | None:
-    """Return the image with the name `reference`. None if there is none."""
+    """Return the image with the name `reference`, or None if there is none."""
     storage = storage or root() / "storage"
     entry = next(
         (image for image in _table(storage / "overlay-images" / "images.json") if _named(image, reference)), None
@@ -80,7 +80,7 @@ def _named(image: dict[str, Any], reference: str) -> bool:
 def _data(storage: Path, image: str, key: str) -> bytes:
     """Return the content of an image's file `key`.
 
-    A file name that would have characters other than letters and digits is encoded in base64.
+    If the key has characters other than letters and digits, the name of the file has the key in base64.
     """
     folder = storage / "overlay-images" / image
     plain = folder / key

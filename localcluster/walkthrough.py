@@ -148,7 +148,7 @@ def ask_for_paris(chat: Chat) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """Takes one resource through its lifecycle, from apply to delete.
+    """A demo that takes one resource through its lifecycle, from apply to delete.
 
     reach: returns the URL at which this machine reaches a Service of the namespace.
     """

@@ -60,8 +60,9 @@ def project_version() -> str:
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the section of a version in the changelog, without its title. Raises ReleaseError if there are no
-    entries.
+    """Return the section of a version in the changelog, without its title.
+
+    Raises ReleaseError if there are no entries.
     """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
     found = next((each for each in sections if re.match(rf"\[{re.escape(version)}\]", each)), "")

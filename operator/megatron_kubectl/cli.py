@@ -35,7 +35,7 @@ VERBS: dict[str, tuple[DesiredState, str]] = {
 
 
 class EngineIndex(click.ParamType):
-    """The index of an engine. It completes the part of an engine's name after `engine-` or `prefill-`."""
+    """An option type for the index of an engine. It converts I to `engine-I`, and accepts `prefill-I` unchanged."""
 
     name = "engine"
 

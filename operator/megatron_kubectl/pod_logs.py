@@ -108,8 +108,9 @@ def read_log(
 def merged(
     client: ResourceClient, pods: Sequence[Mapping[str, Any]], *, tail: int | None, previous: bool, errors: list[str]
 ) -> Iterator[Line]:
-    """Yield the existing lines of all logs in chronological order. Appends an error to `errors` for each unreadable
-    log.
+    """Yield the existing lines of all logs in chronological order.
+
+    Appends an error to `errors` for each unreadable log.
     """
 
     def lines(pod: Mapping[str, Any]) -> Iterator[Line]:
@@ -123,7 +124,7 @@ def merged(
 
 
 class LogFollower:
-    """Follows the logs of a selection, including containers that start later."""
+    """A follower of the logs of a selection, including containers that start later."""
 
     def __init__(self, client: ResourceClient, selection: Selection, *, tail: int | None) -> None:
         self._client = client

@@ -98,8 +98,9 @@ class ResourceClient:
         return self.list_all(POD.path(self.namespace), about=about, labelSelector=f"{LABEL_INSTANCE}={name}")
 
     def operator_problem(self) -> str | None:
-        """Return the problem if no operator serves this namespace, or if several do. Returns None if exactly one
-        does.
+        """Return the problem if no operator serves this namespace, or if several do.
+
+        Returns None if exactly one does.
         """
         # Use the time in the API server's answer, because the user's clock may differ from the operators' clocks.
         with self.api.open("GET", LEASE.path(None), seconds=30) as answer:

@@ -38,7 +38,7 @@ HEADERS = (
 
 
 class Sampler:
-    """Reads the status of a resource and the metrics of its pods, one sample after another."""
+    """A reader of the status of a resource and the metrics of its pods, one sample after another."""
 
     def __init__(self, client: ResourceClient, name: str) -> None:
         self._client = client
@@ -114,7 +114,9 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
 
 
 def imbalance(sample: Object) -> list[str]:
-    """Return a warning if the queues of prompt tokens differ widely between engines. Otherwise returns an empty list.
+    """Return a warning if the queues of prompt tokens differ widely between engines.
+
+    Otherwise returns an empty list.
 
     sample: result of Sampler.take().
     """

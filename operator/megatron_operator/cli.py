@@ -387,7 +387,9 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 
 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
-    """Return the effect of a file. The resource keeps the images of its release unless the command line names others.
+    """Return the effect of a file.
+
+    The resource keeps the images of its release unless the command line names others.
 
     The options may reject the current resource. Its operator then runs with other options, so the preview ignores the
     pod policy.

@@ -116,8 +116,9 @@ def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Man
 
 
 def _cluster_name(namespace: str) -> str:
-    """Return the name of the operator's cluster-scoped objects. Operators in different namespaces have different
-    names.
+    """Return the name of the operator's cluster-scoped objects.
+
+    Operators in different namespaces have different names.
     """
     return f"{NAME}:{namespace}:{LABELS['app.kubernetes.io/instance']}"
 

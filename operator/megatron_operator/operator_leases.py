@@ -59,7 +59,7 @@ def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
 
 
 def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now: datetime) -> str | None:
-    """Return the problem if no operator runs for a namespace, or if several do. None if exactly one runs.
+    """Return the problem if no operator runs for a namespace, or if several do. Returns None if exactly one runs.
 
     leases: Leases of all operators in the cluster; None if the user may not list them.
     now: current time of the API server.

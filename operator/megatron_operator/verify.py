@@ -54,8 +54,9 @@ async def verify(
 
 
 def _session() -> aiohttp.ClientSession:
-    """Return the session for requests to operator and server. It follows no redirect, because requests can have the API
-    key.
+    """Return the session for requests to operator and server.
+
+    It follows no redirect, because requests can have the API key.
     """
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     return aiohttp.ClientSession(timeout=timeout, trust_env=True, trace_configs=[rejects_redirects()])

@@ -174,7 +174,7 @@ class Dashboard:
         }
 
     def session(self, token: Any) -> Object | None:
-        """Return the first message for a page; None if the page's token is wrong."""
+        """Return the first message for a page, or None if the page's token is wrong."""
         settings = self.settings
         given = token.encode() if isinstance(token, str) else b""
         if hmac.compare_digest(given, self.single_use_token.encode()):
@@ -299,8 +299,9 @@ def set_state(request: Request) -> Object:
 
 
 def scale(request: Request) -> Object:
-    """Return the patch that sets spec.replicas. The scale subresource is not used, because its answer has no
-    generation.
+    """Return the patch that sets spec.replicas.
+
+    The scale subresource is not used, because its answer has no generation.
     """
     replicas = request.get("replicas")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
@@ -460,7 +461,7 @@ class PageProtocol(HttpProtocol):
 
 
 class DashboardServer(uvicorn.Server):
-    """Serves a dashboard on a bound socket until SIGINT or SIGTERM."""
+    """A server of the dashboard on a bound socket until SIGINT or SIGTERM."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         super().__init__(

@@ -80,7 +80,7 @@ def _pod(pod: Mapping[str, Any]) -> Object:
 
 
 class ResourceObserver:
-    """Keeps the data for the page of one resource up to date.
+    """The data for the page of one resource, which the observer keeps up to date.
 
     parts:  the shown values by part. The parts are resource, events, pods and explain.
     errors: reasons why parts cannot be read, by part; `metrics` is a further part.

@@ -34,8 +34,9 @@ class RedirectedError(aiohttp.ClientConnectionError):
 
 
 def rejects_redirects() -> aiohttp.TraceConfig:
-    """Return a trace configuration for a session. Requests of the session that are redirected fail with
-    RedirectedError.
+    """Return a trace configuration for a session.
+
+    Requests of the session that are redirected fail with RedirectedError.
 
     A redirect of the API server may come from a pod behind its proxy. Such a redirect could choose what is read with
     the user's credentials, or send the credentials to another server.

@@ -89,7 +89,7 @@ class _ByResource(Mapping[Key, list[Any]]):
 
 
 class Informers:
-    """Runs the watches of pods and of all kinds of children. run() starts the watches.
+    """The watches of pods and of all kinds of children. run() starts the watches.
 
     namespaces: namespaces to watch; empty means all namespaces.
     wake:       called with a resource when one of its objects has changed. Called with None when a kind can be watched

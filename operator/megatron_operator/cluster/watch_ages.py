@@ -46,8 +46,9 @@ class WatchAges:
 
     @property
     def silent_seconds(self) -> float:
-        """How long the renewal of the oldest watch is overdue, in seconds; 0 if none is overdue. Ignores denied
-        watches.
+        """How long the renewal of the oldest watch is overdue, in seconds; 0 if none is overdue.
+
+        Ignores denied watches.
         """
         oldest = min((at for path, at in self._started.items() if path not in self._rejected), default=None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest - self._due)

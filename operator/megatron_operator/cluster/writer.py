@@ -54,8 +54,9 @@ class Writer:
 
     @asynccontextmanager
     async def _leading(self, verb: str | None, kind: str) -> AsyncIterator[None]:
-        """Cancel the request when another process may lead, and count the request if it succeeds. verb: None for a dry
-        run.
+        """Context manager that cancels its body, a request, when another process may lead.
+
+        It counts a request that succeeds. verb: None for a dry run.
         """
         try:
             async with asyncio.timeout(self._guard()):
@@ -94,8 +95,9 @@ class Writer:
         return await self._apply(kind, _onto(manifest, known), force=True)
 
     async def _hand_over_replicas(self, kind: ObjectKind, manifest: Manifest, known: SeenChild) -> None:
-        """Make another field manager own the current number of replicas. Without an owner, the number would be reset to
-        1.
+        """Make another field manager own the current number of replicas.
+
+        Without an owner, the number would be reset to 1.
         """
         metadata = {name: manifest["metadata"][name] for name in ("name", "namespace")}
         metadata["resourceVersion"] = str(known.version)
@@ -187,8 +189,9 @@ def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
 
 
 def _onto_nothing(manifest: Manifest) -> Manifest:
-    """Return the manifest with the precondition that no such object exists. If one exists, the server reports a
-    conflict.
+    """Return the manifest with the precondition that no such object exists.
+
+    If one exists, the server reports a conflict.
     """
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}
 
@@ -200,7 +203,7 @@ MAX_NOTE = 1000
 
 
 class Recorder:
-    """Writes Events. A failure is logged and not retried, because Events are not state."""
+    """A writer of Events. A failure is logged and not retried, because Events are not state."""
 
     def __init__(self, api: KubeApi, *, instance: str) -> None:
         self._api = api

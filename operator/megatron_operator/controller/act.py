@@ -78,7 +78,7 @@ def _secret(name: str) -> ChildRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """Executes the actions of one resource's decisions."""
+    """The executor of the actions of one resource's decisions."""
 
     cache: ResourceCache
     writer: Writer
@@ -93,8 +93,9 @@ class Actor:
     vetted: dict[ChildRef, str] = field(default_factory=dict)
 
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
-        """Execute the actions in sequence. Return whether the next pass should follow immediately, because something
-        changed.
+        """Execute the actions in sequence.
+
+        Return whether the next pass should follow immediately, because something changed.
 
         Raises:
             KubeApiError: a possibly transient failure; the caller repeats the pass after a backoff.
@@ -155,8 +156,9 @@ class Actor:
         return True
 
     async def _accepted(self, write: Awaitable[bool], ref: ChildRef, manifest_hash: str = "") -> bool:
-        """Return whether a write took place. If the write fails with a permanent error, record the error as a
-        rejection.
+        """Return whether a write took place.
+
+        If the write fails with a permanent error, record the error as a rejection.
         """
         try:
             done = await write

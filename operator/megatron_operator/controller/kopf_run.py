@@ -51,7 +51,10 @@ def build_registry(
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """Disables the computation of differences. For a difference kopf would copy each object twice per event."""
+    """A storage that disables the computation of differences.
+
+    For a difference kopf would copy each object twice per event.
+    """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -94,7 +97,7 @@ class WatchesEndedError(Exception):
 
 
 class KopfRun:
-    """Runs kopf with the watches of the operator. show: see build_registry()."""
+    """One run of kopf with the watches of the operator. show: see build_registry()."""
 
     def __init__(
         self,

@@ -289,8 +289,9 @@ class OperatorProcess:
             supervisor.wake_resource(seen.uid, (seen.namespace, seen.name))
 
     async def _list_resources(self, api: KubeApi, namespace: str | None) -> list[SeenResource]:
-        """Return the resources of a namespace. Returns an empty list if the namespace cannot be read; kopf retries
-        it.
+        """Return the resources of a namespace.
+
+        Returns an empty list if the namespace cannot be read; kopf retries it.
         """
         while True:
             try:

@@ -90,7 +90,9 @@ class Metrics:
 
 
 class VerbClock:
-    """Measures the time from the intent of each operation to each of its phases, as observed by this process."""
+    """A clock that measures the time from the intent of each operation to each of its phases, as observed by this
+    process.
+    """
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics, self._clock = metrics, clock

@@ -106,7 +106,7 @@ class ObserverSettings:
 
 
 class Cached(Generic[K, T]):
-    """Caches values that are read from the API server, by key. empty: the value of a key before its first read."""
+    """A cache, by key, of values that are read from the API server. empty: the value of a key before its first read."""
 
     def __init__(self, empty: T) -> None:
         self._empty = empty
@@ -140,7 +140,7 @@ class Cached(Generic[K, T]):
 
 
 class Registrations:
-    """Measures for how long engines with pods have not been registered with their coordinator.
+    """A clock that measures for how long engines with pods have not been registered with their coordinator.
 
     The time starts when the coordinator has recovered. If a coordinator replaced another one, the pod of the old
     coordinator may still exist and be reported as ready. The node of that pod, and engines on it, may then be lost.
@@ -187,7 +187,7 @@ class Registrations:
 
 
 class Observer:
-    """Reads the objects and the coordinator of one resource."""
+    """The reader of one resource's objects and coordinator."""
 
     def __init__(self, api: KubeApi, cache: ResourceCache, link: CoordinatorLink, *, options: ObserverSettings) -> None:
         self._api = api
@@ -210,8 +210,9 @@ class Observer:
         self._audits.put("", None)
 
     async def resource(self) -> SeenResource | None:
-        """Return the resource after reading the objects that the watch may have missed. Returns None if it is
-        deleted.
+        """Return the resource after reading the objects that the watch may have missed.
+
+        Returns None if it is deleted.
         """
         resource = self._cache.resource()
         if resource is None:
@@ -393,8 +394,9 @@ class Observer:
         self._loading = next((loading for loading in found if loading is not None), None)
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
-        """Return the reasons why StatefulSets cannot create all their pods. Events are read at most every few
-        seconds.
+        """Return the reasons why StatefulSets cannot create all their pods.
+
+        Events are read at most every few seconds.
         """
         created = Counter(pod.engine for pod in self._cache.pods())
         incomplete = sorted(
@@ -408,8 +410,9 @@ class Observer:
         return {name: note for name in incomplete[:1] if (note := self._creations.get(name))}
 
     async def _failed_creation(self, name: str, resource: SeenResource) -> str:
-        """Return the last Event that explains why a StatefulSet cannot create a pod. Empty if there is no such
-        Event.
+        """Return the last Event that explains why a StatefulSet cannot create a pod.
+
+        The result is empty if there is no such Event.
         """
         selector = f"reason=FailedCreate,regarding.kind=StatefulSet,regarding.name={name}"
         latest = max(await self._events(resource, selector), key=_seen_at, default=None)
@@ -513,8 +516,9 @@ class Observer:
     async def objects(
         self, refs: Collection[ChildRef], *, namespace: str, seconds: float
     ) -> Mapping[ChildRef, frozenset[str] | None]:
-        """Return the keys of objects (see `World.objects`). An object is read again if its last read is `seconds`
-        old.
+        """Return the keys of objects (see `World.objects`).
+
+        An object is read again if its last read is `seconds` old.
         """
         self._objects.keep(refs)
         reads = (self._objects.read(ref, partial(self._read_object, ref, namespace), seconds=seconds) for ref in refs)
@@ -547,8 +551,9 @@ class Observer:
         await asyncio.gather(*reads)
 
     async def _read_optional_child(self, kind: ObjectKind, resource: SeenResource) -> None:
-        """Read one optional child. A child that the resource does not own, or that the operator cannot read, counts as
-        absent.
+        """Read one optional child.
+
+        A child that the resource does not own, or that the operator cannot read, counts as absent.
 
         The apply of such a child then reports the error.
         """
@@ -605,8 +610,9 @@ def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
 
 
 def read_loading(pod: PodView, *, port: int = PORT_HEALTH) -> Loading | None:
-    """Return the loading stage that the engine of a pod reports, and its progress. Returns None if it cannot be
-    read.
+    """Return the loading stage that the engine of a pod reports, and its progress.
+
+    Returns None if it cannot be read.
     """
     values = _progress_of(pod.loading_at, port)
     if values.get("stage") not in STAGES:

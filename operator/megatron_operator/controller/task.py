@@ -44,7 +44,7 @@ EAGER_PASSES = 10
 
 
 class UpdateLimit:
-    """Limits how many resources are updated at the same time.
+    """The limit of how many resources are updated at the same time.
 
     A resource occupies a slot while `status.update.phase` is Running.
 
@@ -75,8 +75,9 @@ class UpdateLimit:
         return uid in running or len(running) < self._limit
 
     def decided(self, uid: str, status: Mapping[str, object], *, wake: Callable[[], None]) -> None:
-        """Record the status that was decided for a resource. wake: called when a slot becomes free, if the resource
-        waits.
+        """Record the status that was decided for a resource.
+
+        wake: called when a slot becomes free, if the resource waits.
         """
         phase = _phase(status)
         if phase == UpdatePhase.WAITING:
@@ -209,8 +210,9 @@ class ResourceTask:
             await self._parts.link.close()
 
     async def run_once(self) -> float | None:
-        """Run one pass. Return the maximum number of seconds until the next pass, or None if the resource is
-        deleted.
+        """Run one pass.
+
+        Return the maximum number of seconds until the next pass, or None if the resource is deleted.
         """
         parts = self._parts
         resource = await parts.observer.resource()
@@ -371,7 +373,7 @@ def _canonical(status: object) -> str:
 
 
 class TaskSupervisor:
-    """Starts and stops one task per resource.
+    """The supervisor, which starts and stops one task per resource.
 
     make_task: creates a task. Its argument is the event that wakes the task.
     """
@@ -410,8 +412,9 @@ class TaskSupervisor:
         return [task.reading for task, _ in list(self._tasks.values())]
 
     def wake_resource(self, uid: str, key: Key, *, exists: bool = True) -> None:
-        """Wake the task of a resource that was created, changed or deleted. The task of a deleted resource ends
-        itself.
+        """Wake the task of a resource that was created, changed or deleted.
+
+        The task of a deleted resource ends itself.
         """
         if uid not in self._tasks and not exists:
             return

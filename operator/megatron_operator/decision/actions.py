@@ -14,8 +14,8 @@ from megatron_runtime.protocol.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """Creates the Secret `NAME-keys` with new CURVE pairs (see `render.keys.keys_secret`), or replaces unreadable
-    keys.
+    """An action that creates the Secret `NAME-keys` with new CURVE pairs (see `render.keys.keys_secret`), or replaces
+    unreadable keys.
     """
 
     name: str
@@ -24,14 +24,16 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class AdoptKeys:
-    """Makes the resource the owner of `NAME-keys`, which the operator created for an earlier resource of this name."""
+    """An action that makes the resource the owner of `NAME-keys`, which the operator created for an earlier resource of
+    this name.
+    """
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
-    """Moves `NAME-keys` from the previous stage of a rotation to this stage of this generation.
+    """An action that moves `NAME-keys` from the previous stage of a rotation to this stage of this generation.
 
     The action also makes this operator's admin key the only accepted admin key and, with `has_trainer`, adds a key pair
     for a trainer. It does nothing if the Secret is already in this state.
@@ -55,30 +57,35 @@ class OnManifest:
 
     @property
     def hash(self) -> str:
-        """The manifest's hash annotation. An `ApplyRejection` records the hash if the API server rejects the
-        manifest.
+        """The manifest's hash annotation.
+
+        An `ApplyRejection` records the hash if the API server rejects the manifest.
         """
         return manifest_hash(self.manifest)
 
 
 class ApplyChild(OnManifest):
-    """Applies a manifest server-side. The apply is never forced on an object that lacks the resource's owner UID."""
+    """An action that applies a manifest server-side.
+
+    The apply is never forced on an object that lacks the resource's owner UID.
+    """
 
 
 class VetChild(OnManifest):
-    """Applies a manifest in a dry run, so that no engine is drained for a template that the API server rejects.
+    """An action that applies a manifest in a dry run, so that no engine is drained for a template that the API server
+    rejects.
 
     The next World has the answer in `vetted` or `rejections`.
     """
 
 
 class CreatePod(OnManifest):
-    """Creates a pod, unless an object already has its name."""
+    """An action that creates a pod, unless an object already has its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteChild:
-    """Deletes a child with background propagation. The child's UID is a precondition."""
+    """An action that deletes a child with background propagation. The child's UID is a precondition."""
 
     ref: ChildRef
     uid: str
@@ -87,7 +94,10 @@ class DeleteChild:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """Deletes pods together. Each pod's UID is a precondition. Their StatefulSet or Deployment creates them again."""
+    """An action that deletes pods together.
+
+    Each pod's UID is a precondition. Their StatefulSet or Deployment creates them again.
+    """
 
     owner: str
     """Name of the StatefulSet or Deployment; empty for a pod that checks a revision."""
@@ -100,7 +110,7 @@ class DeletePods:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Sends one control signal.
+    """An action that sends one control signal.
 
     A coordinator handles each operation id once, so the signal can safely be sent again. A repeated `Signal` does
     nothing while the id is unanswered on this process's link.
@@ -127,7 +137,7 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class AskCanary:
-    """Sends a canary completion to one engine and checks its answer.
+    """An action that sends a canary completion to one engine and checks its answer.
 
     The action is idempotent, because a repeated `AskCanary` does nothing while the canary is unanswered.
     """
@@ -140,7 +150,7 @@ class AskCanary:
 
 @dataclass(frozen=True, slots=True)
 class EmitEvent:
-    """Writes a Kubernetes Event on the custom resource."""
+    """An action that writes a Kubernetes Event on the custom resource."""
 
     type: str
     """`Normal` or `Warning`."""

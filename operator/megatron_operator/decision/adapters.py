@@ -82,8 +82,9 @@ class AdapterView:
 
     @cached_property
     def _causes(self) -> Mapping[Adapter, str | None]:
-        """The error of each adapter in the list that the last operation failed to set. None means that the adapter has
-        no error.
+        """The error of each adapter in the list that the last operation failed to set.
+
+        None means that the adapter has no error.
 
         If the engines reported no error for any adapter, each adapter that is not loaded has the error of the
         operation.
@@ -107,7 +108,7 @@ class AdapterView:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until a failed list is set again. None if no list failed, or if the list may be set now."""
+        """Seconds until a failed list is set again, or None if no list failed, or if the list may be set now."""
         times = [entry["failedAt"] for entry in self.entries if "error" in entry]
         if not times:
             return None
@@ -116,7 +117,7 @@ class AdapterView:
 
     @cached_property
     def due(self) -> str | None:
-        """Digest of the list that SET_ADAPTERS should set now. None if the list is already set, or has just failed.
+        """Digest of the list that SET_ADAPTERS should set now, or None if the list is already set, or has just failed.
 
         The list is the list of the spec, or this list without the adapters that cannot be loaded.
         """

@@ -17,7 +17,7 @@ from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDB
 
 @dataclass(frozen=True)
 class Blockers:
-    """Determines what each component of a World waits for, as a reason and a message."""
+    """The conditions that each component of a World waits for, as reasons and messages."""
 
     world: World
     ctx: RenderContext
@@ -46,7 +46,7 @@ class Blockers:
         return self.rendered.engine_manifest(engine.index, role=engine.role, pods=self.engines.pods_for(engine))
 
     def component(self, component: str) -> Finding | None:
-        """Return the error of the pods of a coordinator, its standby or the servers, or why its pods cannot be
+        """Return why the pods of a coordinator, of its standby or of the servers fail, or why they cannot be
         created.
         """
         pods = self.world.component_pods(component)
@@ -78,7 +78,7 @@ class Blockers:
         return Reason.COORDINATOR_STARTING, "the coordinator's pod to become ready"
 
     def server(self) -> Finding | None:
-        """Return why no OpenAI server is ready; None if a server is ready."""
+        """Return why no OpenAI server is ready, or None if a server is ready."""
         pods = self.world.component_pods(SERVER)
         if any(pod.ready and not pod.deleting for pod in pods):
             return None
@@ -88,7 +88,7 @@ class Blockers:
         return Reason.SERVER_STARTING, "a front end's pod to become ready"
 
     def engine(self, engine: EngineView) -> Finding | None:
-        """Return the error of one engine; None while it starts or serves."""
+        """Return the error of one engine, or None while it starts or serves."""
         if engine.budget.exhausted is not None:
             return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
         manifest = self._manifest(engine)

@@ -112,8 +112,9 @@ class AdapterReport:
 
 @dataclass(frozen=True, slots=True)
 class FormatsReport:
-    """The formats of tool calls and reasoning that the OpenAI servers parse, by name. An empty name means that the
-    format is unknown or that there is none.
+    """The formats of tool calls and reasoning that the OpenAI servers parse, by name.
+
+    An empty name means that the format is unknown or that there is none.
     """
 
     tool_calls: str = ""

@@ -83,8 +83,9 @@ def decide(world: World) -> Decision:
 
 
 def _object_seconds(scene: Scene) -> float:
-    """Return the interval in seconds at which the objects that pods need are read. It is shorter if one may be
-    missing.
+    """Return the interval in seconds at which the objects that pods need are read.
+
+    It is shorter if one may be missing.
     """
     unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
     lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
@@ -92,7 +93,7 @@ def _object_seconds(scene: Scene) -> float:
 
 
 def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> float | None:
-    """Return the seconds until the decision may change without an event. None if only an event can change it."""
+    """Return the seconds until the decision may change without an event, or None if only an event can change it."""
     world = scene.world
     times = (
         verdict.requeue_after,
@@ -115,8 +116,9 @@ def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> flo
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Return the actions with one action per child. A policy's action replaces the upkeep's action on the same
-    child.
+    """Return the actions with at most one action per child.
+
+    A policy's action replaces the upkeep's action on the same child.
     """
     last = {action.ref: index for index, action in enumerate(actions) if isinstance(action, ApplyChild | DeleteChild)}
     return tuple(
@@ -136,8 +138,9 @@ def _is_held(action: Action, world: World) -> bool:
 
 
 def _change(action: Action, world: World) -> str:
-    """Return a description of the change that an upkeep action makes. Empty if the child already has the desired
-    state.
+    """Return a description of the change that an upkeep action makes.
+
+    The result is empty if the child already has the desired state.
     """
     if not isinstance(action, ApplyChild | DeleteChild) or _is_held(action, world):
         return ""
@@ -207,8 +210,9 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
 
 
 def _unobserved(world: World) -> Decision:
-    """Return the decision if a kind of object that decisions need cannot be read. It reports this and changes nothing
-    else.
+    """Return the decision if a kind of object that decisions need cannot be read.
+
+    It reports this and changes nothing else.
     """
     unknown = (
         ConditionType.READY,

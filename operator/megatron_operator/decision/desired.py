@@ -28,8 +28,10 @@ class Desired:
 
     @cached_property
     def state(self) -> DesiredState:
-        """The effective desired state. `spec.desiredState`, except that zero replicas mean Suspended, and that a
-        request that wakes the resource means Running.
+        """The effective desired state.
+
+        It is `spec.desiredState`, except that zero replicas mean Suspended, and that a request that wakes the resource
+        means Running.
         """
         spec = self.world.resource.spec
         if spec.num_engines == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
@@ -64,7 +66,7 @@ class Desired:
     def idle_in(self) -> float | None:
         """Seconds until a woken resource is suspended again, if it has no queued requests and no requests in flight.
 
-        None while this is unknown.
+        The value is None while this is unknown.
         """
         coordinator, limit = self.world.coordinator, self.world.resource.spec.lifecycle.suspend.idle_seconds
         if not coordinator.reachable:
@@ -74,7 +76,7 @@ class Desired:
 
     @cached_property
     def requested_at(self) -> str | None:
-        """Time at which the effective desired state was first observed; None if the state is new."""
+        """Time at which the effective desired state was first observed, or None if the state is new."""
         lifecycle = self.world.resource.lifecycle
         return lifecycle.get("requestedAt") if lifecycle.get("desired") == self.state.value else None
 
@@ -91,7 +93,7 @@ class Desired:
 
     @cached_property
     def escalation_in(self) -> float | None:
-        """Seconds until a suspended resource also releases its pods; None if it keeps them."""
+        """Seconds until a suspended resource also releases its pods, or None if it keeps them."""
         after = self.world.resource.spec.lifecycle.suspend.escalate_after_seconds
         history = self.world.resource.status.get("history") or []
         if after is None or not history or history[-1]["to"] != ResourceState.SUSPENDED.value:
@@ -100,7 +102,10 @@ class Desired:
 
     @cached_property
     def operation(self) -> Operation | None:
-        """The persisted operation, updated from this World. None if there is none, or if another state is desired."""
+        """The persisted operation, updated from this World.
+
+        The value is None if there is none, or if another state is desired.
+        """
         return operations.resolve(operations.from_status(self.world.resource.lifecycle), self.world, self.state)
 
     def _over(self, signal: SignalKind) -> bool:
@@ -122,7 +127,10 @@ class Desired:
 
     @cached_property
     def overdue_in(self) -> float | None:
-        """Seconds until a stalled stop continues without the coordinator. None unless the resource is being stopped."""
+        """Seconds until a stalled stop continues without the coordinator.
+
+        The value is None if the resource is not being stopped.
+        """
         if self.state is not DesiredState.STOPPED or self.requested_at is None:
             return None
         grace = STUCK_GRACE_SECONDS if self.world.coordinator.reachable else UNREACHABLE_GRACE_SECONDS
@@ -156,7 +164,7 @@ class Keys:
     def wanted_generation(self) -> int | None:
         """The desired generation of the keys, from the spec or the age of the current keys. It never decreases.
 
-        None if there are no keys.
+        The value is None if there are no keys.
         """
         spec, keys = self.world.resource.spec.keys, self.world.keys
         if keys is None:

@@ -66,8 +66,9 @@ def pod_template(component: str) -> str:
 
 
 def missing_object(message: str) -> MissingObject | None:
-    """Return the missing object that a message of the kubelet or the scheduler names. None if the message names no
-    object.
+    """Return the missing object that a message of the kubelet or the scheduler names.
+
+    Returns None if the message names no object.
     """
     match = _MISSING_OBJECT.search(message)
     if match is not None:
@@ -167,7 +168,7 @@ def _termination_message(pod: PodView) -> _Termination:
 
 
 def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reason, str] | None:
-    """Return the error of a pod. None while the pod starts or runs. references: the objects that the spec names."""
+    """Return the error of a pod, or None while the pod starts or runs. references: the objects that the spec names."""
     if pod.deleting or pod.ready:
         return None
     detail = f": {pod.message}" if pod.message else ""

@@ -48,8 +48,9 @@ class EngineView:
 
     @property
     def serving_revision(self) -> str:
-        """Revision of the serving process. Empty if no process serves, or if its revision differs from the
-        StatefulSet's.
+        """Revision of the serving process.
+
+        The value is empty if no process serves, or if its revision differs from the StatefulSet's.
         """
         if not self.serving or self.statefulset is None or self.report is None:
             return ""

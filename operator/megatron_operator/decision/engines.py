@@ -56,8 +56,9 @@ class Engines:
 
     @cached_property
     def all(self) -> tuple[EngineView, ...]:
-        """Every engine that is desired or exists. The engines that spec.replicas counts come first, by index, then
-        prefill engines.
+        """Every engine that is desired or exists.
+
+        The engines that spec.replicas counts come first, by index, then prefill engines.
         """
         world = self.world
         reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}
@@ -142,7 +143,7 @@ class Engines:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until the next engine with an exhausted restart budget is started again. None if no budget is
+        """Seconds until the next engine with an exhausted restart budget is started again, or None if no budget is
         exhausted.
         """
         times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
@@ -150,13 +151,18 @@ class Engines:
 
     @cached_property
     def avoided_in(self) -> float | None:
-        """Seconds until the next engine may again use the node of a failed device. None if no engine avoids a node."""
+        """Seconds until the next engine may again use the node of a failed device, or None if no engine avoids a
+        node.
+        """
         times = [engine.budget.avoided_until for engine in self.wanted]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
 
     @cached_property
     def events_due_in(self) -> float | None:
-        """Seconds until Events are read again; None unless only an Event can explain why a pod is missing."""
+        """Seconds until Events are read again.
+
+        The value is None unless only an Event can explain why a pod is missing.
+        """
         incomplete = any(engine.incomplete for engine in self.all)
         return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
 
@@ -313,8 +319,9 @@ class Observed:
         return self.desired.state is DesiredState.RUNNING and self.state is ResourceState.RUNNING
 
     def state_with(self, operation: Operation | None) -> ResourceState:
-        """Return the value of `status.state`. It names the verb that `operation` executes, or otherwise the observed
-        state.
+        """Return the value of `status.state`.
+
+        It names the verb that `operation` executes, or otherwise the observed state.
         """
         if self.state in (ResourceState.STOPPED, ResourceState.FAILED):
             return self.state

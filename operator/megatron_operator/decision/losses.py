@@ -69,14 +69,15 @@ class Losses:
 
     @property
     def lost_in(self) -> float | None:
-        """Seconds until the next unregistered engine counts as lost; None if there is no such engine."""
+        """Seconds until the next unregistered engine counts as lost, or None if there is no such engine."""
         waits = [LOST_SECONDS - seconds for seconds in self.world.unregistered_seconds.values()]
         return min((left for left in waits if left > 0), default=None)
 
     @property
     def unknown_in(self) -> float | None:
-        """Seconds until the engine states that the lost coordinator had reported expire. None if there are no such
-        states.
+        """Seconds until the last reported states of engines expire after the loss of their coordinator.
+
+        The value is None if there are none.
         """
         if self.world.membership_known or not any(self.engines.serves(engine) for engine in self.engines.all):
             return None
@@ -93,7 +94,7 @@ class Losses:
     def finding(self) -> Finding | None:
         """The error about a lost coordinator, until a new coordinator knows the engines.
 
-        None if the coordinator may still recover automatically.
+        The value is None if the coordinator may still recover automatically.
         """
         if self.world.membership_known:
             return None
@@ -136,7 +137,7 @@ def replacement(world: World, ctx: RenderContext) -> list[Action]:
 
 
 def replacement_in(world: World) -> float | None:
-    """Return the seconds until the coordinator's pod is replaced. None if the coordinator is not lost."""
+    """Return the seconds until the coordinator's pod is replaced, or None if the coordinator is not lost."""
     lost = world.coordinator.lost_seconds
     if lost is None or not _lost_pods(world):
         return None
@@ -174,7 +175,7 @@ def crashed_servers(world: World, ctx: RenderContext) -> list[Action]:
 
 
 def overdue_in(pod: PodView, world: World) -> float | None:
-    """Return the seconds until the deletion of an engine's pod is overdue. None if the pod is not being deleted."""
+    """Return the seconds until the deletion of an engine's pod is overdue, or None if the pod is not being deleted."""
     if pod.component != ENGINE or not pod.node or pod.ends_at is None:
         return None
     limit = timedelta(seconds=world.resource.spec.lifecycle.lost_node_seconds)
@@ -182,7 +183,7 @@ def overdue_in(pod: PodView, world: World) -> float | None:
 
 
 def forced_deletions(world: World) -> list[Action]:
-    """Return forced deletions and their Events, for overdue pods whose nodes have been lost for the same time."""
+    """Return the forced deletions, with Events, of pods whose deletion is overdue and whose nodes are lost."""
     actions: list[Action] = []
     for pod in world.pods:
         if _forced_in(pod, world) == 0:
@@ -195,8 +196,9 @@ def forced_deletions(world: World) -> list[Action]:
 
 
 def forced_in(world: World) -> float | None:
-    """Return the seconds until a pod may be force-deleted or its node is read again. None if no pod is being
-    deleted.
+    """Return the seconds until a pod may be force-deleted or its node is read again.
+
+    Returns None if no pod is being deleted.
     """
     waits = [left for pod in world.pods if (left := _forced_in(pod, world)) is not None]
     return min((left for left in waits if left > 0), default=None)

@@ -86,7 +86,7 @@ _KEYS = {field.name: "operationId" if field.name == "id" else to_camel(field.nam
 
 
 def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
-    """Return the operation that was persisted last. None if `status.lifecycle` has no operation."""
+    """Return the operation that was persisted last, or None if `status.lifecycle` has no operation."""
     if not lifecycle.get("operationId"):
         return None
     found = {name: lifecycle[key] for name, key in _KEYS.items() if key in lifecycle}
@@ -99,8 +99,9 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
 
 
 def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str | None = None) -> Operation:
-    """Return a new operation in phase Pending. The next decision that finds the operation persisted sends its
-    signal.
+    """Return a new operation in phase Pending.
+
+    The next decision that finds the operation persisted sends its signal.
     """
     return Operation(
         id=world.new_operation_id,
@@ -114,7 +115,10 @@ def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str |
 
 
 def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
-    """Return the persisted operation, updated from this snapshot. None if it no longer serves the current goal."""
+    """Return the persisted operation, updated from this snapshot.
+
+    Returns None if it no longer serves the current goal.
+    """
     if operation is None:
         return None
     changed_goal = operation.goal is not desired

@@ -38,8 +38,9 @@ def _covers(owned: Fields, value: Any) -> bool:
 
 
 def _has_item(owned: Fields, item: Any) -> bool:
-    """Return whether an item of a list is owned. An item that is a map is named by its keys, which may have
-    defaults.
+    """Return whether an item of a list is owned.
+
+    An item that is a map is named by its keys, which may have defaults.
     """
     if not isinstance(item, Mapping):
         return f"v:{json.dumps(item)}" in owned

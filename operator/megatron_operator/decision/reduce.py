@@ -117,13 +117,13 @@ def _creation_error(status: Object) -> str:
 
 
 def _revision_data(obj: Object) -> Mapping[str, Any] | None:
-    """Return the data of a ControllerRevision that the operator created. None for one that a StatefulSet created."""
+    """Return the data of a ControllerRevision that the operator created, or None for one that a StatefulSet created."""
     ours = obj["kind"] == REVISION_KIND and ANNOTATION_HASH in (obj["metadata"].get("annotations") or {})
     return obj.get("data") if ours else None
 
 
 def owner_uid(obj: Object) -> str:
-    """Return the UID of the MegatronInference among the owner references. Empty if there is none."""
+    """Return the UID of the MegatronInference among the owner references. The result is empty if there is none."""
     for reference in obj["metadata"].get("ownerReferences") or ():
         if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
             return str(reference.get("uid", ""))
@@ -176,8 +176,9 @@ def _ready(status: Object) -> bool:
 
 
 def _phase(status: Object, component: str) -> str:
-    """Return the phase of a pod. A check pod has ended when its main container has ended, even if a sidecar still
-    runs.
+    """Return the phase of a pod.
+
+    A check pod has ended when its main container has ended, even if a sidecar still runs.
     """
     phase = str(status.get("phase") or "Pending")
     ends = [(entry.get("state") or {}).get("terminated") for entry in status.get("containerStatuses") or ()]
@@ -217,7 +218,7 @@ def _succeeded(container: Object) -> bool:
 
 
 def _last_end(status: Object) -> Object | None:
-    """Return the most recent termination of any container. None if no container has terminated."""
+    """Return the most recent termination of any container, or None if no container has terminated."""
     ends: list[Object] = []
     # Init containers end normally; after their success, earlier terminations are irrelevant.
     before = [entry for entry in status.get("initContainerStatuses") or () if not _succeeded(entry)]
@@ -230,7 +231,7 @@ def _last_end(status: Object) -> Object | None:
 
 
 def _time(value: object) -> datetime | None:
-    """Return a time of the API as a datetime. None if the API has no time."""
+    """Return a time of the API as a datetime, or None if the API has no time."""
     try:
         return parse(str(value))
     except ValueError:
@@ -297,7 +298,10 @@ def reduce_pod(obj: Object) -> PodView:
 
 
 def lost_since(node: Object) -> datetime | None:
-    """Return the time since which a node has not been ready, from its condition Ready. None if the node is ready."""
+    """Return the time since which a node has not been ready, from its condition Ready.
+
+    Returns None if the node is ready.
+    """
     ready = _condition(node.get("status") or {}, "Ready")
     if ready is None:
         return _time(node["metadata"].get("creationTimestamp"))

@@ -129,12 +129,12 @@ class Rendered:
 
     @property
     def server(self) -> Manifest | None:
-        """The Deployment of the OpenAI servers; None if it cannot be rendered."""
+        """The Deployment of the OpenAI servers, or None if it cannot be rendered."""
         return self._deployment(self.ctx.server_name)
 
     @property
     def standby(self) -> Manifest | None:
-        """The Deployment of the second coordinator. None if the spec has no second coordinator or it cannot be
+        """The Deployment of the second coordinator, or None if the spec has no second coordinator or it cannot be
         rendered.
         """
         return self._deployment(self.ctx.standby_name)
@@ -146,8 +146,9 @@ class Rendered:
 
     @cached_property
     def _server_ctx(self) -> RenderContext:
-        """The render context of the OpenAI servers. It keeps the template of running servers if only the weights
-        changed.
+        """The render context of the OpenAI servers.
+
+        It keeps the template of running servers if only the weights changed.
         """
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
         view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
@@ -236,12 +237,12 @@ class Rendered:
 
     @cached_property
     def template_error(self) -> Finding | None:
-        """The error of a podTemplate that cannot be merged or is not allowed. None if there is none."""
+        """The error of a podTemplate that cannot be merged or is not allowed. The value is None if there is none."""
         return next(iter(self.shared[1].values()), self.engine_error)
 
     @cached_property
     def engine_error(self) -> Finding | None:
-        """The error that prevents the rendering of engines. None if they can be rendered."""
+        """The error that prevents the rendering of engines, or None if they can be rendered."""
         if self.ctx.spec.num_engines == 0 or self.engine_manifest(0) is not None:
             return None
         try:
@@ -284,7 +285,7 @@ class Rendered:
         return self.rejected_by_server(manifest) is None or self.just_rejected(ref) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
-        """Return the last rejection of a child. None once the child may be applied again."""
+        """Return the last rejection of a child, or None once the child may be applied again."""
         rejection = self.world.rejections.get(ref)
         if rejection is None or (self.world.now - rejection.at).total_seconds() >= REJECTION_RETRY_SECONDS:
             return None
@@ -292,20 +293,24 @@ class Rendered:
 
     @cached_property
     def rejection_retry_in(self) -> float | None:
-        """Seconds until the next rejected child is applied again. None if no child waits for its retry."""
+        """Seconds until the next rejected child is applied again, or None if no child waits for its retry."""
         ages = [(self.world.now - rejection.at).total_seconds() for rejection in self.world.rejections.values()]
         return min((REJECTION_RETRY_SECONDS - age for age in ages if age < REJECTION_RETRY_SECONDS), default=None)
 
 
 def former_scheme(world: World) -> str:
-    """Return the scheme of servers that still exist from an earlier spec. Empty if the spec has the same scheme."""
+    """Return the scheme of servers that still exist from an earlier spec.
+
+    The result is empty if the spec has the same scheme.
+    """
     wanted = "http" if world.resource.spec.server.tls is None else "https"
     return next((scheme for scheme, _ in sorted(_offers(world)) if scheme not in ("", wanted)), "")
 
 
 def former_downloads(world: World) -> bool:
-    """Return whether any recorded revision of the engines downloads its model. Records are deleted with their
-    engines.
+    """Return whether any recorded revision of the engines downloads its model.
+
+    Records are deleted with their engines.
     """
     found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
     return any(revision_render.downloads(data) for data in found if data is not None)

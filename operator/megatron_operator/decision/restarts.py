@@ -137,8 +137,9 @@ def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
-    """Return an exhausted budget. If the engine is due to start again, return a budget that the next incident
-    exhausts.
+    """Return the budget of an engine whose budget was exhausted.
+
+    If the engine is due to start again, the returned budget lets it start, and the next incident exhausts it.
     """
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
@@ -252,7 +253,7 @@ class Restarts:
         return {"component": self.component, "count": self.count, **(incident if self.since is not None else {})}
 
     def report_in(self, now: datetime) -> float | None:
-        """Return the seconds until the incident is reported; None if there is nothing to report."""
+        """Return the seconds until the incident is reported, or None if there is nothing to report."""
         if self.since is None or self.reported:
             return None
         return REPORT_SECONDS - seconds_since(self.since, now)

@@ -36,7 +36,7 @@ class Rollout:
 
     @cached_property
     def revision(self) -> str:
-        """The desired revision, even if no engine is desired. Empty if the template cannot be rendered."""
+        """The desired revision, even if no engine is desired. The value is empty if the template cannot be rendered."""
         manifest = self.rendered.engine_manifest(0)
         return engine_revision(manifest) if manifest is not None else ""
 
@@ -83,8 +83,9 @@ class Rollout:
 
     @cached_property
     def former(self) -> str:
-        """Revision for an engine that starts before the desired revision may be used. Empty if there is no such
-        revision.
+        """Revision for an engine that starts before the desired revision may be used.
+
+        The value is empty if there is no such revision.
 
         It is the revision of the other engines or, if there are no engines, the last verified revision.
         """
@@ -164,8 +165,9 @@ class Rollout:
         return (not self.engines.old_model or self.keeps_former) and not leaving
 
     def facts(self, engine: EngineView) -> EngineFacts:
-        """Return the rollout planner's view of an engine. Its process counts only if it runs the StatefulSet's
-        revision.
+        """Return the rollout planner's view of an engine.
+
+        Its process counts only if it runs the StatefulSet's revision.
         """
         report = engine.report
         return EngineFacts(
@@ -208,8 +210,9 @@ class RevisionCheck:
 
     @property
     def obsolete_pods(self) -> list[PodView]:
-        """Check pods that are no longer needed. Their revision is not the desired one, is verified, or all engines have
-        it.
+        """Check pods that are no longer needed.
+
+        Their revision is not the desired one, is verified, or all engines have it.
         """
         rollout = self.rollout
         needed = rollout.check_due or (rollout.revision not in rollout.verified and bool(rollout.outdated))
@@ -217,7 +220,7 @@ class RevisionCheck:
 
     @cached_property
     def finding(self) -> Finding | None:
-        """The error of the check that is due. None while the check runs, or if no check is due."""
+        """The error of the check that is due. The value is None while the check runs, or if no check is due."""
         if not self.rollout.check_due:
             return None
         pod = self.pod

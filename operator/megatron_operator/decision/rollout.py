@@ -39,7 +39,7 @@ class Canary(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The view of one engine that a rollout needs."""
+    """The facts about one engine on which the rollout planner depends."""
 
     name: str
     current: bool
@@ -265,8 +265,9 @@ class Situation:
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Engines that a rollout waits for. These are engines that do not serve; if all serve, engines that are
-        unavailable.
+        """Engines that a rollout waits for.
+
+        These are engines that do not serve; if all serve, engines that are unavailable.
         """
         absent = _names(engine for engine in self.every if not engine.serving)
         return absent or _names(engine for engine in self.every if not engine.available)

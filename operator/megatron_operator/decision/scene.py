@@ -61,7 +61,9 @@ class Scene:
 
     @cached_property
     def ctx(self) -> RenderContext:
-        """The render context. It has the spec with the current weights of the engines instead of the desired weights.
+        """The render context.
+
+        It has the spec with the current weights of the engines instead of the desired weights.
 
         Its settings are the settings of the installation with the release of the resource.
         """

@@ -114,7 +114,7 @@ def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
 
 
 def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Return the number of engines of each role. Empty if the spec has no roles."""
+    """Return the number of engines of each role. The result is empty if the spec has no roles."""
     return [
         {
             "name": role,
@@ -135,7 +135,7 @@ def _formats(scene: Scene) -> Mapping[str, str] | None:
 
 
 def _download(scene: Scene) -> dict[str, Any] | None:
-    """Return the progress of the download to the cache. None if no download is in progress."""
+    """Return the progress of the download to the cache, or None if no download is in progress."""
     download = scene.world.download
     if download is None:
         return None
@@ -147,7 +147,7 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 
 def _loading(scene: Scene) -> dict[str, Any] | None:
-    """Return the progress of the first engine that loads. None as soon as an engine serves."""
+    """Return the progress of the first engine that loads, or None as soon as an engine serves."""
     loading = scene.world.loading
     if loading is None or not scene.world.loads:
         return None
@@ -171,8 +171,9 @@ def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
 
 
 def _revision(scene: Scene) -> str:
-    """Return the revision that engines should have. While an update is held, return the revision of the first
-    engine.
+    """Return the revision that engines should have.
+
+    While an update is held, return the revision of the first engine.
     """
     if not scene.engines.wanted:
         return str(scene.world.resource.status.get("revision", ""))
@@ -201,7 +202,9 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
 
 
 def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
-    """Return `status.weights`. It is first recorded when the first engine serves. Only updates in place then change it.
+    """Return `status.weights`.
+
+    It is first recorded when the first engine serves. Only updates in place then change it.
 
     While engines of an earlier model serve, the status keeps their weights, because the change may be reverted.
     """
@@ -517,7 +520,7 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
 
 
 def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, str, str] | None:
-    """Return the reason, the current step and what the step waits for. None if every child is up to date.
+    """Return the reason, the current step and what the step waits for. Returns None if every child is up to date.
 
     Children can also be out of date while everything serves, because their controllers are still rolling them out.
     """
@@ -535,8 +538,8 @@ def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, st
 def _unfinished(scene: Scene) -> str:
     """Return a description of a child that differs from the spec, or whose pods are outdated or not ready.
 
-    Empty if there is no such child. Children that wait for an update of the resource, or for engines with another
-    model, do not count. Engines of another revision, which wait for their rollout, do not count either.
+    The result is empty if there is no such child. Children that wait for an update of the resource, or for engines with
+    another model, do not count. Engines of another revision, which wait for their rollout, do not count either.
     """
     rendered = scene.rendered
     for manifest in (*rendered.shared[0], *rendered.engine_policies):
@@ -600,7 +603,7 @@ def _degraded(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] 
 
 
 def _degradation(scene: Scene) -> Finding | None:
-    """Return the first error that may not resolve without an intervention. None if there is no such error."""
+    """Return the first error that may not resolve without an intervention, or None if there is no such error."""
     blockers = scene.blockers
     rejection = blockers.rejection()
     if rejection is not None:
@@ -633,7 +636,7 @@ def unwatched(world: World) -> Finding:
 
 
 def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding | None:
-    """Return the finding that the operator has waited too long in one step. None if it has not."""
+    """Return the finding that the operator has waited too long in one step, or None if it has not."""
     world = scene.world
     if progress is None or world.downloads or world.waiting_seconds < WAIT_SECONDS:
         return None
@@ -644,7 +647,7 @@ def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding 
 
 
 def _contested(scene: Scene) -> Finding | None:
-    """Return the finding that another program keeps changing a child; None if there is no such conflict."""
+    """Return the finding that another program keeps changing a child, or None if there is no such conflict."""
     for ref, contest in sorted(scene.world.contests.items(), key=lambda pair: str(pair[0])):
         opponent = f"field manager {contest.opponent}" if contest.opponent else "another program"
         return Reason.CHILD_CONTESTED, (

@@ -37,7 +37,10 @@ class Update:
 
     @cached_property
     def recorded(self) -> Release | None:
-        """The release of the resource, from its status or else from a Deployment. None for a new resource."""
+        """The release of the resource, from its status or else from a Deployment.
+
+        The value is None for a new resource.
+        """
         backend = self.world.resource.spec.engine.backend
         deployments = (view for view in self.world.children.values() if view.owned and view.release)
         found = Release.from_status(self.world.resource.status.get("release"))
@@ -47,8 +50,9 @@ class Update:
 
     @cached_property
     def id(self) -> str:
-        """Id of the offered release. A request for an update contains this id, so it never applies to a later
-        release.
+        """Id of the offered release.
+
+        A request for an update contains this id, so it never applies to a later release.
         """
         return digest(self.offered.to_status())
 
@@ -89,7 +93,10 @@ class Update:
         return self.begins or (self.world.resource.status.get("update") or {}).get("phase") in BEGUN
 
     def holds(self, manifest: Manifest, view: ChildView | None) -> bool:
-        """Return whether a Deployment waits for the update. It waits if only the operator, not the spec, changes it."""
+        """Return whether a Deployment waits for the update.
+
+        It waits if the operator's release changes it and the spec does not.
+        """
         if not self.available or view is None or manifest["kind"] != "Deployment":
             return False
         same_inputs = view.inputs == manifest["metadata"]["annotations"][ANNOTATION_INPUTS]

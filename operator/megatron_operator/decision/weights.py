@@ -52,7 +52,8 @@ class ConfirmedWeights:
     def revision(self) -> str | None:
         """Revision of the weights that engines serve.
 
-        None with a trainer. Also None before the first engine has served, when pods use the revision of the spec.
+        The value is None with a trainer. It is also None before the first engine has served, when pods use the revision
+        of the spec.
         """
         if self.world.resource.spec.has_trainer:
             return None
@@ -63,7 +64,9 @@ class ConfirmedWeights:
 
     @cached_property
     def epoch(self) -> int:
-        """Epoch of the last confirmed update of this model's weights. 0 if there was no update, or with a trainer."""
+        """Epoch of the last confirmed update of this model's weights, or 0 if there was no update, or with a
+        trainer.
+        """
         if self.world.resource.spec.has_trainer:
             return 0
         if self._update is not None:
@@ -87,7 +90,7 @@ class Weights:
     engines: Engines
 
     def of(self, engine: EngineView) -> str | None:
-        """Return the revision of the weights that a serving engine reports. None if the revision is unknown.
+        """Return the revision of the weights that a serving engine reports, or None if the revision is unknown.
 
         The result is empty if the weights have a source other than the spec's. An engine that was not updated in place
         has the weights for which its pod was created. The same is true if its container restarts while no coordinator
@@ -129,7 +132,7 @@ class Weights:
 
     @cached_property
     def mixed_after_update(self) -> tuple[str, ...]:
-        """The digests that still differ after the weights were loaded again. Empty if none differ."""
+        """The digests that still differ after the weights were loaded again. The value is empty if none differ."""
         last, stored = self.operation, (self.world.resource.status.get("weights") or {}).get("differentDigests")
         updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
         recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
@@ -137,7 +140,7 @@ class Weights:
 
     @cached_property
     def due(self) -> str | None:
-        """Revision of the weights that engines should load in place. None if they serve this revision.
+        """Revision of the weights that engines should load in place, or None if they serve this revision.
 
         Different digests cause an update only if an earlier update has shown that the engines can update.
         """
@@ -151,8 +154,8 @@ class Weights:
     def published(self) -> Mapping[str, Any]:
         """Source, epoch and digest of published weights.
 
-        These are the weights that all serving engines have, or the last weights that they had. Empty if there were none
-        for this model.
+        These are the weights that all serving engines have, or the last weights that they had. The value is empty if
+        there were none for this model.
         """
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         found = {(report.source, report.epoch, report.digest) for report in reports}

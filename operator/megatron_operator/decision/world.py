@@ -398,8 +398,9 @@ class World:
 
     @property
     def membership_known(self) -> bool:
-        """Whether the coordinator answers and knows its engines. It does not know them while it recovers from a
-        restart.
+        """Whether the coordinator answers and knows its engines.
+
+        It does not know them while it recovers from a restart.
         """
         return self.coordinator.reachable and self.coordinator.state is not CoordinatorState.RECOVERING
 
@@ -415,8 +416,9 @@ class World:
 
     @property
     def fence_offset(self) -> int:
-        """The offset of the status. It is raised by at most MAX_FENCE_JUMP if the coordinator has received a higher
-        fence.
+        """The offset of the status.
+
+        It is raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence.
         """
         return self._stored_offset + self._jump if self.rejected_fence is None else self._stored_offset
 
@@ -424,7 +426,7 @@ class World:
     def rejected_fence(self) -> int | None:
         """The fence that the coordinator reports, if it exceeds this leader's fence by too much to be accepted.
 
-        None if the fence is acceptable.
+        The value is None if the fence is acceptable.
         """
         fence = self.coordinator.fence
         return fence if self._jump > MAX_FENCE_JUMP or (self._jump and fence >= MAX_FENCE) else None

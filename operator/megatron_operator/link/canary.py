@@ -77,7 +77,7 @@ def frames_of(canary: SentCanary) -> list[bytes]:
 
 
 def judge(canary: SentCanary, answer: Final | Error) -> CanaryReport | None:
-    """Return the verdict on the engine. None if the answer allows no verdict."""
+    """Return the verdict on the engine, or None if the answer allows no verdict."""
     revision = canary.asked.revision
     if isinstance(answer, Error):
         if answer.code in PASSING:
@@ -127,8 +127,9 @@ class CanaryBook:
         self.reports: dict[str, CanaryReport] = {}
 
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
-        """Send a canary, unless the same canary to this engine is unanswered. Return False if the canary could not be
-        sent.
+        """Send a canary, unless the same canary to this engine is unanswered.
+
+        Return False if the canary could not be sent.
         """
         waiting = self._waiting.get(asked.engine)
         if waiting is not None and waiting.asked == asked and waiting.until > self._clock():

@@ -203,7 +203,7 @@ class CoordinatorLink:
 
     @property
     def silent(self) -> bool | None:
-        """True if a coordinator was connected and is lost. False if one is connected. Otherwise None."""
+        """True if a coordinator was connected and is lost. The value is False if one is connected. Otherwise None."""
         return False if self._registered.is_set() else True if self._lost_at is not None else None
 
     def _unreachable(self, error: str) -> CoordinatorSnapshot:
@@ -215,8 +215,9 @@ class CoordinatorLink:
         return self._reply is not None and self._reply.state is not CoordinatorState.RECOVERING
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
-        """Return a snapshot that is not older than this call. It reports an unreachable coordinator if no answer is in
-        time.
+        """Return a snapshot that is not older than this call.
+
+        It reports an unreachable coordinator if no answer is in time.
 
         expected: the coordinator should be reachable. The call then waits for a connection that has just begun. A
             coordinator
@@ -299,8 +300,9 @@ class CoordinatorLink:
         keys: PeerKeys | None,
         **_: object,
     ) -> Dealer:
-        """Open a DEALER socket with bounded memory. It sends only on an open connection, so that no signal arrives
-        late.
+        """Open a DEALER socket with bounded memory.
+
+        It sends only on an open connection, so that no signal arrives late.
         """
         receive = partial(self._receive, on_message)
         return Dealer(address, receive, on_open=on_open, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
@@ -312,8 +314,9 @@ class CoordinatorLink:
         self._forget_registration(error)
 
     def _forget_registration(self, error: str) -> None:
-        """Forget the unanswered messages of the old connection. A repeated signal joins its operation through its
-        id.
+        """Forget the unanswered messages of the old connection.
+
+        A repeated signal joins its operation through its id.
         """
         was = self._registered.is_set()
         self._registered.clear()
@@ -381,8 +384,9 @@ class CoordinatorLink:
             return
 
     async def _ask(self, timeout: float) -> bool:
-        """Send STATUS and wait for its answer. The coordinator answers requests in the order in which it receives
-        them.
+        """Send STATUS and wait for its answer.
+
+        The coordinator answers requests in the order in which it receives them.
         """
         if not self._send(Status().to_frames()):
             return False

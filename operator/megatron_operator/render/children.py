@@ -72,8 +72,9 @@ def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Man
 
 
 def engine_service(ctx: RenderContext, index: int) -> Manifest:
-    """Return the headless Service of an engine's ranks. The ranks must resolve each other before any of them is
-    ready.
+    """Return the headless Service of an engine's ranks.
+
+    The ranks must resolve each other before any of them is ready.
     """
     name = ctx.engine_name(index)
     spec = {

@@ -144,7 +144,9 @@ def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | N
 
 
 def preview(old: RenderContext | None, new: RenderContext) -> Preview:
-    """Return the effect of a change from `old` to `new` while the resource runs. `old` is None if no resource exists.
+    """Return the effect of a change from `old` to `new` while the resource runs.
+
+    `old` is None if no resource exists.
 
     Raises:
         RenderError: one of the two specs cannot be rendered.

@@ -42,7 +42,7 @@ NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 def _other_host(ctx: RenderContext, component: str) -> str | None:
-    """Return the host of the other coordinator of a pair. None without a pair."""
+    """Return the host of the other coordinator of a pair, or None without a pair."""
     other = ctx.standby_name if component == COORDINATOR else ctx.coordinator_name
     return f"{other}.{ctx.namespace}.svc" if ctx.has_standby else None
 

@@ -108,7 +108,7 @@ def _device(ctx: RenderContext, _name: str) -> str | None:
 
 
 def _role(ctx: RenderContext) -> str | None:
-    """Return the role that the command line passes to engines. None if no role is passed."""
+    """Return the role that the command line passes to engines, or None if no role is passed."""
     return ctx.role if ctx.role in ctx.roles and ctx.spec.engine.roles is not None else None
 
 

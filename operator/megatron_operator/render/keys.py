@@ -43,7 +43,10 @@ Files = Mapping[str, str]
 
 
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
-    """Return a new Secret. data: entries for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer."""
+    """Return a new Secret `NAME-keys`.
+
+    data: entries for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer.
+    """
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
         generation, KeyStage.SETTLED, server=generation, since=since

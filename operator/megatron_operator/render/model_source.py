@@ -146,7 +146,7 @@ def adapters_digest(adapters: Iterable[Adapter]) -> str:
 
 
 def weights_revision(ctx: RenderContext) -> str:
-    """Return the revision of the weights in `model_argument`. Empty without a revision."""
+    """Return the revision of the weights in `model_argument`. The result is empty without a revision."""
     return ctx.spec.weights_revision
 
 

@@ -40,8 +40,9 @@ class Option:
 
 
 def of_field(flag: str, field: str, *, write: Callable[[Any], str] = str, unless_default: bool = False) -> Option:
-    """Return the option that passes on a field of the spec. If the field or a part of its path is absent, it is
-    omitted.
+    """Return the option that passes on a field of the spec.
+
+    If the field or a part of its path is absent, it is omitted.
 
     unless_default: omit the option if the field has its default, so that a new field changes no pod.
     """

@@ -41,8 +41,9 @@ CONTAINER_SECURITY = {
 
 
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
-    """Return the security context of a pod. On OpenShift it has no IDs, because admission assigns the IDs of the
-    namespace.
+    """Return the security context of a pod.
+
+    On OpenShift it has no IDs, because admission assigns the IDs of the namespace.
     """
     return {
         "runAsNonRoot": True,
@@ -168,7 +169,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]{0,2})")
 
 
 def quantity_bytes(quantity: object) -> float:
-    """Return the number of bytes of a Kubernetes quantity. Infinity for an unknown notation."""
+    """Return the number of bytes of a Kubernetes quantity, or infinity for an unknown notation."""
     found = _QUANTITY.fullmatch(str(quantity))
     return float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else math.inf
 
@@ -199,8 +200,9 @@ KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.s
 
 
 def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
-    """Return the entries of the keys Secret that identify the trainer to coordinator and engines. Empty without a
-    trainer.
+    """Return the entries of the keys Secret that identify the trainer to coordinator and engines.
+
+    The result is empty without a trainer.
     """
     return ("trainer.pub",) if ctx.spec.has_trainer else ()
 

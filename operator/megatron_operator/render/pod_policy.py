@@ -126,8 +126,9 @@ def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | Non
 
 
 def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
-    """Reject host names of the front door that the chart does not allow. This applies to both profiles. Raises
-    NotAllowed.
+    """Reject host names of the front door that the chart does not allow.
+
+    This applies to both profiles. Raises NotAllowed.
 
     hosts: None or empty means every host.
     """
@@ -140,8 +141,9 @@ def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -
 
 
 def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
-    """Reject a TLS Secret of the front door that the chart does not allow. This applies to both profiles. Raises
-    NotAllowed.
+    """Reject a TLS Secret of the front door that the chart does not allow.
+
+    This applies to both profiles. Raises NotAllowed.
     """
     policy = ctx.settings.pod_policy
     if policy is not None and name is not None:
@@ -428,8 +430,9 @@ def _literal(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterator[Violation]:
-    """Yield each change of what the operator itself renders and depends on. The profile `trusted` has no other
-    limit.
+    """Yield each change of what the operator itself renders and depends on.
+
+    The profile `trusted` has no other limit.
     """
     own = "the operator depends on it"
     for field in ("metadata", "spec"):
@@ -544,7 +547,7 @@ def _priority_class(value: Any, path: str, request: Request) -> Iterator[Violati
 
 
 def _below(path: object, roots: Collection[str]) -> bool:
-    """Return whether a path is a member of `roots` or below a member, and has no `.` or `..` parts."""
+    """Return whether a path has no `.` or `..` parts, and is a member of `roots` or below one."""
     if not isinstance(path, str) or posixpath.normpath(path) != (path.rstrip("/") or "/") or path.startswith("//"):
         return False
     clean = path.rstrip("/")

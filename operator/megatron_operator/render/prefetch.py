@@ -22,8 +22,9 @@ _FINAL_EXIT_CODES = [1, 2]
 
 
 class NothingToPrefetch(ValueError):
-    """The resource has no pinned repository, so there is nothing to download. The message names the field and the
-    remedy.
+    """The resource has no pinned repository, so there is nothing to download.
+
+    The message names the field and the remedy.
     """
 
 

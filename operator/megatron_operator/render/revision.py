@@ -84,7 +84,7 @@ def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:
 
 
 def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) -> RenderContext | None:
-    """Return the context of a stored revision. None if this operator renders its inputs differently.
+    """Return the context of a stored revision, or None if this operator renders its inputs differently.
 
     The rendering differs, for example, after an upgrade that changed the template. Engines of such a revision are left
     unchanged until a rollout replaces them.

@@ -36,7 +36,7 @@ telemetry.
 
 
 def engine_image(ctx: RenderContext) -> str | None:
-    """Return the image of the engines. None if they use the image of the other components."""
+    """Return the image of the engines, or None if they use the image of the other components."""
     engine = ctx.spec.engine
     if engine.backend is Backend.NATIVE:
         return engine.image
@@ -44,7 +44,7 @@ def engine_image(ctx: RenderContext) -> str | None:
 
 
 def _arguments(ctx: RenderContext, _name: str) -> str | None:
-    """Return the engine arguments as JSON. None for native engines.
+    """Return the engine arguments as JSON, or None for native engines.
 
     Raises:
         UnsupportedByBackend: vLLM engines do not accept an argument; the message has the first such argument.
@@ -82,7 +82,7 @@ VLLM_OPTIONS = (
 
 
 def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
-    """Return the environment of vLLM engines and their servers. Empty for native engines."""
+    """Return the environment of vLLM engines and their servers. The result is empty for native engines."""
     if ctx.spec.engine.backend is Backend.NATIVE:
         return []
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in _ENV.items()]

@@ -88,8 +88,9 @@ class AcceleratorSpec(ApiModel):
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether the devices are NVIDIA GPUs or partitions of them. False for resource claims, because their devices
-        are unknown.
+        """Whether the devices are NVIDIA GPUs or partitions of them.
+
+        The value is False for resource claims, because their devices are unknown.
         """
         return self.resource is not None and self.resource.startswith(_DOMAIN)
 

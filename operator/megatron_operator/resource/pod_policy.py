@@ -158,8 +158,9 @@ def repository_of(image: str) -> str:
 
 
 def in_repositories(image: str, repositories: tuple[str, ...]) -> bool:
-    """Return whether an image is in one of the repositories. An entry that ends in `/` matches all repositories below
-    it.
+    """Return whether an image is in one of the repositories.
+
+    An entry that ends in `/` matches all repositories below it.
     """
     repository = repository_of(image)
     for entry in repositories:

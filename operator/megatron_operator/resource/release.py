@@ -41,7 +41,10 @@ class Release(ApiModel):
 
     @classmethod
     def from_status(cls, stored: Any) -> Release | None:
-        """Return a recorded release. None if there is none or it is unreadable. Ignores fields of later operators."""
+        """Return a recorded release, or None if there is none or it is unreadable.
+
+        Ignores fields of later operators.
+        """
         if not isinstance(stored, Mapping):
             return None
         known = {field.alias for field in cls.model_fields.values()}
@@ -52,7 +55,7 @@ class Release(ApiModel):
 
     @classmethod
     def from_annotation(cls, text: str) -> Release | None:
-        """Return the release with which a child was rendered. None as in from_status()."""
+        """Return the release with which a child was rendered. Returns None as in from_status()."""
         try:
             return cls.from_status(json.loads(text))
         except ValueError:

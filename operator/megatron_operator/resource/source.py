@@ -177,7 +177,7 @@ class ModelSource(ApiModel):
 
     @property
     def path(self) -> str | None:
-        """The path in the volume, with `{revision}` not yet replaced. None if the source has no path."""
+        """The path in the volume, with `{revision}` not yet replaced. The value is None if the source has no path."""
         for source in (self.persistent_volume_claim, self.image):
             if source is not None:
                 return source.path
@@ -185,7 +185,10 @@ class ModelSource(ApiModel):
 
     @property
     def location(self) -> tuple[str, str] | None:
-        """The field in the source whose `{revision}` is replaced, and its value. None without such a field."""
+        """The field in the source whose `{revision}` is replaced, and its value.
+
+        The value is None without such a field.
+        """
         if self.object_store is not None:
             return "objectStore.url", self.object_store.url
         if self.path is None:

@@ -127,7 +127,7 @@ def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     absent = f"!has(self.model.source.{source})"
 
     def is_placed(spec: MegatronInferenceSpec) -> bool | None:
-        """Return whether the field of the source contains {revision}. None if the source has no such field."""
+        """Return whether the field of the source contains {revision}, or None if the source has no such field."""
         location = spec.model.source.location
         return None if location is None or location[0] != field else "{revision}" in location[1]
 
@@ -281,7 +281,7 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def weights_revision(self) -> str:
-        """Revision of the weights. Empty if it is not set."""
+        """Revision of the weights. The value is empty if it is not set."""
         return (self.weights.revision if self.weights is not None else None) or ""
 
     @property
@@ -291,12 +291,14 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """The effective model.maxSequenceLength. None if the engines run on GPUs and choose the length."""
+        """The effective model.maxSequenceLength, or None if the engines run on GPUs and choose the length."""
         return self.model.max_sequence_length or (None if self.engine.gpus_per_pod else CPU_SEQUENCE_LENGTH)
 
     @property
     def kv_cache_memory(self) -> str | None:
-        """The effective engine.batching.kvCacheMemory. None if the engines run on GPUs and measure the free memory."""
+        """The effective engine.batching.kvCacheMemory, or None if the engines run on GPUs and measure the free
+        memory.
+        """
         return self.engine.batching.kv_cache_memory or (None if self.engine.gpus_per_pod else CPU_CACHE_MEMORY)
 
     @property

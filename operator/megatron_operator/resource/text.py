@@ -34,6 +34,6 @@ def parse(text: str | None) -> datetime | None:
 
 
 def seconds_since(text: str | None, now: datetime) -> float:
-    """Return the seconds from a timestamp to `now`. Infinity without a timestamp."""
+    """Return the seconds from a timestamp to `now`, or infinity without a timestamp."""
     moment = parse(text)
     return (now - moment).total_seconds() if moment is not None else float("inf")

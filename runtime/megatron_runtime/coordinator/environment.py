@@ -27,7 +27,7 @@ tokenized.
 
 
 class Access:
-    """Checks the keys of connections.
+    """The check of connections' keys.
 
     This base class is for operation without encryption. Transport overrides its methods.
     """
@@ -45,7 +45,10 @@ class Access:
         return False
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
-        """Return the keys in use for STATUS, including the keys of `connected` peers. None without encryption."""
+        """Return the keys in use for STATUS, including the keys of `connected` peers.
+
+        Returns None without encryption.
+        """
         return None
 
     def rejected(self) -> int:
@@ -54,13 +57,18 @@ class Access:
 
 
 class PromptTokenizer(Protocol):
-    """Tokenizes text prompts. If it also has `detokenize(tokens)`, answers to Megatron-Core's clients contain text."""
+    """A tokenizer of text prompts.
+
+    If it also has `detokenize(tokens)`, answers to Megatron-Core's clients contain text.
+    """
 
     def tokenize(self, text: str) -> list[int]: ...
 
 
 class PromptReader:
-    """Checks prompts, and converts text prompts and prompts of Megatron-Core's clients to tokens if needed.
+    """The reader of prompts.
+
+    Checks them, and converts text prompts and prompts of Megatron-Core's clients to tokens if needed.
 
     tokenizer:    tokenizes text prompts; None if engines tokenize them.
     needs_tokens: whether the routing policy needs the tokens of prompts.

@@ -108,12 +108,14 @@ class Election:
         return self._leaves
 
     def _hears(self, now: float) -> PairState | None:
-        """Return the state of the other coordinator. None if it is silent or unknown."""
+        """Return the state of the other coordinator, or None if it is silent or unknown."""
         return self._other if now - self._silent_since < self.takeover else None
 
 
 class Pair:
-    """Decides for each message whether this coordinator may handle it. Exchanges states with the other coordinator.
+    """One side of a pair of coordinators.
+
+    Decides for each message whether this coordinator may handle it, and exchanges states with the other coordinator.
 
     The states are exchanged on the admin ports.
 

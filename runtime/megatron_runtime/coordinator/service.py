@@ -232,7 +232,9 @@ def _key_role(port: int) -> Role:
 
 
 class Coordinator:
-    """Passes messages, connection losses and time to the core, and performs the effects that the core returns.
+    """The shell around the core.
+
+    Passes messages, connection losses and time to the core, and performs the effects that the core returns.
 
     on_bound: called with the address of each role once the sockets are bound.
     ended:    set by stop() or by a SHUTDOWN message.

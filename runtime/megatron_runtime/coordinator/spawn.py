@@ -32,8 +32,9 @@ class CoordinatorStartError(RuntimeError):
 
 
 class CoordinatorProcess(WatchedChild):
-    """A running coordinator. Clients and engines connect to `address` (single port), or to the address of their
-    role.
+    """A running coordinator.
+
+    Clients and engines connect to `address` (single port), or to the address of their role.
     """
 
     def __init__(self) -> None:

@@ -34,8 +34,9 @@ class Collectives:
         return
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the tensor ranks. It is used for the attention output, the down projection and the
-        embedding.
+        """Return the sum over the tensor ranks.
+
+        It is used for the attention output, the down projection and the embedding.
         """
         return x_TD
 
@@ -129,8 +130,9 @@ class Groups(Collectives):
         numbers = torch.arange(engines * sizes.world).view(shape)
 
         def group(dimension: int, name: str) -> _ProcessGroup | LocalGroup | None:
-            """Create the groups of ranks along a dimension, and return this rank's group. None if this rank is alone in
-            it.
+            """Create the groups of ranks along a dimension, and return this rank's group.
+
+            Returns None if this rank is alone in it.
             """
             ranks = numbers.movedim(dimension, -1).flatten(0, 2).tolist()
             if len(ranks[0]) == 1:

@@ -125,14 +125,16 @@ class Shard:
         return range(head, head + 1)
 
     def feed_forward(self, intermediate_size: int) -> range:
-        """Return the range of the rows of the gate and up matrices. It is also the range of the columns of the down
-        matrix.
+        """Return the range of the rows of the gate and up matrices.
+
+        It is also the range of the columns of the down matrix.
         """
         return self._even(intermediate_size, "feed-forward size", "tensor")
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Return the range of the rows of embedding and head. It has `vocabulary_width` rows, fewer on the last
-        ranks.
+        """Return the range of the rows of embedding and head.
+
+        It has `vocabulary_width` rows, fewer on the last ranks.
         """
         width = self.vocabulary_width(vocab_size)
         start = min(vocab_size, self.tensor_rank * width)

@@ -32,7 +32,7 @@ time.
 
 
 class HeartbeatTimer:
-    """Tracks the time of a peer's last heartbeat. All times are on the clock of time.monotonic().
+    """The time of a peer's last heartbeat. All times are on the clock of time.monotonic().
 
     allowed_seconds: maximum silence, which the peer's last heartbeat announces.
     """
@@ -151,7 +151,7 @@ def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
 
 
 class StepWatch:
-    """Determines which rank stalls a step, from the reports of all ranks. Runs on rank 0."""
+    """The detection of the rank that stalls a step, from the reports of all ranks. It runs on rank 0."""
 
     def __init__(self, step_timeout_seconds: float) -> None:
         self._step_timeout = step_timeout_seconds

@@ -72,8 +72,9 @@ def local_address(host: str, port: int) -> str:
 
 
 def address_towards(coordinator: str) -> str:
-    """Return the address at which other machines reach this machine, from its route to a coordinator. Raises
-    OSError.
+    """Return the address at which other machines reach this machine, from its route to a coordinator.
+
+    Raises OSError.
     """
     target = parse_address(coordinator)
     return "127.0.0.1" if isinstance(target, Path) else local_address(*target)
@@ -152,7 +153,9 @@ class Offer:
 
 
 class WeightPort:
-    """Listens on one port, on a thread of its own. All methods may be called on any other thread.
+    """A server of weights that listens on one port, on a thread of its own.
+
+    All methods may be called on any other thread.
 
     host: address to listen on.
     port: 0 chooses a free port. After construction, the port on which it listens.
@@ -183,8 +186,9 @@ class WeightPort:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     def offer(self, *offers: Offer) -> None:
-        """Offer these weights instead of all earlier weights. Return when no block of the earlier weights is being
-        sent.
+        """Offer these weights instead of all earlier weights.
+
+        Return when no block of the earlier weights is being sent.
         """
         self._call(lambda: self._replace(offers))
 
@@ -285,7 +289,7 @@ class WeightPort:
         return SessionOpened(manifest=manifest, token=token, digest=offer.digest)
 
     def take(self, token: bytes) -> Offer | None:
-        """Return the offer that a token opens. None if it opens nothing. A token can be used once."""
+        """Return the offer that a token opens, or None if it opens nothing. A token can be used once."""
         return self._tokens.pop(token, None)
 
     def stream(self, stream: _Stream, *, is_open: bool) -> None:

@@ -38,8 +38,9 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the adapters of `wanted` that are not loaded yet. If one fails, unload the other adapters that this call
-        loaded.
+        """Load the adapters of `wanted` that are not loaded yet.
+
+        If one fails, unload the other adapters that this call loaded.
 
         Requests can name the new adapters only after commit(). After a failure, `rejected` has the cause for each
         adapter that cannot be loaded.
@@ -94,7 +95,9 @@ class AdapterSet:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Adapter | None:
-        """Return the adapter with this name for a new request, and keep it loaded until end(). None if there is none.
+        """Return the adapter with this name for a new request, and keep it loaded until end().
+
+        Returns None if there is none.
 
         Raises UnsupportedVerbError if the backend does not support adapters.
         """

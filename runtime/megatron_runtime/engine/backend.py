@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 
 class UnsupportedVerbError(RuntimeError):
-    """A verb needs a capability that the backend does not declare. The message names the verb, the backend and the
-    remedy.
+    """A verb needs a capability that the backend does not declare.
+
+    The message names the verb, the backend and the remedy.
     """
 
     reason = "UnsupportedByBackend"
@@ -111,8 +112,9 @@ class RankResults:
 
     @classmethod
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
-        """Return the results of a verb that raised `error`. The rank that the error names has failed, or else all
-        ranks.
+        """Return the results of a verb that raised `error`.
+
+        The rank that the error names has failed, or else all ranks.
         """
         if isinstance(error, RankError):
             return cls(ranks, {error.rank: error.cause})
@@ -120,7 +122,10 @@ class RankResults:
 
     @property
     def error(self) -> str | None:
-        """The causes with their ranks, or only the cause if it is the same on all ranks. None if no rank failed."""
+        """The causes with their ranks, or only the cause if it is the same on all ranks.
+
+        The value is None if no rank failed.
+        """
         if not self.failed:
             return None
         causes = set(self.failed.values())
@@ -190,7 +195,7 @@ class EngineBackend(Protocol):
         """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""
 
     def metrics(self) -> Iterable[Metric] | None:
-        """Return vLLM's own metrics. None for a backend without vLLM.
+        """Return vLLM's own metrics, or None for a backend without vLLM.
 
         The stats() of a backend without vLLM are also exposed under vLLM's names.
         """
@@ -223,7 +228,7 @@ class EngineBackend(Protocol):
         raise NotImplementedError
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer of the model. None if its tokens have no text."""
+        """Return the tokenizer of the model, or None if its tokens have no text."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -285,8 +290,9 @@ class EngineBackend(Protocol):
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Address of each rank from which other engines can get the weights of a trainer. Empty if there is no such
-        address.
+        """Address of each rank from which other engines can get the weights of a trainer.
+
+        The value is empty if there is no such address.
         """
         return ()
 
@@ -304,8 +310,9 @@ class EngineBackend(Protocol):
         """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV from other epochs is not reused."""
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
-        """Load and verify a LoRA adapter while steps run. If no weights are loaded, load the adapter together with
-        them.
+        """Load and verify a LoRA adapter while steps run.
+
+        If no weights are loaded, load the adapter together with them.
 
         Loaded adapters outlive release_memory(), restore_memory() and updates of the weights. KV and prefix blocks of a
         request are shared only with requests of the same adapter.

@@ -23,7 +23,9 @@ IMPORT_SECONDS = 30.0
 
 
 class KVExchange:
-    """Computes prompts for other engines, serves the resulting KV blocks, and imports blocks from other engines.
+    """One engine's part in split requests.
+
+    Computes prompts for other engines, serves the resulting KV blocks, and imports blocks from other engines.
 
     send:    sends a message to the coordinator.
     release: makes the backend end the prefill, the export or the import with this dispatch id.
@@ -106,8 +108,9 @@ class KVExchange:
     # --- transfers ------------------------------------------------------------------------------------------------
 
     def transfer(self, message: Transfer) -> None:
-        """Handle TRANSFER. A message with an address starts an import. A message without one lets a peer read the
-        export.
+        """Handle TRANSFER.
+
+        A message with an address starts an import. A message without one lets a peer read the export.
         """
         if not message.address:
             self._server.grant(message)

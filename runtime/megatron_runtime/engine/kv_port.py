@@ -67,7 +67,7 @@ class _Upload:
 
 
 class BlockServer:
-    """Sends the blocks of exports to engines that have a ticket.
+    """A server that sends the blocks of exports to engines that have a ticket.
 
     keys_dir: directory of engine.key and engine.pub; None means no encryption.
     """
@@ -226,7 +226,7 @@ class BlockServer:
 
 
 class BlockReceiver:
-    """Receives the blocks of imports from other engines. keys_dir: see BlockServer."""
+    """A client that receives the blocks of imports from other engines. keys_dir: see BlockServer."""
 
     def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
         self._kv = kv

@@ -26,7 +26,9 @@ class ExportedBlocks:
 
 
 class KVTransfer(Protocol):
-    """Exports and imports of KV blocks. Each has the dispatch id that the coordinator gave to this stage of a request.
+    """Exports and imports of KV blocks.
+
+    Each has the dispatch id that the coordinator gave to this stage of a request.
 
     A backend that implements this interface declares Capability.KV_TRANSFER. An export or import ends when abort() of
     the backend is called, or when the prefix cache is cleared. Methods may be called during steps and while the engine

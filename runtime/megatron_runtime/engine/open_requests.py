@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 class OpenRequests:
-    """Submits requests to the backend, sends their answers, and ends them.
+    """The open requests. Submits requests to the backend, sends their answers, and ends them.
 
     adapters: the adapters that requests may name.
     send:     sends a message to the coordinator.
@@ -140,8 +140,9 @@ class OpenRequests:
             self._backend.submit(request)
 
     def _accept(self, dispatch: Dispatch, adapter: Adapter | None) -> EngineRequest:
-        """Check a dispatch, tokenize its prompt, and open it in the output stage. Raises an error for an invalid
-        request.
+        """Check a dispatch, tokenize its prompt, and open it in the output stage.
+
+        Raises an error for an invalid request.
         """
         params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
         self._backend.info.check_request(params)

@@ -58,7 +58,7 @@ class StopText(NamedTuple):
 
 
 class StopMatcher:
-    """Searches the text of one answer for stop texts, token by token.
+    """A matcher that searches the text of one answer for stop texts, token by token.
 
     The searched text includes special tokens that occur in a stop text. These special tokens are not part of the
     answer's text.
@@ -154,8 +154,9 @@ class LogProbDetails:
                 self.prompt_top = list(map(self._named, output.prompt_top_n_logprobs))
 
     def _named(self, likeliest: TopLogProbs) -> LikeliestTokens:
-        """Return the log-probabilities of the most likely tokens by text. If texts are equal, the highest value is
-        kept.
+        """Return the log-probabilities of the most likely tokens by text.
+
+        If texts are equal, the highest value is kept.
         """
         if self.text_of is None:
             return likeliest
@@ -165,8 +166,9 @@ class LogProbDetails:
         return named
 
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the log-probabilities of tokens `start` to `stop` - 1. With the first token, also return the
-        prompt's.
+        """Return the log-probabilities of tokens `start` to `stop` - 1.
+
+        With the first token, also return the prompt's.
         """
         part = slice(start - self.first, stop - self.first)
         extras: dict[str, Any] = {"log_probs": self.chosen[part]}
@@ -283,7 +285,7 @@ class OutputStage:
         self.idle.clear()
 
     def _text_of(self, params: SamplingParams) -> Callable[[int], str] | None:
-        """Return a function from a token to its text. None if the request does not need one or the tokens have no
+        """Return a function from a token to its text, or None if the request does not need one or the tokens have no
         text.
         """
         tokenizer = self._tokenizer() if params.return_record and params.top_n_logprobs else None
@@ -447,7 +449,7 @@ def _without_tokens(output: RequestOutput) -> RequestOutput:
 
 
 def _end_of_prompt(dispatch: Dispatch) -> list[int]:
-    """Return the last tokens of the prompt, after which the answer is decoded."""
+    """Return the last tokens of the prompt, which are needed to decode the answer's first tokens."""
     tokens: list[int] = tokens_from_bytes(dispatch.prompt)[-_PROMPT_TOKENS:].tolist()
     return tokens
 

@@ -229,7 +229,9 @@ class EngineWorker:
         )
 
     def _kv_port(self) -> KVPort | None:
-        """Return the description of the port on which other engines import KV blocks. None without such a port.
+        """Return the description of the port on which other engines import KV blocks.
+
+        Returns None without such a port.
 
         The port opens with the first connection to the coordinator. Its address is the local address of this
         connection, because other engines can reach this address too.
@@ -315,8 +317,9 @@ class EngineWorker:
                 logger.warning("ignored an unexpected message: %.120r", message)
 
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
-        """Send HELLO when the coordinator has recovered. The answer has the state of the pool, which may have
-        changed.
+        """Send HELLO when the coordinator has recovered.
+
+        The answer has the state of the pool, which may have changed.
         """
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state

@@ -67,8 +67,9 @@ class PromptBatch:
         self.replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
 
     def answer(self, number: int) -> DynamicInferenceRequest:
-        """Return the finished request of a prompt, with its texts. A prompt that was given as tokens also gets its
-        text.
+        """Return the finished request of a prompt, with its texts.
+
+        A prompt that was given as tokens also gets its text.
         """
         request = DynamicInferenceRequestRecord.from_reply(self.replies[number]).merge()
         prompt, params, text = self._prompts[number], self.params[number], self._text

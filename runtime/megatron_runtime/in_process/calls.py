@@ -87,7 +87,9 @@ def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
 
 
 class DirectCalls:
-    """Runs the calls of all threads and event loops of this process on one thread. While it runs, it owns `core`.
+    """The calls of all threads and event loops of this process, which run on one thread.
+
+    While the thread runs, it owns `core`.
 
     The thread starts with the first call. It ends with close(), with this object, or when the interpreter exits. While
     no call is open, the thread holds no reference to this object or to `core`.
@@ -113,8 +115,9 @@ class DirectCalls:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
-        """Load the weights. The other ranks of the engine exit with this process, and the loss of a rank stops all
-        ranks.
+        """Load the weights.
+
+        The other ranks of the engine exit with this process, and the loss of a rank stops all ranks.
         """
         executor = self.core.executor
         executor.load()
@@ -194,8 +197,9 @@ class DirectCalls:
                 self.perform(lambda _: None)
 
     def close(self) -> None:
-        """End the thread and all open calls, whose readers get CallsClosedError. A later call starts the thread
-        again.
+        """End the thread and all open calls, whose readers get CallsClosedError.
+
+        A later call starts the thread again.
         """
         if self._pid != os.getpid():
             return
@@ -208,8 +212,9 @@ class DirectCalls:
             self.text.close_grammars()
 
     def _started(self) -> SimpleQueue[_Command | None]:
-        """Return the command queue of the thread. Starts the thread if it does not run. The caller must hold the
-        lock.
+        """Return the command queue of the thread.
+
+        Starts the thread if it does not run. The caller must hold the lock.
         """
         if self._is_ending and self._thread is not None:
             self._thread.join()  # close() may have been interrupted before its join
@@ -225,8 +230,9 @@ class DirectCalls:
 
 
 class FollowedCalls:
-    """The calls on a rank other than the first. The first rank runs the calls; the streams here get all items at the
-    end.
+    """The calls on a rank other than the first.
+
+    The first rank runs the calls; the streams here get all items at the end.
 
     Calls are numbered on every rank, so they may end in another order than they began.
 

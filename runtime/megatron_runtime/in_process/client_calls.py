@@ -20,7 +20,9 @@ RETRY_SECONDS = 1.0
 
 
 class ClientCalls:
-    """Sends the prompts of all calls of this program, and reads their answers. Created on the client's event loop.
+    """The calls of this program through a coordinator.
+
+    Sends their prompts and reads their answers. Created on the client's event loop.
 
     places: maximum number of prompts that answer() submits at the same time, over all calls.
     raise_failure: raises the error that stopped the coordinator or the last engine, if there is one.

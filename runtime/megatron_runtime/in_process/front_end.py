@@ -57,7 +57,7 @@ class ServeConfig:
 
 
 class FrontEnd:
-    """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
+    """An HTTP server from start() to stop(), as a client of the coordinator at `coordinator`.
 
     tokenizer_reference: model reference from which another process can load the tokenizer; None if there is none.
     max_sequence_length: limit of prompt + answer of one request, in tokens; None leaves the check to the engines.

@@ -56,12 +56,15 @@ def _configured(model: Any, dimension: str) -> int:
 
 
 def global_rank() -> int:
-    """Return the rank of this process in the program, from torch.distributed or else torchrun. 0 without both."""
+    """Return the rank of this process in the program, from torch.distributed or else torchrun.
+
+    Returns 0 without both.
+    """
     return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the program, from torch.distributed or else torchrun. 1 without both."""
+    """Return the number of ranks of the program, from torch.distributed or else torchrun. Returns 1 without both."""
     return dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
 
 

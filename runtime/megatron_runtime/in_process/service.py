@@ -68,8 +68,9 @@ class EngineService(ServedEngine):
         self._name = name
 
     async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
-        """Serve the coordinator at `address`, or launch a coordinator with the settings `launch`. Return its
-        address.
+        """Serve the coordinator at `address`, or launch a coordinator with the settings `launch`.
+
+        Return its address.
         """
         try:
             if launch is not None:

@@ -15,7 +15,9 @@ from megatron_runtime.requests.request import DynamicInferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A part of an answer. The concatenated texts and tokens of all chunks are the text and the tokens of the answer.
+    """A part of an answer.
+
+    The concatenated texts and tokens of all chunks are the text and the tokens of the answer.
 
     log_probs: log-probabilities of the tokens, if they were requested.
     request:   in the last chunk, the whole request; a failed request has status FAILED.

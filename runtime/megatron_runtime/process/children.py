@@ -33,8 +33,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs `module` with this interpreter. `-P` excludes the working directory from its
-    path.
+    """Return the command that runs `module` with this interpreter.
+
+    `-P` excludes the working directory from its path.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -67,8 +68,9 @@ def be_child() -> None:
 
 
 def end_with_parent() -> None:
-    """Ignore SIGTERM, and let the kernel send END_SIGNAL when the parent dies. Do nothing if this process is no
-    child.
+    """Ignore SIGTERM, and let the kernel send END_SIGNAL when the parent dies.
+
+    Do nothing if this process is no child.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:

@@ -52,7 +52,7 @@ class Budget:
             self._empty_at[key] = self._empty_at.get(key, now) + drains_in
 
     def wait(self, key: str, *, now: float) -> float:
-        """Return the seconds until the key may start a job. 0 if it may start a job now."""
+        """Return the seconds until the key may start a job, or 0 if it may start a job now."""
         return max(0.0, self._empty_at.get(key, now) - now - 60)
 
 
@@ -91,7 +91,7 @@ class FairQueue(Generic[_Job]):
                 del self._waiting[key]
 
     def take(self) -> tuple[str, _Job] | None:
-        """Return the key of the next job, and the job. None if no job waits or no worker is free.
+        """Return the key of the next job, and the job. Returns None if no job waits or no worker is free.
 
         The job counts as running until release() is called.
         """
@@ -168,7 +168,7 @@ class FairThreads:
 
 
 class FairLanes:
-    """Runs work of an event loop in threads.
+    """Named lanes of threads that run work of an event loop.
 
     lanes:              number of threads by lane.
     what:               name of the work, for the error of a key that has used up its budget.

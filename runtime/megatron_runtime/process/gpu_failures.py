@@ -155,12 +155,15 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
 
 
 def gpu_failure(text: str) -> GpuFailure | None:
-    """Return the failure whose text occurs in an error text. None if there is none."""
+    """Return the failure whose text occurs in an error text, or None if there is none."""
     return next((failure for failure in GPU_FAILURES if failure.pattern.search(text)), None)
 
 
 def nvidia_driver(version: Path = DRIVER_VERSION) -> str:
-    """Return the version of the node's NVIDIA driver, such as 580.65.06. Empty if the node has no driver."""
+    """Return the version of the node's NVIDIA driver, such as 580.65.06.
+
+    The result is empty if the node has no driver.
+    """
     try:
         match = re.search(r"\b\d{3,}(\.\d+)+\b", version.read_text())
     except OSError:

@@ -65,7 +65,7 @@ Body = Mapping[str, object] | bytes
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HealthServer:
-    """Answers probes on one listening socket.
+    """A server that answers probes on one listening socket.
 
     missing:  returns the conditions that the process still needs to be ready, one phrase each. Called for each probe.
     liveness: returns the content of /livez; its field `alive` decides the status.
@@ -205,7 +205,10 @@ class HealthServer:
 
 
 class MetricsPage:
-    """Renders a registry on a thread, once for all waiting requests. Only one rendering runs at a time."""
+    """The metrics page.
+
+    Renders a registry on a thread, once for all waiting requests. Only one rendering runs at a time.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -213,7 +216,10 @@ class MetricsPage:
         self._rendering: asyncio.Task[None] | None = None
 
     def request(self) -> asyncio.Future[bytes] | None:
-        """Return a future for the text. None if too many requests wait. Cancel the future if it is no longer needed."""
+        """Return a future for the text, or None if too many requests wait.
+
+        Cancel the future if it is no longer needed.
+        """
         self._waiting = [future for future in self._waiting if not future.done()]
         if len(self._waiting) >= MAX_SCRAPES:
             return None

@@ -31,7 +31,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def of_request(request_id: str) -> dict[str, str]:
-    """Return the `extra` of a log call about a request. Empty if the request has no id."""
+    """Return the `extra` of a log call about a request. The result is empty if the request has no id."""
     return {"request_id": request_id} if request_id else {}
 
 
@@ -44,7 +44,10 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each record as one line with a JSON object. All non-ASCII and control characters are escaped."""
+    """A formatter that writes each record as one line with a JSON object.
+
+    All non-ASCII and control characters are escaped.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -60,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Formats each record as one line of text.
+    """A formatter that writes each record as one line of text.
 
     Additional lines, such as tracebacks, are indented, so that no text can forge a record.
     """

@@ -15,7 +15,7 @@ _VERSIONS = {
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return the bytes that the machine and the container's limits leave available. None if the system reports none.
+    """Return the bytes that the machine and the container's limits leave available, or None if the system reports none.
 
     root: folder in which proc and sys are mounted.
     """

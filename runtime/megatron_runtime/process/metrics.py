@@ -100,7 +100,7 @@ def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[M
 
 
 def labelled(family: Any, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return a family with one label and these values."""
+    """Return the family with these (label value, value) pairs added."""
     for label, value in values:
         family.add_metric([label], float(value))
     metric: Metric = family

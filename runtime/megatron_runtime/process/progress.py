@@ -65,7 +65,7 @@ class StartProgress:
     def page(self) -> Mapping[str, object] | None:
         """Return the stage, its bytes with their rate, and an estimate of the remaining seconds, if they are known.
 
-        None before the first report.
+        Returns None before the first report.
         """
         if self._current is None:
             return None

@@ -89,7 +89,7 @@ class SacrificialProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child. None if it is not running."""
+        """Process id of the child, or None if it is not running."""
         process = self._process
         return process.pid if process is not None else None
 

@@ -10,8 +10,9 @@ T = TypeVar("T")
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Run `function` on a thread, as asyncio.to_thread() does. While the interpreter exits, run it on the current
-    thread.
+    """Run `function` on a thread, as asyncio.to_thread() does.
+
+    While the interpreter exits, run it on the current thread.
 
     Exit handlers run when the interpreter can no longer start threads.
     """

@@ -100,7 +100,7 @@ class Span:
 
 
 class Tracer:
-    """Creates the spans of one process and exports them in the background.
+    """The creator of one process's spans, which exports them in the background.
 
     name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another name.
 
@@ -174,7 +174,7 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def tracer_from_environment(name: str) -> Tracer | None:
-    """Return the tracer of this process. None if the environment does not enable tracing.
+    """Return the tracer of this process, or None if the environment does not enable tracing.
 
     name: as for Tracer.
 

@@ -275,7 +275,7 @@ def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
 
 
 def header_of(frame: bytes) -> int | None:
-    """Return the header of a message. None if `frame` does not begin like a message."""
+    """Return the header of a message, or None if `frame` does not begin like a message."""
     if len(frame) > 1 and frame[0] & 0xF0 == 0x90 and frame[1] < 0x80:
         return frame[1]
     unpacker = msgpack.Unpacker(max_buffer_size=64, max_str_len=0, max_bin_len=0, max_array_len=0, max_map_len=0)

@@ -15,8 +15,9 @@ _SPAN = struct.Struct("<IQ")
 
 
 def epochs_to_bytes(spans: TokenEpochs) -> bytes:
-    """Return the encoded spans. Each takes 12 bytes: the index of its first token (u32) and the epoch (u64),
-    little-endian.
+    """Return the encoded spans.
+
+    Each takes 12 bytes: the index of its first token (u32) and the epoch (u64), little-endian.
     """
     return b"".join([_SPAN.pack(*span) for span in spans])
 

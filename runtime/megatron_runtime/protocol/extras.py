@@ -25,7 +25,7 @@ class Extras:
         self._bounds = array("I")
 
     def of(self, uid: bytes) -> bytes:
-        """Return the packed details of one request. Empty if there are none."""
+        """Return the packed details of one request. The result is empty if there are none."""
         uids = self._uids if self._uids is not None else self._index()
         at = uids.find(uid)
         while at >= 0 and at % UID_BYTES:

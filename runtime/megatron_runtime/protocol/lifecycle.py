@@ -115,7 +115,7 @@ ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
 def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
     """Return the signals, in order, that bring a joining engine from `state` to `target`, the coordinator's state.
 
-    Empty if the states already agree, or if `state` or `target` is not steady.
+    The result is empty if the states already agree, or if `state` or `target` is not steady.
     """
     if state.value not in CoordinatorState.__members__ or target not in STEADY_ENGINE_STATES:
         return ()

@@ -121,7 +121,10 @@ class KVPort(_Map):
 
 
 class Hello(ControlMessage):
-    """Registers a peer, or reports that an engine has loaded its weights (`serving`). The answer is HELLO_ACK."""
+    """HELLO, which registers a peer, or reports that an engine has loaded its weights (`serving`).
+
+    The answer is HELLO_ACK.
+    """
 
     header = Header.HELLO
     role: Role
@@ -192,7 +195,10 @@ class Hello(ControlMessage):
 
 
 class HelloAck(ControlMessage):
-    """The coordinator's answer to HELLO. It has the state and epoch that an engine enters before it serves."""
+    """HELLO_ACK, the coordinator's answer to HELLO.
+
+    It has the state and epoch that an engine enters before it serves.
+    """
 
     header = Header.HELLO_ACK
     incarnation: U64
@@ -320,7 +326,7 @@ class EngineOutcome(_Map):
 
 
 class ControlAck(ControlMessage):
-    """Acknowledges a control message.
+    """CONTROL_ACK, which acknowledges a control message.
 
     An engine reports that its work is done or has failed. The coordinator reports the result of the whole operation.
     """
@@ -348,7 +354,7 @@ class ControlAck(ControlMessage):
 
 
 class ControlCommit(ControlMessage):
-    """Commit from the coordinator to the engines. Every engine has acknowledged, so the engines enter `state`.
+    """CONTROL_COMMIT, from coordinator to engines. Every engine has acknowledged, so the engines enter `state`.
 
     With `discard`, the message reports instead that an engine has failed.
     """
@@ -478,7 +484,7 @@ class StatusReply(ControlMessage):
 
 
 class Error(ControlMessage):
-    """Rejects a message. An ERROR with a `uid` is the final answer to that request."""
+    """ERROR, which rejects a message. An ERROR with a `uid` is the final answer to that request."""
 
     header = Header.ERROR
     code: ErrorCode
@@ -493,7 +499,7 @@ class Error(ControlMessage):
 
 
 class PairState(ControlMessage):
-    """Sent between the two coordinators of a pair, as a heartbeat and after each change."""
+    """The state that the two coordinators of a pair exchange, as a heartbeat and after each change."""
 
     header = Header.PAIR_STATE
     incarnation: U64
@@ -504,7 +510,7 @@ class PairState(ControlMessage):
 
 
 class Reserve(ControlMessage):
-    """Counts requests and tokens of a tenant against its limits. All of them are counted, or none.
+    """RESERVE, which counts requests and tokens of a tenant against its limits. All of them are counted, or none.
 
     The answer is QUOTA. With zero requests and tokens, the message only queries the remaining amounts.
     """
@@ -523,8 +529,9 @@ class Reserve(ControlMessage):
 
 
 class Quota(ControlMessage):
-    """The answer to RESERVE. It has the remaining amount of each limit, and the seconds until each limit is fully
-    available again.
+    """QUOTA, the answer to RESERVE.
+
+    It has the remaining amount of each limit, and the seconds until each limit is fully available again.
     """
 
     header = Header.QUOTA
@@ -541,7 +548,10 @@ class Quota(ControlMessage):
 
 
 class Charge(ControlMessage):
-    """Counts tokens of a tenant, even beyond its limit, or returns tokens of a reservation. There is no answer."""
+    """CHARGE, which counts tokens of a tenant, even beyond its limit, or returns tokens of a reservation.
+
+    There is no answer.
+    """
 
     header = Header.CHARGE
     tenant: TenantName
@@ -560,7 +570,10 @@ ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
 
 
 class Disconnect(ControlMessage):
-    """Reports that the peer leaves. Its requests are immediately dispatched to other engines, or aborted."""
+    """DISCONNECT, which reports that the peer leaves.
+
+    Its requests are immediately dispatched to other engines, or aborted.
+    """
 
     header = Header.DISCONNECT
     reason: Words = ""
@@ -621,8 +634,9 @@ class Dispatch(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """PREFILL, from coordinator to engine. It is a DISPATCH for which the engine computes only the prompt's complete
-    blocks.
+    """PREFILL, from coordinator to engine.
+
+    It is a DISPATCH for which the engine computes only the prompt's complete blocks.
     """
 
     dispatch: Dispatch
@@ -658,8 +672,9 @@ DIGEST_BYTES = 32
 
 
 class Partial(NamedTuple):
-    """PARTIAL, the new tokens of one engine step for one client. The coordinator forwards it to the client
-    unchanged.
+    """PARTIAL, the new tokens of one engine step for one client.
+
+    The coordinator forwards it to the client unchanged.
     """
 
     route: int
@@ -695,8 +710,9 @@ class Final(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """EXPORTED, from engine to coordinator, after PREFILL has ended. The engine keeps the blocks until RELEASE or its
-    deadline.
+    """EXPORTED, from engine to coordinator, after PREFILL has ended.
+
+    The engine keeps the blocks until RELEASE or its deadline.
 
     digests: digests of the kept blocks, 32 bytes each, in the order of the prompt; empty if the engine could not
         compute
@@ -768,8 +784,9 @@ class ReleaseBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """ABORT_REQUEST. `id` is the uid from a client, the dispatch id to an engine, or the integer id of a plain
-    client.
+    """ABORT_REQUEST.
+
+    `id` is the uid from a client, the dispatch id to an engine, or the integer id of a plain client.
     """
 
     id: bytes | int
@@ -861,7 +878,10 @@ def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
 
 
 def _epochs(rest: list[Any]) -> TokenEpochs:
-    """Return the epochs of tokens, which are the optional last element of a message. Empty if it is absent."""
+    """Return the epochs of tokens, which are the optional last element of a message.
+
+    The result is empty if it is absent.
+    """
     return epochs_from_bytes(rest[0]) if rest else ()
 
 
@@ -968,7 +988,9 @@ def frames_of(message: Outgoing) -> Frames:
 
 
 def size_of(message: Outgoing) -> int:
-    """Return the size of a message in bytes. 0 if it cannot be encoded; its translator then answers with an error."""
+    """Return the size of a message in bytes, or 0 if it cannot be encoded; its translator then answers with an
+    error.
+    """
     try:
         return sum(map(len, frames_of(message)))
     except MalformedMessageError:

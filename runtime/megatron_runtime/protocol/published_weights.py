@@ -103,8 +103,9 @@ class PublishedTensor:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows of each block except the last. It is a multiple of eight, with about a million values per
-        block.
+        """Number of rows of each block except the last.
+
+        It is a multiple of eight, with about a million values per block.
         """
         return max(8, _BLOCK_VALUES // prod(self.shape[1:]) // 8 * 8)
 

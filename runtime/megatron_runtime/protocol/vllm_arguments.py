@@ -293,7 +293,10 @@ def code_arguments(arguments: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | None:
-    """Return the reason to reject the first invalid argument, with its name and the remedy. None if all are allowed."""
+    """Return the reason to reject the first invalid argument, with its name and the remedy.
+
+    Returns None if all are allowed.
+    """
     for name, value, classified in _leaves(arguments):
         if _loads_code(value, classified):
             problem = None if allow_code else _code_problem(name, value, classified)

@@ -67,7 +67,7 @@ class PeerSocket(Protocol):
 
 
 class OpenSocket(Protocol):
-    """Opens a socket. Takes the arguments of zmtp.dealer.Dealer's constructor."""
+    """A function that opens a socket. It takes the arguments of zmtp.dealer.Dealer's constructor."""
 
     def __call__(
         self,
@@ -124,7 +124,9 @@ def _log_malformed(error: MalformedMessageError) -> None:
 
 @dataclass(eq=False, repr=False)
 class PeerLink:
-    """Keeps one DEALER registered with a coordinator. It reconnects after a lost connection or a restart.
+    """A link that keeps one DEALER registered with a coordinator.
+
+    It reconnects after a lost connection or a restart.
 
     addresses:    addresses of the coordinator, or of both coordinators of a pair.
     keys:         keys in use, which are read again when their files change; None means no encryption.
@@ -177,7 +179,7 @@ class PeerLink:
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the connection to the coordinator. None if no Dealer is connected."""
+        """This machine's address on the connection to the coordinator, or None if no Dealer is connected."""
         return self._socket.local_host if isinstance(self._socket, Dealer) else None
 
     def open(self) -> None:
@@ -259,8 +261,9 @@ class PeerLink:
         self._open()
 
     def move(self, reason: str) -> None:
-        """Open a new socket to the other coordinator of a pair. Without another one, open it to the same
-        coordinator.
+        """Open a new socket to the other coordinator of a pair.
+
+        Without another one, open it to the same coordinator.
         """
         self._hang_up(reason)
         self.addresses.move_on()

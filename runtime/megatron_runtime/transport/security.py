@@ -93,7 +93,7 @@ class PeerKeys:
         return cls(own, first, tuple(others), (directory, name, server))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes when the file of this side's key pair changes. None without a file."""
+        """Return a value that changes when the file of this side's key pair changes, or None without a file."""
         if self.source is None:
             return None
         directory, name, _ = self.source
@@ -181,7 +181,7 @@ def _file_name(role: Role) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when the file changes. None if there is no file."""
+    """Return a value that changes when the file changes, or None if there is no file."""
     try:
         status = path.stat()
     except OSError:

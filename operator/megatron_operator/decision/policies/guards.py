@@ -33,8 +33,9 @@ def deleting(world: World) -> Verdict | None:
 
 
 def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """Do nothing while an object with another owner has the name of a child. The user must rename the object or the
-    resource.
+    """Do nothing while an object with another owner has the name of a child.
+
+    The user must rename the object or the resource.
     """
     ours = {
         ctx.keys_name,

@@ -75,7 +75,7 @@ def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeySt
 
 
 def _unfinished(world: World, keys: KeysView, observed: Observed) -> str | None:
-    """Return the condition that the current stage waits for. None if the stage is complete."""
+    """Return the condition that the current stage waits for, or None if the stage is complete."""
     coordinator, used = world.coordinator, world.coordinator.keys
     if not coordinator.reachable or used is None:
         return "the coordinator to report its keys"

@@ -129,7 +129,7 @@ def rollout(
 
 @dataclass(frozen=True, kw_only=True)
 class _Carrier:
-    """Executes one step of a rollout by choosing its messages and actions."""
+    """The executor of one step of a rollout, which chooses its messages and actions."""
 
     world: World
     desired: Desired
@@ -140,7 +140,7 @@ class _Carrier:
     check: RevisionCheck
 
     def carry_out(self, step: Step) -> Verdict | None:
-        """Return the verdict of a step; None if the rollout is complete."""
+        """Return the verdict of a step, or None if the rollout is complete."""
         methods: dict[type, Callable[[Any], Verdict | None]] = {
             Check: self._check,
             Replace: self._replace,

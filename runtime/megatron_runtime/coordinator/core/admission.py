@@ -32,7 +32,7 @@ NOW, LATER = Admitted  # see _RUNNING of records.py
 
 @dataclass(kw_only=True)
 class AdmissionControl:
-    """Decides whether a new request is dispatched immediately, waits, or is rejected.
+    """The decision whether a new request is dispatched immediately, waits, or is rejected.
 
     fail: ends a waiting request of another tenant with the given error, to free capacity for the new request.
     """

@@ -58,8 +58,9 @@ class ClientRegistry:
         self._by_name[client.role, client.name] = self._by_peer[client.peer] = self._by_route[client.route] = client
 
     def move(self, client: Client, peer: PeerId, *, incarnation: int, key: bytes = b"") -> None:
-        """Move a client to its new connection. All data that the client has not received is sent on the new
-        connection.
+        """Move a client to its new connection.
+
+        All data that the client has not received is sent on the new connection.
         """
         self._by_peer.pop(client.peer, None)
         client.peer, client.key, client.incarnation = peer, key, incarnation
@@ -169,8 +170,9 @@ class EngineRegistry:
         return filter(Engine.has_room, self._by_load)
 
     def load_changed(self, engine: Engine) -> None:
-        """Update an engine's position. Call after every change of `engine.max_requests` or of a value that
-        Engine.cost() reads.
+        """Update an engine's position.
+
+        Call after every change of `engine.max_requests` or of a value that Engine.cost() reads.
         """
         if self.is_registered(engine):
             self._changed[engine.index] = engine

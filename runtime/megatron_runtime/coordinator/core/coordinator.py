@@ -117,8 +117,9 @@ class CoordinatorCore:
         self.membership.start()
 
     def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
-        """Handle a message that arrived or that a translator created. No message from a peer can raise an exception
-        here.
+        """Handle a message that arrived or that a translator created.
+
+        No message from a peer can raise an exception here.
         """
         self.context.now = now
         try:

@@ -57,7 +57,7 @@ SEARCH_AGAIN_SECONDS = 0.1
 
 
 class Dispatcher:
-    """Dispatches requests. Owns the tables of open requests and the quarantine."""
+    """The dispatcher of requests, which owns the tables of open requests and the quarantine."""
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, prompts: PromptReader) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
@@ -148,8 +148,9 @@ class Dispatcher:
             self._wait(entry)
 
     def _complete_media(self, client: Client, uid: bytes, media: Media) -> Media | None:
-        """Return the media of a request with all their data. If data is missing or too large, reject the request and
-        return None.
+        """Return the media of a request with all their data.
+
+        If data is missing or too large, reject the request and return None.
         """
         completed = self.journal.media.completed(client.route, media)
         if completed is None:
@@ -313,8 +314,9 @@ class Dispatcher:
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
 
     def _tokenize(self, entry: Entry, engine: Engine) -> bool:
-        """Replace the text of the prompt by its tokens. Return False if tokenization failed and the request was
-        rejected.
+        """Replace the text of the prompt by its tokens.
+
+        Return False if tokenization failed and the request was rejected.
         """
         try:
             prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
@@ -456,8 +458,9 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move the requests of a suspect engine to engines with capacity. Late answers of the suspect engine are
-        accepted.
+        """Move the requests of a suspect engine to engines with capacity.
+
+        Late answers of the suspect engine are accepted.
         """
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
             if not self._verbs.may_dispatch:
@@ -492,7 +495,7 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """Return the open request that `peer` answers under an earlier dispatch id. None if there is no such
+        """Return the open request that `peer` answers under an earlier dispatch id, or None if there is no such
         request.
         """
         to, entry = self._former.get(dispatch_id, (None, None))

@@ -56,8 +56,9 @@ class Handoffs:
         self._is_timed = False
 
     def keep(self, entry: Entry, engine: Engine, message: Exported) -> None:
-        """Record that `engine` keeps the blocks of a request. The engine sends the final answer of the request
-        afterwards.
+        """Record that `engine` keeps the blocks of a request.
+
+        The engine sends the final answer of the request afterwards.
         """
         until = self._context.now + HANDOFF_SECONDS
         self._kept[message.dispatch_id] = Handoff(engine, message, entry.client, until)
@@ -66,7 +67,7 @@ class Handoffs:
             self._context.set_timer("handoffs", until, self._expire)
 
     def offer(self, entry: Entry) -> dict[str, Any] | None:
-        """Return `disaggregated_params` for the answer of a request. None if its engine keeps no blocks for the
+        """Return `disaggregated_params` for the answer of a request, or None if its engine keeps no blocks for the
         request.
         """
         kept = self._kept.get(entry.dispatch_id)

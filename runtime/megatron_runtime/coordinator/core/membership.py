@@ -48,7 +48,7 @@ _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, Coordinato
 
 
 class Recovery:
-    """Restores the state, epoch, fence and adapters of a restarted coordinator.
+    """The recovery of state, epoch, fence and adapters after a restart of the coordinator.
 
     The source is the engines that survived its predecessor.
     """
@@ -144,7 +144,7 @@ class Recovery:
 
 
 class Membership:
-    """Registers engines and clients, monitors their heartbeats, and removes them."""
+    """The registered engines and clients. Registers them, monitors their heartbeats, and removes them."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class MediaStore:
     def completed(self, route: int, media: Media) -> Media | None:
         """Return the media with the data that the client omitted because an earlier request sent it.
 
-        None if some data is not stored.
+        Returns None if some data is not stored.
         """
         items = [
             item if (held := self._held.get((route, item.digest))) is None else item._replace(data=held[0])
@@ -101,8 +101,9 @@ class Journal:
         return self._entries.get(uid)
 
     def fits(self, entry: Entry) -> bool:
-        """Return whether a new entry fits within `limit_bytes`. Tokens that arrive later are counted but never
-        rejected.
+        """Return whether a new entry fits within `limit_bytes`.
+
+        Tokens that arrive later are counted but never rejected.
         """
         return self.bytes + entry.admitted_bytes <= self.limit_bytes
 
@@ -227,7 +228,9 @@ def _place(entry: Entry) -> tuple[int, int, int, float]:
 
 
 class Deadlines:
-    """Calls `expire(entry)` at the deadline of an entry. One timer serves all entries, with a resolution of
+    """The deadlines of entries.
+
+    `expire(entry)` is called at the deadline of an entry. One timer serves all entries, with a resolution of
     GRAIN_SECONDS.
     """
 

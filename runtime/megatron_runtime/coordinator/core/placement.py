@@ -16,7 +16,7 @@ Condition: TypeAlias = Callable[[Engine], bool]
 
 
 class Placement:
-    """Chooses engines for requests. Has no state of its own."""
+    """The choice of engines for requests. It has no state of its own."""
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, transfers: Transfers) -> None:
         self._engines = context.engines
@@ -33,7 +33,7 @@ class Placement:
     def choose(self, entry: Entry) -> tuple[Engine, RequestStage] | None:
         """Return the engine for a request and the stage in which the request starts at this engine.
 
-        None if all engines that can answer the request are at capacity.
+        Returns None if all engines that can answer the request are at capacity.
         """
         if self._engines.has_roles:
             if entry.hashes is None:
@@ -43,7 +43,7 @@ class Placement:
         return None if engine is None else (engine, RequestStage.DECODING)
 
     def _cheapest(self, entry: Entry, accepts: Condition | None = None) -> Engine | None:
-        """Return the engine that the routing policy prefers for a request. None if no engine can accept the request
+        """Return the engine that the routing policy prefers for a request, or None if no engine can accept the request
         now.
 
         accepts: returns whether an engine may be chosen; None means that every engine may be chosen.
@@ -89,7 +89,10 @@ class Placement:
         return lambda engine: engine.runs(entry) and (accepts is None or accepts(engine))
 
     def hashes_of(self, entry: Entry) -> PromptHashes:
-        """Return the hashes of the complete blocks of a prompt. Empty if the engine tokenizes the prompt."""
+        """Return the hashes of the complete blocks of a prompt.
+
+        The result is empty if the engine tokenizes the prompt.
+        """
         if entry.meta.text:
             return {}
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None

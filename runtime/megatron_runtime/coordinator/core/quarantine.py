@@ -198,7 +198,9 @@ class Quarantine:
             self._drop_accusation()
 
     def next_trial(self) -> tuple[Entry, Engine] | None:
-        """Return the suspect to dispatch now, and an idle engine for it. None if no suspect can be dispatched.
+        """Return the suspect to dispatch now, and an idle engine for it.
+
+        Returns None if no suspect can be dispatched.
 
         The caller calls begin() after the dispatch.
         """
@@ -234,8 +236,9 @@ class Quarantine:
         return sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True)
 
     def _preference(self, engine: Engine) -> tuple[bool, bool, int, int]:
-        """Return the sort key of an engine. Idle engines come first, then the reserved one, then those with few
-        requests.
+        """Return the sort key of an engine.
+
+        Idle engines come first, then the reserved one, then those with few requests.
         """
         return not _is_empty(engine), engine is not self._reserved, len(engine.in_flight), engine.index
 
@@ -256,7 +259,7 @@ class Quarantine:
     def advanced(self, engine: Engine) -> bool:
         """Handle tokens from a reserved engine.
 
-        Return True if this acquits its suspect, which is then past the point of its last crash.
+        Return True if this acquits its suspect, because it is past the point of its last crash.
         """
         trial = self._trial
         if trial is None or trial.engine is not engine or not self._has_stood(trial):

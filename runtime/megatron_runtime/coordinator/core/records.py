@@ -277,8 +277,9 @@ class Engine:
         )
 
     def cost(self) -> float:
-        """Return the cost of the engine's current work, in seconds. Without rates, return the number of its
-        requests.
+        """Return the cost of the engine's current work, in seconds.
+
+        Without rates, return the number of its requests.
         """
         if not self.prefill_cost:
             return len(self.in_flight)
@@ -294,8 +295,9 @@ class Engine:
         return (ahead + tokens + tokens * requests / self.max_requests) * prefill_cost + self.held * self.held_cost
 
     def add_work(self, entry: Entry, cached: int) -> None:
-        """Count the tokens of a request that the engine received. cached: number of its tokens in the engine's
-        cache.
+        """Count the tokens of a request that the engine received.
+
+        cached: number of its tokens in the engine's cache.
         """
         size = entry.size = entry.num_tokens
         uncached = entry.uncached = max(0, size - cached)
@@ -344,7 +346,7 @@ class Engine:
         return self.queued != before
 
     def has_model(self, model: str) -> bool:
-        """Return whether the engine can answer requests for `model`. True if either model is unknown."""
+        """Return whether the engine can answer requests for `model`. Returns True if either model is unknown."""
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
@@ -356,7 +358,7 @@ class Engine:
         )
 
     def lacking(self, needs: str) -> str:
-        """Return the first feature in `needs` that the engine lacks; empty if it has all of them."""
+        """Return the first feature in `needs` that the engine lacks, or an empty string if it has all of them."""
         if self.task and not asks_for_pooling(needs):
             return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
@@ -540,7 +542,7 @@ class Tenant:
         return self.num_open - len(self.in_flight)
 
     def last_waiting(self) -> Entry | None:
-        """Return the last of its waiting requests that have no tokens yet. None if there is none."""
+        """Return the last of its waiting requests that have no tokens yet, or None if there is none."""
         for _, lane in sorted(self.lanes.items(), key=lambda item: item[0].priority, reverse=True):
             last = next(reversed(lane.values()))
             if not last.generated:

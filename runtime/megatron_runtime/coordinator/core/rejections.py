@@ -36,7 +36,7 @@ def full(reason: str) -> Rejection:
 
 
 def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejection | None:
-    """Return why the engine that a request names cannot answer it. None if it can, even if it is draining or full.
+    """Return why the engine that a request names cannot answer it, or None if it can, even if it is draining or full.
 
     engine: the registered engine of this name; None if no such engine is registered.
     """
@@ -50,7 +50,7 @@ def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejec
 
 
 def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
-    """Return the error of a request that names an engine, if this engine does not answer."""
+    """Return the error of a request that names an engine, if this engine cannot answer it."""
     why = "does not serve"
     if engine is not None and engine.reserved:
         why = "is reserved for a suspect request"
@@ -60,7 +60,7 @@ def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
 
 
 def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
-    """Return why no serving engine can answer a request. None if the request can wait for an engine."""
+    """Return why no serving engine can answer a request, or None if the request can wait for an engine."""
     name = entry.meta.adapter
     engines = [engine for engine in serving if engine.has_model(entry.model)]
     if not engines:
@@ -75,8 +75,8 @@ def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
     """Return the error for a parameter of a request that no serving engine supports.
 
-    None for a request that an engine has already accepted. Such a request waits until an engine returns, as it would
-    without any engine.
+    Returns None for a request that an engine has already accepted. Such a request waits until an engine returns, as it
+    would without any engine.
     """
     needs, name = entry.meta.needs, entry.meta.adapter
     if entry.dispatches or entry.generated:
@@ -105,7 +105,7 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 
 
 def _params_of(entry: Entry) -> SamplingParams | None:
-    """Return the sampling parameters of a request. None if they are malformed, because only engines reject these."""
+    """Return the sampling parameters of a request, or None if they are malformed, because only engines reject these."""
     try:
         return SamplingParams.deserialize(unpack(entry.params, PARAMETERS))
     except (ValueError, TypeError, AttributeError):
@@ -115,8 +115,8 @@ def _params_of(entry: Entry) -> SamplingParams | None:
 def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
     """Return the error of a request whose adapter was removed, or was replaced after its first tokens.
 
-    None if the request can continue. Also None before a list is set, because a restarted coordinator gets the list from
-    engines or the operator.
+    Returns None if the request can continue. Also returns None before a list is set, because a restarted coordinator
+    gets the list from engines or the operator.
     """
     name = entry.meta.adapter
     if not name or not adapters.generation:

@@ -44,7 +44,7 @@ _PER_TOKEN = ("log_probs", "top_n_logprobs")
 
 
 class Replies:
-    """Sends the output of engines to clients without duplicated tokens.
+    """The sender of engines' output to clients, which never duplicates a token.
 
     A token enters the journal only if it comes from the current dispatch and is the next token of the request.
     """
@@ -76,8 +76,10 @@ class Replies:
             self._dispatcher.check_trial(engine)
 
     def _accept(self, engine: Engine, message: Partial, client: Client | None) -> tuple[list[Entry], bool]:
-        """Add the new tokens to the journal. Return the requests that received tokens, and whether all tokens of the
-        message are the next tokens that `client` needs.
+        """Add the new tokens to the journal.
+
+        Return the requests that received tokens, and whether all tokens of the message are the next tokens that
+        `client` needs.
         """
         accepted: list[Entry] = []
         are_all_next = True
@@ -214,7 +216,9 @@ class Replies:
         return sum(map(len, frames))
 
     def not_sent(self, client: Client, sent: Outgoing, *, is_gone: bool) -> None:
-        """Handle a message that the connection did not accept. If there are several, the last message is handled first.
+        """Handle a message that the connection did not accept.
+
+        If there are several, the last message is handled first.
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
@@ -242,7 +246,7 @@ class Replies:
 
 
 def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
-    """Return a map that an engine packed. Empty if the map cannot be read."""
+    """Return a map that an engine packed. The result is empty if the map cannot be read."""
     if isinstance(raw, dict):
         return raw
     try:

@@ -158,7 +158,7 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
 
 
 class EngineRouter:
-    """Chooses engines. With LEAST_COST, the cost of an engine for a request, in seconds, is
+    """The policy that chooses engines. With LEAST_COST, the cost of an engine for a request, in seconds, is
 
         (ahead + uncached * (1 + requests / slots)) / prefill rate + held / decode rate
         ahead = min(queued, waiting * uncached + step)
@@ -281,7 +281,7 @@ class EngineRouter:
         fits: Callable[[Engine], bool],
         session: str = "",
     ) -> Engine | None:
-        """Return the engine with the lowest cost for a prompt. None if no engine is suitable.
+        """Return the engine with the lowest cost for a prompt, or None if no engine is suitable.
 
         The candidates are the first MAX_COMPARED engines of `by_load`, and the engines that hold a block of the prompt
         if at most MAX_HOLDERS engines hold this block.
@@ -374,7 +374,9 @@ class EngineRouter:
         return chosen
 
     def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> int:
-        """Record that a request was sent to `engine`. Return how many of the request's tokens the engine already held.
+        """Record that a request was sent to `engine`.
+
+        Return how many of the request's tokens the engine already held.
 
         The record includes the request's blocks and, if decisions are recorded, the decision.
         """

@@ -113,7 +113,7 @@ CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
-    """Return why `importer` cannot import KV blocks of `exporter`. Empty if it can."""
+    """Return why `importer` cannot import KV blocks of `exporter`. The result is empty if it can."""
     # This is a chain of comparisons, because it runs several times for a split request.
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
@@ -142,8 +142,10 @@ Among = Callable[[Entry, Callable[[Engine], bool]], Engine | None]
 
 
 class Transfers:
-    """Decides which requests are split, and stores the exports, which are KV blocks that prefill engines hold for a
-    transfer.
+    """The transfers of split requests.
+
+    Decides which requests are split, and stores the exports. An export is the KV blocks that a prefill engine holds for
+    a transfer.
 
     requeue: returns an exported request to the queue after its export was released.
     """
@@ -192,8 +194,9 @@ class Transfers:
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
     def choose(self, entry: Entry, among: Among) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request and the stage in which the request starts there. None if the request must
-        wait.
+        """Return the engine for a request and the stage in which the request starts there.
+
+        Returns None if the request must wait.
 
         Roles are preferences. If there is no decode engine, prefill engines decode.
         """
@@ -212,15 +215,17 @@ class Transfers:
         return (decoder, _D) if prefiller is None else (prefiller, _P)
 
     def stage_at(self, engine: Engine, entry: Entry) -> RequestStage:
-        """Return the stage in which a request starts at a decode engine. IMPORTING if the engine can import, else
-        DECODING.
+        """Return the stage in which a request starts at a decode engine.
+
+        IMPORTING if the engine can import, else DECODING.
         """
         export = entry.export
         can_import = export is not None and not export.engine.suspect and not mismatch(export.engine, engine)
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _importer(self, entry: Entry) -> Engine | None:
-        """Return the decode engine with the lowest load that can accept an exported request now. None if there is none.
+        """Return the decode engine with the lowest load that can accept an exported request now, or None if there is
+        none.
 
         Prefix hits are ignored, because the engine receives all blocks. An engine that cannot import them computes the
         prompt again.
@@ -235,8 +240,9 @@ class Transfers:
 
     @staticmethod
     def _is_splittable(entry: Entry) -> bool:
-        """Return whether a request may be split. A suspected poison request may not, because it runs alone on one
-        engine.
+        """Return whether a request may be split.
+
+        A suspected poison request may not, because it runs alone on one engine.
         """
         meta = entry.meta
         return (
@@ -249,7 +255,7 @@ class Transfers:
         )
 
     def _prefiller(self, entry: Entry, decoder: Engine) -> Engine | None:
-        """Return the prefill engine with the lowest cost for a prompt. None if the decode engine costs less.
+        """Return the prefill engine with the lowest cost for a prompt, or None if the decode engine costs less.
 
         Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because it computes
         them in short steps, and because they delay its other answers. At a prefill engine, the duration of the transfer
@@ -351,8 +357,9 @@ class Transfers:
         return len(digests) // DIGEST_BYTES * engine.block_size_tokens
 
     def imported(self, entry: Entry, engine: Engine, message: Imported) -> None:
-        """Handle the end of an import, successful or not. Releases the blocks at the prefill engine, and updates
-        counters.
+        """Handle the end of an import, successful or not.
+
+        Releases the blocks at the prefill engine, and updates counters.
         """
         self.drop(entry)
         entry.splits = False
@@ -372,8 +379,8 @@ class Transfers:
     def recomputes(self, engine: Engine) -> str | None:
         """Return why a decode engine computes all prompts itself, for EngineStatus.recomputes.
 
-        None if the engine can import from at least one prefill engine, if there is no prefill engine, or if it is
-        itself one.
+        Returns None if the engine can import from at least one prefill engine, if there is no prefill engine, or if it
+        is itself one.
         """
         exporters = [other for other in self._engines.serving() if other.role == PREFILL]
         if engine.role == PREFILL or not engine.serving or not exporters:

@@ -204,7 +204,7 @@ class Verbs:
         self._source_revisions.add(revision)
 
     def source_for(self, engine: Engine) -> str | None:
-        """Return the weights that an engine must hold. None if the engine keeps its own weights.
+        """Return the weights that an engine must hold, or None if the engine keeps its own weights.
 
         An engine of another revision keeps its own weights, unless a trainer publishes the weights. Every engine serves
         published weights.
@@ -213,8 +213,9 @@ class Verbs:
         return self.source if is_theirs else None
 
     def _copies_for(self, engine: Engine) -> tuple[str, ...] | None:
-        """Return the addresses at which another engine serves the weights that `engine` must hold. None if there is
-        none.
+        """Return the addresses at which another engine serves the weights that `engine` must hold.
+
+        Returns None if there is none.
 
         The other engine is registered and has the same revision and number of ranks.
         """
@@ -309,7 +310,7 @@ class Verbs:
             self._start(operation)
 
     def _rejection(self, control: Control) -> tuple[ErrorCode, str] | None:
-        """Return the first reason not to begin `control`. None if there is no such reason."""
+        """Return the first reason not to begin `control`, or None if there is no such reason."""
         name = control.kind.name
         if control.fence is not None and control.fence < self.fence:
             return ErrorCode.STALE_FENCE, f"fence {control.fence} is lower than {self.fence}, seen before"

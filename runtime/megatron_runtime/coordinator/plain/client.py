@@ -51,7 +51,7 @@ _FINAL = int(Header.FINAL)
 
 
 class ClientTranslator:
-    """Converts the messages of one client between Megatron-Core's and the native protocol.
+    """A translator that converts the messages of one client between Megatron-Core's and the native protocol.
 
     form:     how the client divides messages into frames; None until it has submitted a request.
     accept:   passes a native message to the core.

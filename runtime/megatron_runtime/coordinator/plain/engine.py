@@ -69,7 +69,7 @@ class Running:
 
 
 class EngineTranslator:
-    """Converts the messages of one engine between Megatron-Core's and the native protocol.
+    """A translator that converts the messages of one engine between Megatron-Core's and the native protocol.
 
     Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state. The translator does all
     three for them. A signal counts as executed when it has been sent.
@@ -147,8 +147,9 @@ class EngineTranslator:
             raise MalformedMessageError(f"header {header}: want a message of an engine of Megatron-Core")
 
     def _register(self) -> None:
-        """Register a process that has just started. The engine serves immediately, in the state that HELLO_ACK
-        names.
+        """Register a process that has just started.
+
+        The engine serves immediately, in the state that HELLO_ACK names.
         """
         self._incarnation = self._randbits(64)
         self._state, self._epoch, self._source, self._form = EngineState.RUNNING, 0, None, None

@@ -304,8 +304,9 @@ def _output(item: Any, values: Any, name: str) -> EngineOutput:
 
 
 def _error_of(events: Any) -> dict[str, Any]:
-    """Return the last error among the events of a request, in the form of `error` in a reply. Empty if there is
-    none.
+    """Return the last error among the events of a request, in the form of `error` in a reply.
+
+    The result is empty if there is none.
     """
     errors = [event for event in events or () if isinstance(event, dict) and "ERROR" in str(event.get("type"))]
     last = errors[-1].get("payload") if errors else None

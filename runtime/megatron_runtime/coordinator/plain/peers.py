@@ -30,7 +30,7 @@ _CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
 
 
 class PlainPeers:
-    """Passes messages of plain peers to their translators, and messages of the translators to the core.
+    """The plain peers. Passes their messages to their translators, and the translators' messages to the core.
 
     A peer of the shared port is a plain client if its first message is CONNECT, and a plain engine if its first message
     is an empty frame. A CONNECT with a protocol version is the greeting of a client of this project, which continues
@@ -107,13 +107,14 @@ class PlainPeers:
         return translator is not None
 
     def number_of(self, uid: bytes) -> int | None:
-        """Return the id that a client of Megatron-Core gave to an open request. None for other requests."""
+        """Return the id that a client of Megatron-Core gave to an open request, or None for other requests."""
         request = self._requests.get(uid)
         return request.number if request is not None else None
 
     def _form_of_clients(self) -> FrameForm:
-        """Return the frame format of the connected Megatron-Core clients. Without such a client, return the configured
-        format.
+        """Return the frame format of the connected Megatron-Core clients.
+
+        Without such a client, return the configured format.
         """
         clients = (one for one in self.translators.values() if isinstance(one, ClientTranslator))
         forms = (client.form for client in clients if client.form is not None)

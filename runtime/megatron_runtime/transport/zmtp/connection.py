@@ -68,7 +68,7 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Decodes and encodes the messages of one TCP or Unix connection.
+    """One TCP or Unix connection, whose messages are decoded and encoded here.
 
     peer:          name of the connection; the routing id is b"" until the handshake is over.
     heard:         set to True when bytes arrive; the owner resets it.

@@ -163,7 +163,9 @@ class CurveClientHandshake(Handshake):
 
 
 class CurveBox:
-    """Encrypts and decrypts frames with the keys of one connection. Nonces increase, so none is accepted twice.
+    """The encryption and decryption of frames with the keys of one connection.
+
+    Nonces increase, so none is accepted twice.
 
     sent, last_received: last nonces that the handshake used.
     """

@@ -124,7 +124,7 @@ class Dealer:
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the connection. None without an open connection."""
+        """This machine's address on the connection, or None without an open connection."""
         connection = self._connection
         return connection.local_host if connection is not None and connection.is_open else None
 

@@ -57,7 +57,7 @@ def command(name: bytes, body: bytes = b"") -> bytes:
 
 
 def pong(body: bytes) -> bytes | None:
-    """Return the body of the answer to a PING. None for another command."""
+    """Return the body of the answer to a PING, or None for another command."""
     if not body.startswith(_PING_NAME):
         return None
     return command(b"PONG", body[len(_PING_NAME) + _TIME_TO_LIVE_BYTES :])

@@ -32,7 +32,7 @@ _PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")
 
 @dataclass(eq=False, repr=False)
 class Router:
-    """Accepts connections on one port.
+    """A ROUTER that accepts connections on one port.
 
     The name of a connection consists of the port's `number` and a routing id, which the peer sends or the ROUTER
     generates. If a connection sends the routing id of an earlier connection, it takes over the name, and the earlier
@@ -106,8 +106,9 @@ class Router:
         return self._listen(listener, f"ipc://{path}", server)
 
     def close(self) -> None:
-        """Stop listening, and close each connection after its queued messages have been sent. This method is
-        idempotent.
+        """Stop listening, and close each connection after its queued messages have been sent.
+
+        This method is idempotent.
         """
         if self._checks is not None:
             self._checks.cancel()
