@@ -79,9 +79,7 @@ def _vocabulary(members: Iterable[Documented]) -> list[str]:
 
 
 def _rules(schema: Schema) -> Iterator[str]:
-    """Yield a line for each rule of a schema: of the object, of its fields, and of the entries of its lists and
-    maps.
-    """
+    """Yield a line for each rule of a schema: of the object, its fields, and the entries of its lists and maps."""
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from textwrap.wrap(f"- {_escape(rule['message'])}", 100, subsequent_indent="  ", break_on_hyphens=False)
     entries = (schema.get(name) for name in ("items", "additionalProperties"))

@@ -66,8 +66,9 @@ def kubeconfig(settings: Settings, layout: Layout, *, identity: str, server: str
 
 
 def audit_policy() -> str:
-    """Return an audit policy that logs the metadata of requests by service accounts, except Kubernetes' own
-    accounts.
+    """Return an audit policy that logs the metadata of service accounts' requests.
+
+    Kubernetes' own accounts are not logged.
     """
     return yaml.safe_dump(
         {

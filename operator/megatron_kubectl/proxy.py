@@ -56,9 +56,7 @@ def _kubectl(context: str | None) -> list[str]:
 
 
 class ContextQuery:
-    """A query for the current or another context of the kubeconfig, which runs in a child process, while the caller
-    continues.
-    """
+    """A query for a context of the kubeconfig, which runs in a child process while the caller continues."""
 
     def __init__(self, context: str | None) -> None:
         command = [*_kubectl(context), "config", "view", "--minify", "-o", "json"]

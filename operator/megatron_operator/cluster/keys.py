@@ -79,8 +79,9 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
 
 
 def new_resource_keys(admin: KeyPair, *, has_trainer: bool = False) -> dict[str, str]:
-    """Return the entries of a new `NAME-keys`: three key pairs, a trainer's pair on request, and the public admin
-    key.
+    """Return the entries of a new `NAME-keys`: three key pairs and the public admin key.
+
+    With `has_trainer`, there is also the key pair of a trainer.
     """
     files = generate_key_files(roles=("server", "engine", "client", *((TRAINER,) if has_trainer else ())))
     return {**files, "admin.pub": admin.public.decode()}

@@ -231,8 +231,9 @@ class Elector:
                 await self._reread()
 
     async def _reread(self) -> None:
-        """Check after a failed swap whether the lease is still ours, because the answer to a successful write may be
-        lost.
+        """Check after a failed swap whether the lease is still ours.
+
+        This is possible because the answer to a successful write may be lost.
         """
         lease = await self._get()
         holder = ((lease or {}).get("spec") or {}).get("holderIdentity")

@@ -413,8 +413,9 @@ class OperatorProcess:
         return ResourceTask(uid=uid, key=key, woken=woken, parts=parts)
 
     async def _await_crd(self, api: KubeApi) -> None:
-        """Wait until the API server serves the kind. kopf only watches kinds that exist at its start, unless it watches
-        CRDs.
+        """Wait until the API server serves the kind.
+
+        kopf only watches kinds that exist at its start, unless it may watch CRDs.
         """
         self._phase = "waiting for the CRD"
         has_logged = False

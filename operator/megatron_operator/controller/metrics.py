@@ -90,9 +90,7 @@ class Metrics:
 
 
 class VerbClock:
-    """A clock that measures the time from the intent of each operation to each of its phases, as observed by this
-    process.
-    """
+    """A clock that measures the time from each operation's intent to its phases, as this process observes them."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics, self._clock = metrics, clock

@@ -14,8 +14,9 @@ from megatron_runtime.protocol.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """An action that creates the Secret `NAME-keys` with new CURVE pairs (see `render.keys.keys_secret`), or replaces
-    unreadable keys.
+    """An action that creates the Secret `NAME-keys` with new CURVE pairs, or replaces unreadable keys.
+
+    See `render.keys.keys_secret`.
     """
 
     name: str
@@ -24,8 +25,9 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class AdoptKeys:
-    """An action that makes the resource the owner of `NAME-keys`, which the operator created for an earlier resource of
-    this name.
+    """An action that makes the resource the owner of `NAME-keys`.
+
+    The operator created this Secret for an earlier resource of the same name.
     """
 
     name: str
@@ -72,8 +74,9 @@ class ApplyChild(OnManifest):
 
 
 class VetChild(OnManifest):
-    """An action that applies a manifest in a dry run, so that no engine is drained for a template that the API server
-    rejects.
+    """An action that applies a manifest in a dry run.
+
+    It prevents that an engine is drained for a template that the API server rejects.
 
     The next World has the answer in `vetted` or `rejections`.
     """

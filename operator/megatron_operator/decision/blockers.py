@@ -46,9 +46,7 @@ class Blockers:
         return self.rendered.engine_manifest(engine.index, role=engine.role, pods=self.engines.pods_for(engine))
 
     def component(self, component: str) -> Finding | None:
-        """Return why the pods of a coordinator, of its standby or of the servers fail, or why they cannot be
-        created.
-        """
+        """Return why the pods of a coordinator, its standby or the servers fail or cannot be created."""
         pods = self.world.component_pods(component)
         diagnosis = first_diagnosis(pods, self.references)
         if diagnosis is not None:

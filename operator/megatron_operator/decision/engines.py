@@ -143,16 +143,18 @@ class Engines:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until the next engine with an exhausted restart budget is started again, or None if no budget is
-        exhausted.
+        """Seconds until the next engine with an exhausted restart budget is started again.
+
+        The value is None if no budget is exhausted.
         """
         times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
 
     @cached_property
     def avoided_in(self) -> float | None:
-        """Seconds until the next engine may again use the node of a failed device, or None if no engine avoids a
-        node.
+        """Seconds until the next engine may again use the node of a failed device.
+
+        The value is None if no engine avoids a node.
         """
         times = [engine.budget.avoided_until for engine in self.wanted]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
@@ -167,8 +169,9 @@ class Engines:
         return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
 
     def may_surge(self, role: str, index: int) -> bool:
-        """Return whether an index belongs to a surge engine, which a rollout adds beyond the number of engines of the
-        role.
+        """Return whether an index belongs to a surge engine.
+
+        A rollout adds surge engines beyond the number of engines of the role.
         """
         count = self.ctx.spec.engines_of(role)
         return role in self.ctx.roles and count <= index < count + self.ctx.spec.rollout.max_surge

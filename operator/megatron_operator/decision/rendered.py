@@ -42,8 +42,7 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The children that all engines share: manifests of the renderable children, and the errors of the others by
-        name.
+        """The children that all engines share: the rendered manifests, and by name the errors of the other children.
 
         The operator leaves a child that cannot be rendered unchanged.
         """
@@ -134,8 +133,9 @@ class Rendered:
 
     @property
     def standby(self) -> Manifest | None:
-        """The Deployment of the second coordinator, or None if the spec has no second coordinator or it cannot be
-        rendered.
+        """The Deployment of the second coordinator.
+
+        The value is None if the spec has no second coordinator or it cannot be rendered.
         """
         return self._deployment(self.ctx.standby_name)
 
@@ -177,8 +177,7 @@ class Rendered:
         return avoided_in(self.world.resource.engine_status(name), self.world.now).get("avoided", ())
 
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
-        """Return the manifest of an engine with its current revision, rendered from the inputs recorded for this
-        revision.
+        """Return the manifest of an engine with its current revision, rendered from the revision's recorded inputs.
 
         The engine has either no pods, or all pods of that revision. Return None if the inputs are unknown, or if this
         operator renders them to another revision. The engine is then left unchanged.
@@ -252,8 +251,9 @@ class Rendered:
         return None
 
     def rejected(self, manifest: Manifest) -> Finding | None:
-        """Return the error if an object that a manifest's pods need is missing, or if the API server rejected the
-        manifest.
+        """Return why a manifest cannot be applied.
+
+        Either an object that its pods need is missing, or the API server rejected the manifest.
         """
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
         return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)

@@ -107,14 +107,16 @@ class Rollout:
 
     @cached_property
     def keeps_former(self) -> bool:
-        """Whether engines keep an earlier revision, because the rollout is paused or the desired revision must be
-        checked first.
+        """Whether engines keep an earlier revision.
+
+        They do if the rollout is paused or the desired revision must be checked first.
         """
         return self.check_due or self.paused
 
     def keeps_server(self, view: ChildView | None) -> bool:
-        """Return whether the servers' Deployment must wait, because an engine has or will get a model that differs from
-        the spec's.
+        """Return whether the servers' Deployment must wait.
+
+        It waits while an engine has or will get a model that differs from the spec's.
         """
         if view is None or view.ref.kind != "Deployment" or view.model_hash in ("", self.rendered.model_hash):
             return False

@@ -64,8 +64,9 @@ class ConfirmedWeights:
 
     @cached_property
     def epoch(self) -> int:
-        """Epoch of the last confirmed update of this model's weights, or 0 if there was no update, or with a
-        trainer.
+        """Epoch of the last confirmed update of this model's weights.
+
+        The value is 0 if there was no update, or with a trainer.
         """
         if self.world.resource.spec.has_trainer:
             return 0
@@ -169,9 +170,7 @@ class Weights:
 
     @cached_property
     def _lost(self) -> Finding | None:
-        """The error if engines again serve the weights of the model's source although a trainer has published
-        weights.
-        """
+        """The error if engines serve the weights of the model's source again after a trainer has published weights."""
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         names = ", ".join([report.name for report in reports if report.source == ""][:8])

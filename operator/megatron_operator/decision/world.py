@@ -266,8 +266,8 @@ class PodView:
 
     @property
     def unexplained(self) -> bool:
-        """Whether the pod's containers are not created and its status has no reason, so that only Events explain
-        why.
+        """Whether the pod's containers are not created and only Events explain why, because the status has no
+        reason.
         """
         return self.phase == "Pending" and not (self.ready or self.deleting) and self.reason in ("", *POD_EVENTS)
 

@@ -148,8 +148,9 @@ class CoordinatorLink:
         return "" if self._link is None else self._link.address
 
     def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
-        """Connect to the coordinator at the first address, or at another address while the first one is silent or on
-        standby.
+        """Connect to the coordinator at the first address.
+
+        While it is silent or on standby, connect to another address.
 
         Without addresses, disconnect. Does nothing if both arguments are the same as in the last call.
         """

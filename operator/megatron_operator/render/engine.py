@@ -84,8 +84,9 @@ _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 
 
 def _device(ctx: RenderContext, _name: str) -> str | None:
-    """Return the value of `--device` for engines on GPUs, so that they exit without a working driver and do not use the
-    CPU.
+    """Return the value of `--device` for engines on GPUs.
+
+    With it, engines exit without a working driver and do not use the CPU.
 
     Returns None for vLLM on other accelerators, because each image of vLLM is built for one kind of device.
 
@@ -304,9 +305,7 @@ def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
 
 
 def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
-    """Return the init container that verifies the connections between all pods of an engine before they load
-    weights.
-    """
+    """Return the init container that verifies the connections between all pods of an engine."""
     name = ctx.engine_name(index)
     return {
         "name": PREFLIGHT,

@@ -36,8 +36,9 @@ def _filled(ctx: RenderContext, path: str) -> str:
 
 
 def model_argument(ctx: RenderContext) -> str:
-    """Return the value of `--model`: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, an object store's URL, or a path in the
-    pod.
+    """Return the value of `--model`.
+
+    It is `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, an object store's URL, or a path in the pod.
     """
     source = ctx.spec.model.source
     if source.builtin is not None:

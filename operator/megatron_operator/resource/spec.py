@@ -296,8 +296,9 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def kv_cache_memory(self) -> str | None:
-        """The effective engine.batching.kvCacheMemory, or None if the engines run on GPUs and measure the free
-        memory.
+        """The effective engine.batching.kvCacheMemory.
+
+        The value is None if the engines run on GPUs and measure the free memory.
         """
         return self.engine.batching.kv_cache_memory or (None if self.engine.gpus_per_pod else CPU_CACHE_MEMORY)
 

@@ -376,8 +376,9 @@ class Coordinator:
             self._stand_by(pair)
 
     def _stand_by(self, pair: Pair) -> None:
-        """Discard the state, and redirect all peers to the other coordinator, where clients submit open requests
-        again.
+        """Discard the state, and redirect all peers to the other coordinator.
+
+        Clients submit open requests again there.
         """
         peers = [peer.peer for peer in (*self.core.engines, *self.core.clients)]
         self.core = self._make_core()

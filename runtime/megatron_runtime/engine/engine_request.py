@@ -148,9 +148,7 @@ def too_long(prompt: int, longest: int) -> str:
 
 
 def with_epoch(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
-    """Return the spans (first position, epoch) after all tokens from position `start` on have been assigned this
-    epoch.
-    """
+    """Return spans (first position, epoch) in which all tokens from position `start` on have this epoch."""
     return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 

@@ -80,8 +80,9 @@ class KVExchange:
         self._prefills.add(dispatch_id)
 
     def fail(self, dispatch_id: int, error: Exception | str) -> None:
-        """Report to the coordinator that this engine has no block of a prompt, so that the decode engine computes the
-        prompt.
+        """Report to the coordinator that this engine has no block of a prompt.
+
+        The decode engine then computes the prompt.
         """
         logger.info("a prompt is left to the engine that answers the request: %s", error)
         self._prefills.discard(dispatch_id)

@@ -78,8 +78,9 @@ class OpenRequests:
 
     @property
     def num_running(self) -> int:
-        """Number of requests at the backend, including prefills, imports, and aborted requests that it has not
-        released.
+        """Number of requests at the backend.
+
+        It includes prefills, imports, and aborted requests that the backend has not released.
         """
         split = self.exchange.num_running if self.exchange is not None else 0
         return len(self._outputs.open) + self._aborts_in_progress + split

@@ -285,8 +285,9 @@ class OutputStage:
         self.idle.clear()
 
     def _text_of(self, params: SamplingParams) -> Callable[[int], str] | None:
-        """Return a function from a token to its text, or None if the request does not need one or the tokens have no
-        text.
+        """Return a function from a token to its text.
+
+        Returns None if the request needs no text or the tokens have no text.
         """
         tokenizer = self._tokenizer() if params.return_record and params.top_n_logprobs else None
         return None if tokenizer is None else lambda token: tokenizer.token_bytes(token).decode(errors="replace")

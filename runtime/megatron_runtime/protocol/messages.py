@@ -988,8 +988,9 @@ def frames_of(message: Outgoing) -> Frames:
 
 
 def size_of(message: Outgoing) -> int:
-    """Return the size of a message in bytes, or 0 if it cannot be encoded; its translator then answers with an
-    error.
+    """Return the size of a message in bytes.
+
+    Returns 0 if the message cannot be encoded; its translator then answers with an error.
     """
     try:
         return sum(map(len, frames_of(message)))

@@ -23,8 +23,9 @@ LOOK_SECONDS = 2.0
 
 
 def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered, observed: Observed) -> Verdict | None:
-    """Rotate the keys in three steps: accept both generations, switch all components to the new one, remove the old
-    one.
+    """Rotate the keys in three steps.
+
+    First accept both generations, then switch all components to the new keys, then remove the old keys.
     """
     view, wanted = world.keys, keys.wanted_generation
     if view is None or wanted is None:

@@ -329,9 +329,7 @@ class Dispatcher:
         return True
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """Return a request to its position in the queue, because the connection of `engine` did not accept its
-        dispatch.
-        """
+        """Return a request to its position in the queue, because the connection did not accept its dispatch."""
         entry = engine.take(dispatch_id)
         if entry is None:
             return
@@ -392,9 +390,7 @@ class Dispatcher:
     # --- shares of tenants -------------------------------------------------------------------------------------
 
     def _balance(self) -> None:
-        """Move requests back to the queue until no tenant with waiting requests has two requests fewer than another
-        tenant.
-        """
+        """Move requests back to the queue until the shares of the tenants are fair (see the module's description)."""
         now = self._context.now
         while now >= self.next_search and self.queue.length and self._verbs.may_dispatch:
             maximum = self.tenants.busy.highest_load
@@ -495,9 +491,7 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """Return the open request that `peer` answers under an earlier dispatch id, or None if there is no such
-        request.
-        """
+        """Return the open request that `peer` answers under an earlier dispatch id, or None without such a request."""
         to, entry = self._former.get(dispatch_id, (None, None))
         return entry if to == peer else None
 

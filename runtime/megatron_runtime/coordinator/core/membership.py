@@ -93,8 +93,7 @@ class Recovery:
         self._end_if_complete()
 
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
-        """Adopt state, weights and adapters of an engine that registers after recovery, but before any operation
-        begins.
+        """Adopt state, weights and adapters of an engine that registers between recovery and the first operation.
 
         If no engine registered during recovery, the first engine that was serving determines the state. The weights
         with the highest epoch win, so that a confirmed update is kept.
@@ -437,8 +436,9 @@ class Membership:
             self._heal(engine, message)
 
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
-        """Repeat a commit or HELLO_ACK for an engine that reports an outdated state, epoch, weights or list of
-        adapters.
+        """Repeat a commit or HELLO_ACK for an engine that reports outdated values.
+
+        The values are its state, epoch, weights and list of adapters.
 
         This is called only if no operation is in progress, after the engine has had HEAL_HEARTBEATS heartbeats to
         report the new values.

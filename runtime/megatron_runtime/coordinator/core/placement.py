@@ -43,8 +43,7 @@ class Placement:
         return None if engine is None else (engine, RequestStage.DECODING)
 
     def _cheapest(self, entry: Entry, accepts: Condition | None = None) -> Engine | None:
-        """Return the engine that the routing policy prefers for a request, or None if no engine can accept the request
-        now.
+        """Return the engine that the routing policy prefers for a request, or None if no engine can accept it now.
 
         accepts: returns whether an engine may be chosen; None means that every engine may be chosen.
         """

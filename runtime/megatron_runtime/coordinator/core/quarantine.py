@@ -297,9 +297,7 @@ class Quarantine:
 
 
 def _is_past(entry: Entry) -> bool:
-    """Return whether a streaming request is so far past the point of its last crash that it no longer counts as the
-    cause.
-    """
+    """Return whether a streaming request is too far past the point of its last crash to count as the cause."""
     before = entry.crash_position
     return before is not None and entry.meta.streaming and entry.tokens_so_far >= before + ACQUITTAL_TOKENS
 

@@ -217,8 +217,9 @@ class EngineRouter:
         adapter: str = "",
         media: Sequence[MediaItem] = (),
     ) -> PromptHashes:
-        """Return the block hashes that the policy needs for a prompt (little-endian int32), for each block size of the
-        engines.
+        """Return a prompt's block hashes that the policy needs, for each block size of the engines.
+
+        The prompt is little-endian int32.
         """
         if not self.by_prefix:
             return {}
@@ -353,9 +354,7 @@ class EngineRouter:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
-        """Return the sort key of an engine: its score, the time when it last received the matching block, and its
-        index.
-        """
+        """Return the sort key of an engine: its score, when it last received the matching block, and its index."""
         blocks = self._of_engine(hashes, engine)
         depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)

@@ -224,8 +224,9 @@ class Transfers:
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _importer(self, entry: Entry) -> Engine | None:
-        """Return the decode engine with the lowest load that can accept an exported request now, or None if there is
-        none.
+        """Return the decode engine with the lowest load that can accept an exported request now.
+
+        Returns None if there is no such engine.
 
         Prefix hits are ignored, because the engine receives all blocks. An engine that cannot import them computes the
         prompt again.
