@@ -1,6 +1,7 @@
 """Answer prompts through a coordinator, on one process or on several data-parallel ranks.
 
-Every rank constructs the same object. Only the primary rank sends prompts; the coordinator spreads them over all ranks.
+Every rank constructs the same object. Only the primary rank sends prompts, which the coordinator distributes over all
+ranks.
 
 python docs/examples/offline_coordinator.py --model builtin:smollm2-135m
 torchrun --nproc-per-node 2 docs/examples/offline_coordinator.py --model builtin:smollm2-135m

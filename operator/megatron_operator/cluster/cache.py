@@ -178,7 +178,7 @@ class ResourceCache:
         return self._clock() - min(since) if since else 0.0
 
     def lagging(self) -> list[ChildRef]:
-        """Return the children that must be read again: their writes are old and still not visible in the watch."""
+        """Return the children that must be read again, because the watch still does not show their old writes."""
         self._merged()
         limit = self._clock() - WATCH_LAG_SECONDS
         return [ref for ref, written in self._written.items() if written.at < limit]

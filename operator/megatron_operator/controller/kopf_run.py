@@ -6,8 +6,8 @@ every start wait for every object in turn, even in namespaces that cannot be rea
 `cluster.informers`, and the resources are listed before kopf starts.
 
 kopf fails when a watched kind is deleted, and its shutdown may then hang. The cause is a watch that is renewing its
-login at that moment: it treats its cancellation as the end of a pause and continues. This module therefore stops kopf
-in an orderly way when a watched kind is gone, and abandons a kopf that does not stop in time.
+login at that moment, because such a watch treats its cancellation as the end of a pause and continues. This module
+therefore stops kopf in an orderly way when a watched kind is gone, and abandons a kopf that does not stop in time.
 """
 
 from __future__ import annotations

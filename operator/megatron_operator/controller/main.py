@@ -291,7 +291,7 @@ class OperatorProcess:
     async def _list_resources(self, api: KubeApi, namespace: str | None) -> list[SeenResource]:
         """Return the resources of a namespace.
 
-        Returns an empty list if the namespace cannot be read; kopf retries it.
+        Returns an empty list if the namespace cannot be read. kopf then retries it.
         """
         while True:
             try:

@@ -494,8 +494,9 @@ class Observer:
     async def _read_keys(self, resource: SeenResource) -> Object | None:
         """Return the keys Secret.
 
-        The Secret is read by name until it exists and belongs to the resource, and then at every resync. It is read
-        every few seconds while it may be missing: if a pod cannot mount it, or if a ready coordinator does not answer.
+        The Secret is read by name until it exists and belongs to the resource, and then at every resync. While it may
+        be missing, it is read every few seconds. It may be missing if a pod cannot mount it, or if a ready coordinator
+        does not answer.
         """
         pods = self._cache.pods()
         unmounted = any(pod.unexplained or pod.reason in MISSING_SECRET for pod in pods if not pod.deleting)

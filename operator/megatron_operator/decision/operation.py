@@ -1,11 +1,12 @@
-"""One operation: a signal whose intent is persisted before it is sent, and whose result survives a restart.
+"""One operation, which is a signal whose intent is persisted before it is sent, and whose result survives a restart.
 
     Pending --persisted, then sent--> Submitted --coordinator remembers--> Confirmed | Failed
                                          |  ^
                            unreachable   v  |   reachable again, or sent again with the same id
                                         Unknown
 
-A Pending operation was never sent, so it may be dropped; a Submitted one is kept while it can still have an effect.
+A Pending operation was never sent, so it may be dropped. A Submitted operation is kept while it can still have an
+effect.
 """
 
 from __future__ import annotations

@@ -261,7 +261,7 @@ def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
 
 
 def step_status(status: Mapping[str, Any], step: str, waiting_on: str, *, now: datetime) -> dict[str, Any]:
-    """Return `status.plan` for the current step; `status` is the stored one."""
+    """Return `status.plan` for the current step. status: the stored status."""
     before = status.get("plan") or {}
     since = before.get("since") if before.get("step") == step else None
     return {"step": step, "waitingOn": waiting_on, "since": since or stamp_seconds(now)}
@@ -289,7 +289,9 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 
 
 def _engines(scene: Scene) -> list[dict[str, Any]]:
-    """Return the entries of all engines. Their texts are bounded: etcd accepts objects of 1.5 MiB."""
+    """Return the entries of all engines. The size of their texts is limited, because etcd accepts objects of 1.5
+    MiB.
+    """
     entries = [_engine(scene, engine) for engine in scene.engines.all]
     texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]
     for number, (entry, name) in enumerate(texts):
@@ -386,7 +388,7 @@ def _conditions(
 def condition(
     kind: ConditionType, finding: ConditionFinding, *, generation: int, before: dict[str, Any] | None, now: str
 ) -> dict[str, Any]:
-    """Return a condition; its transition time changes only with its status."""
+    """Return a condition. Its transition time changes only with its status."""
     status, reason, message = finding
     kept = before["lastTransitionTime"] if before is not None and before["status"] == status else now
     return {

@@ -116,7 +116,7 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Digests of the weights that differ between engines of one revision, because they loaded different files.
+        """Digests of weights that differ between engines of one revision, which loaded different files.
 
         With a trainer, only engines of the same epoch are compared, because an update reaches their reports at
         different times.

@@ -204,7 +204,7 @@ class CoordinatorLink:
 
     @property
     def silent(self) -> bool | None:
-        """True if a coordinator was connected and is lost. The value is False if one is connected. Otherwise None."""
+        """True if a coordinator was connected and is lost, False if one is connected, otherwise None."""
         return False if self._registered.is_set() else True if self._lost_at is not None else None
 
     def _unreachable(self, error: str) -> CoordinatorSnapshot:

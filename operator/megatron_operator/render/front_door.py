@@ -1,8 +1,8 @@
 """Objects by which clients reach the OpenAI servers.
 
 These are Service `NAME` and, on request, an Ingress, an HTTPRoute and an InferencePool. Servers name their port by its
-scheme, and each port of the Service leads to the servers whose port has the same name. While the servers are replaced
-by servers with or without TLS, the Service has both ports.
+scheme, and each port of the Service leads to the servers whose port has the same name. While servers with TLS replace
+servers without TLS, or the reverse, the Service has both ports.
 """
 
 from __future__ import annotations

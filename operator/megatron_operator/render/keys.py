@@ -1,8 +1,8 @@
-"""Secret `NAME-keys`: the CURVE key pairs of one resource; during a rotation, of two generations. Pure.
+"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations. Pure.
 
-A file has one key per line. A port accepts every key of its `.pub` file; a process uses the first line of its own
-`.key`, and tries the lines of `server.pub` in order. So a rotation writes the Secret in stages, each of which is
-compatible with processes that still have the previous one (see `resource.states.KeyStage`):
+A file has one key per line. A port accepts every key of its `.pub` file. A process uses the first line of its own
+`.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in stages. Each stage is
+compatible with processes that still have the previous stage (see `resource.states.KeyStage`):
 
     stage        engine.key, client.key,  their .pub   server.key   server.pub
                  trainer.key

@@ -58,7 +58,7 @@ class Collectives:
 
 
 class GroupError(RuntimeError):
-    """A collective failed: another rank exited, or the network between them failed."""
+    """A collective failed, because another rank exited or the network between ranks failed."""
 
 
 class _ProcessGroup:

@@ -20,8 +20,8 @@ class AdapterSet:
     """The adapters of one engine. Use it only on the event loop, and make one change of the list at a time.
 
     current:  the list that was set last.
-    errors:   why each adapter that is not loaded could not be loaded, by name.
-    rejected: why adapters in the last staged list could not be loaded, by name.
+    errors:   the error of each adapter that could not be loaded, by name.
+    rejected: the errors of adapters in the last staged list that could not be loaded, by name.
     """
 
     def __init__(self, backend: EngineBackend) -> None:

@@ -81,7 +81,7 @@ class Call:
 
 
 def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
-    """Return a digest of the arguments of a call. It verifies that all ranks of an engine make the same call."""
+    """Return a digest of a call's arguments, by which the ranks of an engine verify that they make the same call."""
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
 
@@ -232,7 +232,7 @@ class DirectCalls:
 class FollowedCalls:
     """The calls on a rank other than the first.
 
-    The first rank runs the calls; the streams here get all items at the end.
+    The first rank runs them, and the streams here get all items at the end.
 
     Calls are numbered on every rank, so they may end in another order than they began.
 
@@ -289,7 +289,7 @@ class FollowedCalls:
         """Do nothing, because the first rank stops the engine."""
 
     def _take(self, answers: dict[str, Any] | None) -> None:
-        """Deliver the answers to a call; None means that the engine has stopped. Runs in the thread of the rank."""
+        """Deliver the answers to a call. Runs in the thread of the rank. answers: None if the engine has stopped."""
         with self._lock:
             if answers is None:
                 self._has_ended = True

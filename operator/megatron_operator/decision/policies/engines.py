@@ -34,7 +34,7 @@ def undrain(
     """Return a drained engine to service if the change for which it was drained will not take place now.
 
     The change was reverted or paused, or was replaced by a change whose check failed. A drained engine gets requests
-    again only after a new registration. The coordinator reports a process for some time after its pod has ended; the
+    again only after a new registration. The coordinator reports a process for some time after its pod has ended. The
     process of a new pod is not drained.
     """
     if not observed.running or rollout.all_draining or world.coordinator.drained_all:

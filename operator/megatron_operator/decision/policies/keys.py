@@ -50,7 +50,7 @@ def rotate_keys_meanwhile(
     observed: Observed,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Rotate the keys while a rollout is blocked until its check passes or the spec changes."""
+    """Rotate the keys during a rollout that is blocked until its check passes or the spec changes."""
     wrong = (engine for engine in engines.all if engine.canary is Canary.FAILED and engines.is_drained(engine))
     if check.finding is None and not any(wrong):
         return None
