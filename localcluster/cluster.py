@@ -255,9 +255,9 @@ class LocalCluster:
             )
 
     def _settle(self) -> Settings:
-        """Return the existing cluster's settings, adapted to changes of the machine.
+        """Return the settings of the cluster.
 
-        Return new settings for a new cluster.
+        The settings of an existing cluster are adapted to changes of the machine. A new cluster gets new settings.
         """
         settings = config.load(self.layout)
         if settings is not None:

@@ -59,7 +59,7 @@ def clear() -> None:
 
 
 def as_json(documents: list[dict[str, Any]]) -> str:
-    """Return ASCII JSON. The JSON is one object, or a list of several objects."""
+    """Return ASCII JSON: one object, or a list of several objects."""
     text = json.dumps(documents[0] if len(documents) == 1 else documents, indent=2)
     return text.replace("\x7f", "\\u007f") + "\n"
 

@@ -103,7 +103,7 @@ class AdapterReport:
 
     name: str
     source: str
-    """As received; it is compared and never shown."""
+    """Source of the adapter as received. It is compared but never shown."""
     engines: int = 0
     """Number of serving engines that have loaded the adapter."""
     error: str = ""
@@ -123,7 +123,7 @@ class FormatsReport:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
-    """The coordinator's answer to STATUS, or the fact that the coordinator does not answer."""
+    """The coordinator's answer to STATUS, or a snapshot of an unreachable coordinator."""
 
     reachable: bool = False
     error: str = ""

@@ -190,7 +190,7 @@ def _has_release(scene: Scene) -> bool:
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
-    """Return the recorded and the reported failed requests, because the records outlive the coordinator.
+    """Return the recorded and the reported failed requests. The records outlive the coordinator.
 
     They are sorted by time, so that equal reports give equal bytes.
     """

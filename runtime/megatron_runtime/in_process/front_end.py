@@ -29,14 +29,15 @@ GRACE_SECONDS = 10.0
 class ServeConfig:
     """Settings of the HTTP front end that serve() starts on the primary rank.
 
-    host, port:        address of the server; port 0 picks a free one: see `url`.
-    parsers:           name of the tool-call parser; empty: chosen by the model's chat template.
-    verbose:           log each request: in this process to the logger uvicorn.access, at level INFO; in the child
-                       processes to standard error.
-    frontend_replicas: number of HTTP servers on the socket: one in this process, the others in child processes. Only
+    host, port:        address of the server; port 0 picks a free port, which is then in `url`.
+    parsers:           name of the tool-call parser; empty means that the model's chat template determines it.
+    verbose:           log each request. This process logs to the logger uvicorn.access at level INFO, and the child
+                       processes log to standard error.
+    frontend_replicas: number of HTTP servers on the socket. One runs in this process, the others in child processes.
+        Only
                        one runs if the tokenizer has no model reference.
     sock:              a bound socket to use instead of host and port.
-    model_name:        name in /v1/models; None: the model's own name.
+    model_name:        name in /v1/models; None means the model's own name.
     """
 
     host: str = "0.0.0.0"

@@ -148,9 +148,9 @@ class Hello(ControlMessage):
     max_requests: Count = 0
     max_sequence_length: Count = 0
     max_tokens: Count | None = None
-    """Engines: limit of tokens of one step. None: unknown."""
+    """Engines: limit of tokens of one step. None if unknown."""
     kv_cache_bytes: U64 | None = None
-    """Engines: size of each rank's KV cache, in bytes. None: unknown."""
+    """Engines: size of each rank's KV cache, in bytes. None if unknown."""
     block_size_tokens: Count = 0
     source: Text | None = None
     """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator adopts it."""
@@ -165,7 +165,7 @@ class Hello(ControlMessage):
     tokenizes: bool = False
     """Engines: whether a DISPATCH may have a text prompt."""
     started_ms: U64 | None = None
-    """Engines: when the process started, in milliseconds since 1970. None: unknown."""
+    """Engines: when the process started, in milliseconds since 1970. None if unknown."""
     backend: Label | None = None
     """Engines: name of the backend, for errors."""
     lacks: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_LACKS)] | None = None
@@ -175,7 +175,7 @@ class Hello(ControlMessage):
     parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
     """Engines: names of the sampling parameters that the engine supports. None means the parameters of release 0.1."""
     task: Label | None = None
-    """Engines: what its pooling model computes instead of tokens. None: it generates tokens."""
+    """Engines: what its pooling model computes instead of tokens. None if it generates tokens."""
     weights_unavailable: Words | None = None
     """Engines: why the weights of a trainer that HELLO_ACK named cannot be loaded. The engine serves as soon as they
     are loaded.
@@ -391,17 +391,17 @@ class EngineStatus(_Map):
     digest: Label = ""
     """Digest of the engine's weights, from its last heartbeat.
 
-    Empty: unknown, for example until the first heartbeat after an update.
+    Empty if unknown, for example until the first heartbeat after an update.
     """
     source: Text | None = None
-    """Source of the engine's weights, if an UPDATE_WEIGHTS or HELLO_ACK has set it, otherwise "". None: unknown."""
+    """Source of the engine's weights, if an UPDATE_WEIGHTS or HELLO_ACK has set it, otherwise "". None if unknown."""
     max_requests: Count | None = None
     max_sequence_length: Count | None = None
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
-    """Size of each rank's KV cache, in bytes. It and the limits above come from the engine's HELLO. None: unknown."""
+    """Size of each rank's KV cache, in bytes. This size and the limits above come from the engine's HELLO. None if unknown."""
     weights_unavailable: Words | None = None
-    """Reason why the engine waits for the weights of a trainer, from its HELLO. None: it does not wait."""
+    """Reason why the engine waits for the weights of a trainer, from its HELLO. None if it does not wait."""
     role: Label | None = None
     """The `engine_role` in the engine's HELLO."""
     recomputes: Words | None = None
@@ -474,7 +474,7 @@ class StatusReply(ControlMessage):
     STOP.
     """
     keys: KeyReport | None = None
-    """The keys in use. None: connections are not encrypted."""
+    """The keys in use. None if connections are not encrypted."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
     """The last requests that failed because engines crashed, oldest first; None if there are none."""
     adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None

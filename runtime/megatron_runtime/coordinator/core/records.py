@@ -260,7 +260,7 @@ class Engine:
 
     @property
     def does(self) -> str:
-        """The name of the engine's task, as clients see it."""
+        """The task of the engine, under the name that clients see."""
         return self.task or GENERATE
 
     def available(self) -> bool:
@@ -425,8 +425,8 @@ class Engine:
 class Entry:
     """One open request.
 
-    model:      model for which it was made, or that generated its first token. Only this model can answer; empty: any.
-    adapter:    adapter of its first dispatch, which alone can continue it. None: base model, or not yet dispatched.
+    model:      model for which it was made, or that generated its first token; empty means any. Only it can answer.
+    adapter:    adapter of its first dispatch, which alone can continue it. None for the base model, or before the dispatch.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
     epochs:     epochs of the weights that sampled the tokens, by token index.
     details:    log-probs of the tokens, as `(offset of the first token, the message's extras)`; not parsed.

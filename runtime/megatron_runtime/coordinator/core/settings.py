@@ -61,8 +61,8 @@ class CoordinatorSettings:
     max_wait_seconds: maximum time that a request waits for an engine before it gets 504.
     journal_bytes:   memory for prompts and tokens of open requests; beyond this limit requests get 429.
     max_clients:     maximum number of clients registered at the same time.
-    plain_max_requests: maximum number of requests at a plain engine at the same time, which it does not report. 0: no
-                     limit.
+    plain_max_requests: maximum number of requests at a plain engine at the same time, which it does not report. 0 means
+                     no limit.
     plain_release:   message format for plain engines until a plain client has submitted a request, which shows the
                      format: "0.17" or "0.20", the release of Megatron-Core. 0.20 divides messages into more frames.
     deterministic:   engines alternate in the order of their names, so decisions depend only on the order of arrival.
