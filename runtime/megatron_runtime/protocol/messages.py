@@ -399,7 +399,7 @@ class EngineStatus(_Map):
     max_sequence_length: Count | None = None
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
-    """Size of each rank's KV cache, in bytes. This size and the limits above come from the engine's HELLO. None if unknown."""
+    """Size of each rank's KV cache, in bytes. The engine's HELLO has it and the limits above. None if unknown."""
     weights_unavailable: Words | None = None
     """Reason why the engine waits for the weights of a trainer, from its HELLO. None if it does not wait."""
     role: Label | None = None
