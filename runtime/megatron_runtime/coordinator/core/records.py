@@ -426,7 +426,7 @@ class Entry:
     """One open request.
 
     model:      model for which it was made, or that generated its first token; empty means any. Only it can answer.
-    adapter:    adapter of its first dispatch, which alone can continue it; None for the base model or before the dispatch.
+    adapter:    adapter of its first dispatch, which alone can continue it; None before that, or for the base model.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
     epochs:     epochs of the weights that sampled the tokens, by token index.
     details:    log-probs of the tokens, as `(offset of the first token, the message's extras)`; not parsed.
