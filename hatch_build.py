@@ -1,4 +1,4 @@
-"""Build hook of the wheel: it contains the library of the CPU kernels if this machine can compile it."""
+"""Build hook of the wheel. The wheel contains the library of the CPU kernels if this machine can compile it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _KERNELS = "kernels/megatron_kernels/cpu/build.py"
 
 
 class KernelsHook(BuildHookInterface):
-    """Without g++ the wheel is the same for all platforms, and the first start compiles the library."""
+    """Adds the compiled CPU kernels to the wheel if g++ is available.
+
+    Without g++, the wheel is the same for all platforms, and the first start compiles the library.
+    """
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "editable":

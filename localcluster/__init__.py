@@ -1,7 +1,7 @@
-"""A real one-node Kubernetes for demos and tests, which one command starts and one command removes.
+"""A real one-node Kubernetes for demos and tests. One command starts it, and one command removes it.
 
 It writes to `build/<name>/` in the repository and to a cache in the user's cache folder. `down` restores everything
-else that it changes on the machine. `LocalCluster` is the library, `python -m localcluster` the command.
+else that it changes on the machine. `LocalCluster` is the library, and `python -m localcluster` is the command.
 """
 
 from localcluster.cluster import LocalCluster

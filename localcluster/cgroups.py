@@ -1,8 +1,8 @@
-"""The cgroups of a node, for both cgroup versions: one for all pods, and one for the node's own processes.
+"""The cgroups of a node, for both cgroup versions. One is for all pods, and one is for the node's own processes.
 
 With a separate group for pods, `down` can list every process of every pod, even if its shim is gone. The node's group
-sets CPU weights as on any node: in the machine's root group, each process of the control plane would have the same
-weight as all pods together.
+sets CPU weights as on an ordinary node. In the machine's root group, each process of the control plane would have the
+same weight as all pods together.
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ KUBELET_CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "hugetlb", "io")
 
 
 def of_node(pods: str) -> str:
-    """Return the cgroup of the node's processes, given the cgroup of its pods."""
+    """Return the cgroup of a node's processes. pods: the cgroup of its pods."""
     return f"{pods}-node"
 
 
 def is_v2() -> bool:
-    """Return whether the controllers are in the unified hierarchy. On hybrid machines they are in version 1."""
+    """Return whether the controllers are in the unified hierarchy.
+
+    On hybrid machines they are in version 1 hierarchies.
+    """
     return (ROOT / "cgroup.controllers").exists()
 
 
 def mount_points(mounts: str) -> list[Path]:
-    """Return the mount points of the cgroup hierarchies in the text of /proc/mounts."""
+    """Return the mount points of the cgroup hierarchies. mounts: the text of /proc/mounts."""
     fields = (line.split() for line in mounts.splitlines())
     return [Path(field[1]) for field in fields if len(field) > 2 and field[2] in {"cgroup", "cgroup2"}]
 
@@ -50,7 +53,7 @@ def create(cgroup: str) -> None:
 
 
 def weigh(cgroup: str, cpus: int) -> None:
-    """Set the CPU weight of a cgroup: under contention it gets the share of `cpus` cgroups of default weight."""
+    """Set the CPU weight of a cgroup. Under contention it gets the share of `cpus` cgroups with the default weight."""
     for folder in folders(cgroup):
         for name, one in (("cpu.shares", 1024), ("cpu.weight", 100)):
             if (folder / name).exists():
@@ -80,7 +83,7 @@ def _delegate() -> None:
     """Delegate the controllers of the unified hierarchy to its children.
 
     In a container, the visible root contains processes, but the kernel delegates only from a cgroup without processes.
-    So they are moved to a leaf first.
+    The processes are therefore first moved to a leaf cgroup.
     """
     available = (ROOT / "cgroup.controllers").read_text().split()
     wanted = " ".join(f"+{name}" for name in KUBELET_CONTROLLERS if name in available)
@@ -129,7 +132,10 @@ def _pids(folder: Path) -> set[int]:
 
 
 def _pids_of(group: Path) -> set[int]:
-    """Return the pids in a cgroup; none if it was removed after it was listed, such as the cgroup of an ended pod."""
+    """Return the pids in a cgroup.
+
+    The result is empty if the cgroup was removed after it was listed, for example because its pod ended.
+    """
     try:
         return {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
     except OSError as error:

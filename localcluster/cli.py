@@ -63,7 +63,7 @@ def up(
     pod_subnet: str | None,
     service_subnet: str | None,
 ) -> None:
-    """Start the cluster, or repair it: running components are kept."""
+    """Start the cluster, or repair it. Components that run are kept."""
     options = Options(api_port, pod_subnet, service_subnet, nodes)
     LocalCluster(name=name, control_plane_only=control_plane_only, options=options, root=root).up(
         with_images=with_images
@@ -81,7 +81,7 @@ def down(name: str, root: Path | None, purge: bool) -> None:
 @main.command()
 @_cluster_options
 def status(name: str, root: Path | None) -> None:
-    """Show the components; exits 1 unless all are ready."""
+    """Show the components. The exit code is 1 unless all components are ready."""
     cluster = LocalCluster(name=name, root=root)
     components = cluster.status()
     table = Table("COMPONENT", "PID", "READY", box=None)
@@ -115,7 +115,7 @@ def logs(name: str, root: Path | None, component: str | None, follow: bool) -> N
 @_cluster_options
 @click.argument("targets", nargs=-1, type=click.Choice(list(images.TARGETS)))
 def build_images(name: str, root: Path | None, targets: tuple[str, ...]) -> None:
-    """Build the project's images if their inputs have changed, and load them into running nodes.
+    """Build the project's images if their inputs have changed, and load them into the running nodes.
 
     Without TARGETS, build operator and runtime.
     """
@@ -134,5 +134,5 @@ def load_image(name: str, root: Path | None, reference: str) -> None:
 @_cluster_options
 @click.argument("program")
 def program_(name: str, root: Path | None, program: str) -> None:
-    """Print the path of PROGRAM (kubectl or helm). Build the program first if it does not exist."""
+    """Print the path of PROGRAM (kubectl or helm). The program is built first if it does not exist."""
     click.echo(LocalCluster(name=name, root=root).program(program))

@@ -67,7 +67,7 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: str) -> str:
-    """Return the text of uv.toml: settings from uv's variables if they are set, otherwise from pip's settings."""
+    """Return the text of uv.toml. Settings come from uv's variables if they are set, otherwise from pip's settings."""
     values: dict[str, object] = {"system-certs": True, "cache-dir": cache, "link-mode": "copy"}
     index = environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL") or pip.get("index-url")
     extra = environment.get("UV_INDEX") or environment.get("UV_EXTRA_INDEX_URL") or pip.get("extra-index-url")
@@ -83,7 +83,10 @@ def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: st
 
 
 def uv_cache(environment: Mapping[str, str]) -> Path:
-    """Return the machine's uv cache, so that an image build does not download the packages of `.venv` again."""
+    """Return the machine's uv cache.
+
+    An image build uses it, so that the packages of `.venv` are not downloaded again.
+    """
     if environment.get("UV_CACHE_DIR"):
         return Path(environment["UV_CACHE_DIR"])
     if shutil.which("uv"):
@@ -93,7 +96,7 @@ def uv_cache(environment: Mapping[str, str]) -> Path:
 
 
 def mounts(folder: Path, *, target: str) -> list[Mount]:
-    """Write pip.conf and uv.toml into `folder`, which a build mounts at `target`, and return all mounts."""
+    """Write pip.conf and uv.toml into `folder`, and return all mounts. A build mounts `folder` at `target`."""
     environment = os.environ
     home = Path.home()
     pip = pip_settings(environment, pip_files(environment, home))

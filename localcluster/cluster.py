@@ -52,14 +52,14 @@ class ComponentStatus:
 
 
 class LocalCluster:
-    """A real Kubernetes on this machine, of one node unless `options` say otherwise.
+    """A real Kubernetes on this machine. It has one node unless `options` request more.
 
     Args:
         name:               name of the state folder `build/<name>`. Clusters with different names can run at the same
                             time, but only one of them can have nodes, because the service rules of node 1 are rules of
                             the machine.
-        control_plane_only: etcd, API server and controller manager; the API server accepts pods, which never run. No
-                            root permissions are needed if etcd and openssl are installed.
+        control_plane_only: start only etcd, API server and controller manager. The API server accepts pods, which never
+                            run. No root permissions are needed if etcd and openssl are installed.
         options:            ports, networks and the number of nodes.
         root:               folder of the state folders, by default `build/` in the repository.
         steps:              reports the progress, by default to standard error.
@@ -108,7 +108,7 @@ class LocalCluster:
 
         Args:
             with_images: also build helm and the project's images, in parallel with the other programs, and load the
-                         images.
+                images.
         """
         if with_images and self.control_plane_only:
             raise ClusterError("a control plane runs no pods, so it takes no images: leave out one of the two options")
@@ -118,7 +118,7 @@ class LocalCluster:
         packages.ensure((*needed, *packages.IMAGES) if with_images else needed, steps)
         wanted = programs.CONTROL_PLANE if self.control_plane_only else programs.NODE
         with ThreadPoolExecutor(max_workers=1) as pool:
-            # Build images in parallel: they wait for downloads and disk while the compiler uses the CPU.
+            # Build images in parallel, because they wait for downloads and disk while the compiler uses the CPU.
             building = pool.submit(images.build, images.DEFAULT_TARGETS, steps) if with_images else None
             built = programs.ensure((*wanted, "helm") if with_images else wanted, steps)
             self._start(built)
@@ -166,7 +166,7 @@ class LocalCluster:
     def freeze_node(self, index: int) -> None:
         """Suspend all processes of a node, as if its machine hung: kubelet, container runtime, Services and containers.
 
-        Its kernel still accepts connections. With `cut_network` as well, the node is lost.
+        The node's kernel still accepts connections. If `cut_network` is also called, the node is lost.
 
         index: 2 or higher, because node 1 also runs the control plane.
 
@@ -201,7 +201,7 @@ class LocalCluster:
         return nodes[index - 1]
 
     def _load(self, image: store.Image) -> bool:
-        """Load an image into every node whose container runtime runs, and return whether there is such a node."""
+        """Load an image into every node whose container runtime runs. Return whether there is such a node."""
         settings = config.load(self.layout)
         layouts = [self.layout.of_node(node.index) for node in settings.nodes] if settings is not None else []
         running = [layout for layout in layouts if runtime.is_up(layout)]
@@ -210,7 +210,10 @@ class LocalCluster:
         return bool(running)
 
     def status(self) -> list[ComponentStatus]:
-        """Return, for each component, whether it runs and whether it is ready; empty if the cluster is down."""
+        """Return, for each component, whether it runs and whether it is ready.
+
+        The result is empty if the cluster is down.
+        """
         settings = config.load(self.layout)
         if settings is None:
             return []
@@ -221,9 +224,9 @@ class LocalCluster:
         return [self._component_status(component) for component in expected]
 
     def program(self, name: str) -> Path:
-        """Return the path of a program (kubectl or helm) in the node's version.
+        """Return the path of a program (kubectl or helm) in the version of the node.
 
-        The program is built if it does not exist, and linked into the state folder.
+        The program is built if it does not exist, and is linked into the state folder.
         """
         if name not in programs.PACKAGES:
             raise ClusterError(f"program {name!r} is unknown; there are {', '.join(programs.PACKAGES)}")
@@ -252,7 +255,10 @@ class LocalCluster:
             )
 
     def _settle(self) -> Settings:
-        """Return the existing cluster's settings, adapted to changes of the machine, or settings of a new cluster."""
+        """Return the settings of the cluster.
+
+        The settings of an existing cluster are adapted to changes of the machine. A new cluster gets new settings.
+        """
         settings = config.load(self.layout)
         if settings is not None:
             clashes = config.contradictions(settings, self._options, control_plane_only=self.control_plane_only)
@@ -300,7 +306,7 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the cluster, so that only one launcher changes it.
+        """Lock the cluster, so that only one launcher at a time changes it.
 
         The kernel releases the lock if the launcher is killed.
         """

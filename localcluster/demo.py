@@ -1,4 +1,4 @@
-"""`make demo`: creates a real Kubernetes, then takes one resource through its lifecycle."""
+"""`make demo`, which creates a real Kubernetes and then takes one resource through its lifecycle."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CRD = "megatroninferences.inference.megatron.dev"
 
 @dataclass(frozen=True)
 class Target:
-    """A cluster for the demo, and the way to reach its Services from this machine."""
+    """A cluster for the demo, and the method to reach its Services from this machine."""
 
     kube: Kubectl
     helm: Path | str
@@ -40,7 +40,7 @@ class Target:
 
 @contextmanager
 def _forwarded(target: Target, service: str) -> Iterator[str]:
-    """Yield the URL of a Service through `kubectl port-forward`, for clusters whose Services are not reachable."""
+    """Yield the URL of a Service through `kubectl port-forward`. Used for clusters whose Services are not reachable."""
     command = target.kube.command("port-forward", f"service/{service}", ":80")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -64,7 +64,7 @@ def _embedded(steps: Steps) -> Target:
 def _current() -> Target:
     """Return the user's current cluster as the target.
 
-    The operator must be installed, and nodes pull images from a registry.
+    The operator must be installed there, and its nodes must be able to pull images from a registry.
     """
     kube = Kubectl()
     try:

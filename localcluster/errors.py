@@ -2,4 +2,4 @@
 
 
 class ClusterError(Exception):
-    """The machine, the network or an argument makes the operation impossible. The message contains the remedy."""
+    """The machine, the network or an argument prevents the operation. The message contains the remedy."""

@@ -1,7 +1,7 @@
 """Builds the project's images with buildah, and loads them into a running cluster.
 
-Nothing is pulled from an image registry: debootstrap creates the base image, and apt, pip and uv install everything
-else with the settings of this machine. An image whose inputs have not changed is not built again.
+No image is pulled from a registry. debootstrap creates the base image, and apt, pip and uv install everything else with
+the settings of this machine. An image whose inputs have not changed is not built again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ TARGETS = {
     "runtime-vllm": "localhost/megatron-runtime-vllm:dev",
 }
 DEFAULT_TARGETS = ("operator", "runtime")
-"""The targets that are built by default.
-
-`runtime-vllm` is not among them: it needs 8 GB, and only vLLM engines use it.
+"""The targets that are built by default. `runtime-vllm` is left out, because it needs 8 GB and only vLLM engines use
+it.
 """
 # The inputs of an image: the files that .dockerignore includes, and the two files that define the build.
 INPUTS = (
@@ -121,9 +120,12 @@ def _build(target: str, repository: Path, base: str, step: Step) -> None:
 
 
 def _stamp(target: str, inputs: str) -> str | None:
-    """Return the stamp of a target's image, from its inputs and its digest; None if there is no image.
+    """Return the stamp of a target's image, computed from its inputs and its digest.
 
-    The stamp is a file next to the store, not a label of the image, because buildah's layer cache ignores labels.
+    Returns None if there is no image.
+
+    The stamp is stored in a file next to the image store. It is not a label of the image, because buildah's layer cache
+    ignores labels.
     """
     image = store.find(TARGETS[target])
     return f"{inputs} {image.digest}" if image is not None else None
@@ -139,7 +141,7 @@ def _last_stamp(target: str) -> str:
 
 
 def _stream(command: Sequence[str], log: Path, step: Step) -> None:
-    """Run a build, and show its current instruction. log: receives the whole output."""
+    """Run a build, and show its current instruction. log: file that receives the whole output."""
     environment = {**os.environ, "TMPDIR": str(_scratch())}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -162,7 +164,7 @@ def _stream(command: Sequence[str], log: Path, step: Step) -> None:
 
 
 def _ensure_base(steps: Steps) -> store.Image:
-    """Return the base image: a minimal system with Python, of this machine's distribution and mirror."""
+    """Return the base image. It is a minimal system with Python, from this machine's distribution and mirror."""
     suite, mirror, components = _distribution()
     reference = f"localhost/megatron-base:{suite}"
     current = store.find(reference)
@@ -211,9 +213,9 @@ def _distribution() -> tuple[str, str, list[str]]:
 
 
 def archive(listing: str, suite: str) -> tuple[str, list[str]]:
-    """Return the mirror that has the suite's main component, and all components on it.
+    """Return the mirror that has the suite's main component, and all components on this mirror.
 
-    All are needed, because Ubuntu's venv is in universe.
+    All components are needed, because Ubuntu's package for venv is in universe.
     """
     lines = [line.split() for line in listing.splitlines()]
     mirror = next((uri for uri, codename, component in lines if (codename, component) == (suite, "main")), "")
@@ -244,7 +246,7 @@ def _scratch() -> Path:
 
 @contextlib.contextmanager
 def _exclusive(steps: Steps) -> Iterator[None]:
-    """Hold the lock of the image store. Before and after, unmount the mounts that a killed build has left."""
+    """Hold the lock of the image store. Before and after, unmount mounts that a killed build has left."""
     with locked(_scratch() / ".lock", steps, reason="another image build"):
         try:
             _forget_interrupted()
@@ -254,9 +256,9 @@ def _exclusive(steps: Steps) -> Iterator[None]:
 
 
 def _forget_interrupted() -> None:
-    """Remove working containers and mounts of interrupted builds.
+    """Remove the working containers and mounts of interrupted builds.
 
-    The caller must hold the lock, so no other build uses them.
+    The caller must hold the lock, so that no other build uses them.
     """
     if (store.root() / "storage").exists():
         run(store.buildah("rm", "--all"), check=False)

@@ -1,4 +1,4 @@
-"""Installs the operator on a cluster, with images, node and chart, for the demo and the end-to-end tests."""
+"""Installs the operator on a cluster (images, node and chart), for the demo and the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RELEASE = "megatron"
 OPERATOR_NAMESPACE = "megatron-system"
 CHART = REPOSITORY / "charts" / "megatron-inference"
 _VALUES = {"operator": "operator", "runtime": "runtime", "vllm": "runtime-vllm"}
-"""Build target of the image for each value of the chart."""
+"""Build target of the image, for each image value of the chart."""
 
 
 def prepare(cluster: LocalCluster, steps: Steps) -> Path:

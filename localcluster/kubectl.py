@@ -12,7 +12,7 @@ from typing import Any
 from megatron_runtime.protocol import strict_json as json
 
 PATIENCE_SECONDS = 600.0
-"""Timeout of waits: a loaded machine takes many times as long as an idle one."""
+"""Timeout of waits. It is long, because a loaded machine takes many times as long as an idle one."""
 
 RESOURCE = "megatroninferences.inference.megatron.dev"
 

@@ -1,9 +1,9 @@
 """Loads an image from buildah's store into containerd's store without copying its layers.
 
-Both store a layer as the folder that overlayfs mounts. Each layer that containerd lacks becomes a snapshot whose files
-are hard links to buildah's, which takes seconds and no disk space. No process writes to these files, because a
-container's changes go to its own upper folder. Then the manifest and the configuration are imported. Archives of the
-layers are not needed, because containerd unpacks only layers without a snapshot.
+Both stores keep a layer as the folder that overlayfs mounts. Each layer that containerd lacks becomes a snapshot whose
+files are hard links to buildah's files, which takes seconds and no disk space. No process writes to these files,
+because a container's changes go to its own upper folder. Then the manifest and the configuration are imported. Archives
+of the layers are not needed, because containerd unpacks only layers without a snapshot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 
 
 def chain_ids(digests: Iterable[str]) -> list[str]:
-    """Return the name of each layer's snapshot: the digest of all layers up to it (ChainID of the OCI image format)."""
+    """Return the name of each layer's snapshot.
+
+    The name is the digest of all layers up to this layer (ChainID of the OCI image format).
+    """
     chain: list[str] = []
     for digest in digests:
         chained = f"{chain[-1]} {digest}" if chain else None
@@ -38,7 +41,7 @@ def chain_ids(digests: Iterable[str]) -> list[str]:
 
 
 def load(image: Image, layout: Layout, steps: Steps) -> None:
-    """Make an image available to pods. Layers that exist already are skipped."""
+    """Make an image available to pods. Layers that already exist are skipped."""
     with steps.step(f"load {image.reference}") as step:
         if runtime.image_digest(layout, image.reference) == image.digest:
             step.note("is there")
@@ -64,7 +67,7 @@ def load(image: Image, layout: Layout, steps: Steps) -> None:
 
 def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> None:
     key = f"load-{snapshot}"
-    # Remove what an interrupted load has left.
+    # Remove files that an interrupted run has left.
     runtime.ctr(layout, "snapshots", "remove", key, check=False)
     runtime.ctr(layout, "snapshots", "prepare", key, *([parent] if parent else []))
     target = writable_folder(runtime.ctr(layout, "snapshots", "mounts", "/", key).stdout)
@@ -87,7 +90,7 @@ def copy_command(source: Path, target: Path, *, same_device: bool) -> list[str]:
 
 
 def writable_folder(mount_command: str) -> Path:
-    """Return the folder of a prepared snapshot, given the mount command that `ctr` prints for it."""
+    """Return the folder of a prepared snapshot. mount_command: the command that `ctr` prints for the snapshot."""
     upper = re.search(r"upperdir=([^,\s]+)", mount_command)
     if upper:
         return Path(upper[1])
@@ -98,7 +101,7 @@ def writable_folder(mount_command: str) -> Path:
 
 
 def bare_archive(image: Image) -> bytes:
-    """Return an archive in OCI layout with the manifest and the configuration of an image, without layers."""
+    """Return an archive in OCI layout that has the manifest and configuration of an image but no layers."""
     files: dict[str, bytes] = {}
 
     def blob(content: bytes) -> str:

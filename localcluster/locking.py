@@ -14,7 +14,7 @@ from localcluster.progress import Steps
 def locked(path: Path, steps: Steps, *, reason: str) -> Iterator[None]:
     """Hold the lock of the file `path`, which is created if needed.
 
-    reason: cause of a wait, such as "another build of the same programs".
+    reason: why a caller may have to wait, such as "another build of the same programs".
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:

@@ -1,4 +1,4 @@
-"""Changes that nodes make to the machine outside of the state folder, and the record by which they are undone.
+"""The changes that nodes make to the machine outside the state folder, and the record for undoing them.
 
 The record is in /run. Like the changes, it does not survive a reboot, but it survives the removal of the state folder.
 It also ensures that only one cluster has nodes, because kube-proxy's chains have fixed names.
@@ -43,7 +43,7 @@ class Footprint:
 
     Attributes:
         state:      state folder of the cluster to which the node belongs.
-        sysctls:    values before the changes.
+        sysctls:    values before the changes, by name.
         chains:     iptables chains that existed before, by address family and table.
         cgroups:    cgroup of the pods of each node.
         namespaces: network namespaces of all nodes except the first.
@@ -68,7 +68,10 @@ def facts() -> Machine:
 
 
 def recorded() -> Footprint | None:
-    """Return the recorded changes to this machine, of whichever cluster has nodes; None if there are none."""
+    """Return the recorded changes to this machine, by whichever cluster has nodes.
+
+    Returns None if there are no changes.
+    """
     try:
         return Footprint(**json.loads(RECORD.read_text()))
     except FileNotFoundError:
@@ -78,7 +81,7 @@ def recorded() -> Footprint | None:
 
 
 def claim(settings: Settings, layout: Layout) -> None:
-    """Record that this cluster has nodes, and the settings to restore. Call it before anything is changed."""
+    """Record that this cluster has nodes, and the settings to restore later. Call it before anything is changed."""
     owner = recorded()
     if owner is not None:
         if owner.state != str(layout.state):

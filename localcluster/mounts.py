@@ -9,7 +9,7 @@ from localcluster.shell import run
 
 
 def mounts_below(mountinfo: str, folder: Path) -> list[str]:
-    """Return the mount points at or below `folder` in the text of /proc/self/mountinfo, latest mount first."""
+    """Return the mount points at or below `folder`, latest mount first. mountinfo: the text of /proc/self/mountinfo."""
     points = [_unescape(line.split()[4]) for line in mountinfo.splitlines()]
     return [point for point in reversed(points) if point == str(folder) or point.startswith(f"{folder}/")]
 
@@ -21,7 +21,7 @@ def _unescape(field: str) -> str:
 def unmount_below(folder: Path) -> int:
     """Unmount everything below `folder`, and return the number of mounts.
 
-    Raises ClusterError if a mount remains, because removal of the folder would delete its content.
+    Raises ClusterError if a mount remains, because removing the folder would delete the mount's content.
     """
     mountinfo = Path("/proc/self/mountinfo")
     points = mounts_below(mountinfo.read_text(), folder)

@@ -1,6 +1,6 @@
-"""Creates and removes the bridge, and removes iptables rules of kube-proxy, the kubelet and the CNI plugins.
+"""Creates and removes the bridge. Removes the iptables rules of kube-proxy, the kubelet and the CNI plugins.
 
-A pure function selects the rules to remove: it converts the output of `iptables-save` to the input of
+A pure function selects the rules to remove. It converts the output of `iptables-save` to the input of
 `iptables-restore`.
 """
 
@@ -23,7 +23,7 @@ FAMILIES = ("iptables", "ip6tables")
 def create_bridge(settings: Settings) -> None:
     """Create the bridge.
 
-    It must exist before the first pod, because the API server and the DNS listen on its address.
+    It must exist before the first pod, because the API server and the DNS server listen on its address.
     """
     if not Path(f"/sys/class/net/{settings.bridge}").exists():
         run(["ip", "link", "add", settings.bridge, "type", "bridge"])
@@ -42,7 +42,7 @@ def create_bridge(settings: Settings) -> None:
 def join(settings: Settings, node: Node) -> None:
     """Create the network namespace of a node and connect it to the bridge of node 1.
 
-    The namespace has a bridge of its own in the same subnet, and no route to other networks.
+    The namespace has its own bridge in the same subnet, and no route to other networks.
     """
     assert node.namespace is not None
     if not namespace_path(node.namespace).exists():
@@ -60,7 +60,7 @@ def join(settings: Settings, node: Node) -> None:
 
 
 def connect(node: Node, *, up: bool) -> None:
-    """Connect a node to the other nodes, or disconnect it from them, so that no packet passes."""
+    """Connect a node to the other nodes if `up` is set. Otherwise disconnect it, so that no packet passes."""
     assert node.namespace is not None
     run(["ip", "link", "set", node.namespace, "up" if up else "down"])
 
@@ -89,9 +89,9 @@ def admit(settings: Settings) -> None:
 
 
 def keep_service_traffic(settings: Settings) -> None:
-    """Reject connections to a Service that kube-proxy has not translated yet.
+    """Reject connections to a Service whose address kube-proxy does not translate yet.
 
-    Otherwise they would leave this machine by its default route, and another host might answer.
+    Otherwise the packets would leave this machine by its default route, and another host might answer.
     """
     for chain in ("OUTPUT", "FORWARD"):
         _insert_rule([chain, "-d", settings.service_subnet, "!", "-o", settings.bridge, "-j", "REJECT"])
@@ -115,7 +115,7 @@ def remove_bridge(bridge: str) -> bool:
 
 
 def chains(saved: str) -> dict[str, list[str]]:
-    """Return the chains of Kubernetes and CNI in the output of `iptables-save`, by table."""
+    """Return the chains of Kubernetes and CNI by table. saved: the output of `iptables-save`."""
     by_table: dict[str, list[str]] = {}
     table = ""
     for line in saved.splitlines():
@@ -127,11 +127,11 @@ def chains(saved: str) -> dict[str, list[str]]:
 
 
 def cleanup(saved: str, *, bridge: str, keep: Mapping[str, Collection[str]]) -> str:
-    """Return the input of `iptables-restore --noflush` that removes the cluster's rules in `saved`.
+    """Return the input for `iptables-restore --noflush` that removes the cluster's rules in `saved`.
 
     Args:
         saved:  output of `iptables-save`.
-        bridge: interface of the cluster; rules in other chains that name it are the launcher's.
+        bridge: interface of the cluster. Rules in other chains that name it were created by the launcher.
         keep:   chains, by table, that existed before the cluster.
     """
     doomed = {table: [c for c in names if c not in keep.get(table, ())] for table, names in chains(saved).items()}
@@ -162,7 +162,7 @@ def _names_interface(words: list[str], bridge: str) -> bool:
 
 
 def saved_rules() -> dict[str, str]:
-    """Return the output of `iptables-save` for both address families."""
+    """Return the output of `iptables-save` for each address family."""
     return {family: run([f"{family}-save"]).stdout for family in FAMILIES}
 
 

@@ -1,4 +1,4 @@
-"""Starts what nodes need: scheduler and DNS, and the container runtime, kubelet and Services of each node."""
+"""Starts the components of nodes: scheduler and DNS, and each node's container runtime, kubelet and Services."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _of_node(settings: Settings, node: Node, layout: Layout, programs: Path, fac
 
 
 def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None:
-    """Start the nodes, and wait until they are Ready. The control plane must run, and the machine must be claimed."""
+    """Start the nodes, and wait until they are Ready. The control plane must run, and claim() must have been called."""
     facts = machine.facts()
     write(layout.config / "Corefile", render.corefile(settings, layout))
     start(components.scheduler(settings, layout, programs), layout, steps)

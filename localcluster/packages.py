@@ -25,7 +25,10 @@ POLICY_TEXT = "#!/bin/sh\n# megatron-localcluster: no service starts while its p
 
 @dataclass(frozen=True)
 class Requirement:
-    """A program and its package. If `program` contains a slash, it is a path; otherwise it is looked up on PATH."""
+    """A program and the package that contains it.
+
+    If `program` contains a slash, it is a path. Otherwise it is looked up on PATH.
+    """
 
     package: str
     program: str
@@ -56,7 +59,7 @@ def present(program: str) -> bool:
 
 
 def missing(requirements: Iterable[Requirement], *, has: Callable[[str], bool] = present) -> list[str]:
-    """Return the packages to install, each once, in the order of `requirements`."""
+    """Return the packages to install, without duplicates, in the order of `requirements`."""
     return list(dict.fromkeys(r.package for r in requirements if not has(r.program)))
 
 
@@ -68,7 +71,7 @@ def cni_folder() -> Path:
 
 
 def ensure(requirements: Iterable[Requirement], steps: Steps) -> None:
-    """Install the missing packages. Raises ClusterError that names them if they cannot be installed."""
+    """Install the missing packages. If this fails, raise ClusterError that names them."""
     if missing(requirements):
         with locked(cache_root() / ".packages.lock", steps, reason="another installation of packages"):
             _install(missing(requirements), steps)
@@ -93,7 +96,7 @@ def _install(wanted: list[str], steps: Steps) -> None:
 
 
 class _Quiescent:
-    """Prevents newly installed packages from starting services, now and at the next boot."""
+    """A context manager that prevents newly installed packages from starting services, now and at the next boot."""
 
     def __init__(self) -> None:
         self._policy = False

@@ -100,7 +100,10 @@ def _has(folder: Path, name: str) -> bool:
 
 
 class _Pair:
-    """Yields temporary paths for a key and a certificate, and renames both files at the end, the certificate last."""
+    """A context manager that yields temporary paths for a key and a certificate.
+
+    At the end, it renames both files, the certificate last.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._final = (folder / f"{name}.key", folder / f"{name}.crt")

@@ -14,7 +14,7 @@ from megatron_runtime.protocol import strict_json as json
 
 
 def take(port: int) -> bool:
-    """Reserve a port until this process ends. Return False if a server listens on it or another process reserved it."""
+    """Reserve a port until this process ends. Return False if the port is in use or another process has reserved it."""
     return reserve_port(port) and _can_listen(port)
 
 
@@ -29,7 +29,10 @@ def _can_listen(port: int) -> bool:
 
 
 def allocate(options: Options) -> dict[str, int]:
-    """Return a free port for each name: the requested or preferred port, or a port outside the ephemeral range."""
+    """Return a free port for each name.
+
+    It is the requested port, the preferred port, or a port outside the ephemeral range.
+    """
     if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
     ports: dict[str, int] = {}
@@ -42,7 +45,10 @@ def allocate(options: Options) -> dict[str, int]:
 
 
 def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Network]]:
-    """Return device and IPv4 network of each route of this machine, without the default route and `ignore_device`."""
+    """Return device and IPv4 network of each route of this machine.
+
+    The default route and `ignore_device` are left out.
+    """
     routes = json.loads(run(["ip", "-json", "-4", "route", "show"]).stdout or "[]")
     return [
         (route.get("dev", "?"), ipaddress.IPv4Network(route["dst"], strict=False))
@@ -52,7 +58,7 @@ def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Netwo
 
 
 def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]]) -> str | None:
-    """Return the device whose network overlaps `subnet`; None if there is none."""
+    """Return a device whose network overlaps `subnet`, or None if there is none."""
     wanted = ipaddress.IPv4Network(subnet)
     return next((device for device, network in networks if network.overlaps(wanted)), None)
 

@@ -9,15 +9,15 @@ from pathlib import Path
 
 
 def answers(url: str, pki: Path, *, timeout: float = 2.0) -> bool:
-    """Return whether `url` answers 200."""
+    """Return whether a GET request to `url` is answered with status 200."""
     return fetch(url, pki, timeout=timeout) is not None
 
 
 def fetch(url: str, pki: Path, *, timeout: float = 2.0) -> bytes | None:
-    """Return the body of the answer of `url`; None unless its status is 200.
+    """Return the body of the answer to a GET request. Returns None if the status is not 200.
 
     Over TLS, the client uses the admin's certificate. The certificates of controller manager and scheduler are
-    self-signed, so on loopback the server's identity is not checked.
+    self-signed, so on loopback the server's identity is not verified.
     """
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or 0

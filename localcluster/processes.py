@@ -1,7 +1,8 @@
 """Starts, identifies and terminates the cluster's processes.
 
 A pid alone does not identify a process, because the kernel reuses pids. A process belongs to the cluster if it runs one
-of `PROGRAM_NAMES` with an argument below the cluster's state folder. This also identifies processes without a record.
+of `PROGRAM_NAMES` with an argument below the cluster's state folder. This rule also identifies processes without a
+record.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def belongs(argv: Sequence[str], state: Path) -> bool:
 
 
 def is_same_component(argv: Sequence[str], other: Sequence[str], state: Path) -> bool:
-    """Return whether two command lines run the same program with a common path below the state folder.
+    """Return whether two command lines run the same program with the same path below the state folder.
 
     The kubelets of two nodes run the same program with different paths.
     """
@@ -58,7 +59,7 @@ def is_same_component(argv: Sequence[str], other: Sequence[str], state: Path) ->
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a running process; empty if it has exited."""
+    """Return the arguments of a running process. The result is empty if it has exited."""
     try:
         return [part.decode(errors="replace") for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -77,7 +78,7 @@ def digest(component: Component) -> str:
 
 
 def running(component_name: str, layout: Layout) -> Record | None:
-    """Return the record of a component if its process runs and belongs to the cluster; otherwise None."""
+    """Return the record of a component if its process runs and belongs to the cluster. Otherwise return None."""
     try:
         record = Record(**json.loads((layout.run / f"{component_name}.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -86,7 +87,7 @@ def running(component_name: str, layout: Layout) -> Record | None:
 
 
 def ensure(component: Component, layout: Layout) -> bool:
-    """Start the component unless it runs with this configuration; return whether it was started."""
+    """Start the component unless it runs with this configuration. Return whether it was started."""
     current = running(component.name, layout)
     wanted = digest(component)
     if current is not None and current.digest == wanted:
@@ -135,7 +136,7 @@ def log_path(component_name: str, layout: Layout) -> Path:
 def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], *, seconds: float) -> None:
     """Wait until `ready` returns true.
 
-    Raises ClusterError with the end of the log if the process exits or after `seconds`.
+    Raises ClusterError with the end of the log if the process exits, or if `seconds` have passed.
     """
     deadline = time.monotonic() + seconds
     while not ready():
@@ -151,7 +152,7 @@ def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], 
 def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
     """Send SIGTERM, and after `grace` seconds SIGKILL. Return when all processes have exited.
 
-    The processes are opened as pidfds first, so that no signal reaches another process with a reused pid.
+    The processes are first opened as pidfds, so that no signal reaches another process that reuses a pid.
     """
     handles: dict[int, int] = {}
     for pid in pids:
@@ -195,7 +196,7 @@ def _ended(handle: int, timeout: float) -> bool:
 
 
 def _reap(pid: int) -> None:
-    """Reap a process if it is a child of this launcher, because it would stay a zombie."""
+    """Reap a process if it is a child of this launcher. Otherwise it would stay a zombie."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

@@ -1,7 +1,7 @@
 """Builds the Go programs of the node, and caches them by the module's content and the compiler's version.
 
-A program is built on first use. All checkouts of a user share the cache. A file lock allows one builder at a time, and
-programs are created by rename, so an existing program is complete.
+A program is built on first use. All checkouts of a user share the cache. A file lock allows one builder at a time.
+Programs are created by rename, so an existing program is complete.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ from localcluster.shell import follow, run, tail
 
 MODULE = Path(__file__).resolve().parent / "go"
 LINK_PACKAGES = 30
-"""Number of packages that take about as long to compile as one program takes to link.
-
-It serves to estimate durations.
-"""
+"""Number of packages whose compilation takes about as long as linking one program. It is used to estimate durations."""
 _PACKAGE = re.compile(r"[\w.~+/-]+", re.ASCII)
 """Matches a line of `go build -v` that is the path of a package."""
 MINIMUM_GO = (1, 24)
@@ -74,7 +71,7 @@ def go_version() -> str:
 
 
 def cache_key(go: str, module: Path = MODULE) -> str:
-    """Return a digest of everything on which the programs depend."""
+    """Return a digest of all inputs on which the programs depend."""
     digest = hashlib.sha256(f"{go}\0{ldflags()}\0".encode())
     for path in sorted(p for p in module.rglob("*") if p.suffix in {".go", ".mod", ".sum"}):
         digest.update(path.relative_to(module).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -82,12 +79,12 @@ def cache_key(go: str, module: Path = MODULE) -> str:
 
 
 def is_network_trouble(output: str) -> bool:
-    """Return whether a build failed because of the network and should be retried."""
+    """Return whether a build failed because of the network, so that it should be retried."""
     return _NETWORK_TROUBLE.search(output) is not None
 
 
 def ensure(names: Iterable[str], steps: Steps) -> Path:
-    """Build the missing programs of `names`, and return the folder that holds all of them."""
+    """Build the programs in `names` that are missing. Return the folder that has all of them."""
     names = list(names)
     folder = cache_root() / "bin" / cache_key(go_version())
     if all((folder / name).exists() for name in names):
@@ -104,7 +101,7 @@ def ensure(names: Iterable[str], steps: Steps) -> Path:
 
 
 class BuildProgress:
-    """The progress of a build of Go programs, from the lines of `go build -v` and the linked programs.
+    """The progress of a build of Go programs, computed from the output of `go build -v` and the linked programs.
 
     packages: number of packages to compile; 0 while unknown.
     programs: number of programs to link.
@@ -118,7 +115,7 @@ class BuildProgress:
         self._begun = clock()
 
     def text(self) -> str:
-        """Return the progress as text, with the remaining time as soon as it can be estimated."""
+        """Return the progress as text. It has the remaining time as soon as this can be estimated."""
         compiled = min(self.compiled, self.packages)
         parts = [f"{compiled} of {self.packages} packages", f"{self.linked} of {self.programs} programs"]
         whole = self.packages + LINK_PACKAGES * self.programs
@@ -130,7 +127,7 @@ class BuildProgress:
 
 
 def _build(names: Sequence[str], folder: Path, step: Step) -> None:
-    """Build all programs in one call, so that linking one program, on one CPU, overlaps with compiling another."""
+    """Build all programs in one call. Linking one program, on one CPU, then overlaps with compiling another."""
     flags = ["-mod=readonly", "-trimpath", "-ldflags", ldflags()]
     paths = [PACKAGES[name] for name in names]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -182,9 +179,9 @@ def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step:
 
 
 def _drop_old(current: Path, *, keep: int = 2) -> None:
-    """Delete all but the newest `keep` sets of programs, of about 600 MB each.
+    """Delete all but the newest `keep` sets of programs. A set has about 600 MB.
 
-    Several are kept so that switching between branches does not rebuild them.
+    Several sets are kept so that switching between branches does not rebuild them.
     """
     os.utime(current)
     folders = sorted((p for p in current.parent.iterdir() if p.is_dir()), key=lambda p: p.stat().st_mtime, reverse=True)

@@ -1,4 +1,4 @@
-"""Renders all configuration files of a cluster: pure functions from settings to text."""
+"""Renders all configuration files of a cluster. Pure functions convert settings to text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Machine:
 
     Attributes:
         may_lower_oom_score: whether the launcher has CAP_SYS_RESOURCE. Without it, writing a value below the current
-            oom_score_adj fails, and with it the start of every sandbox.
+            oom_score_adj fails, and so does the start of every sandbox.
         cni_folder: folder of the CNI plugins.
     """
 
@@ -66,7 +66,10 @@ def kubeconfig(settings: Settings, layout: Layout, *, identity: str, server: str
 
 
 def audit_policy() -> str:
-    """Return an audit policy: log the metadata of requests of service accounts, except Kubernetes' own accounts."""
+    """Return an audit policy that logs the metadata of service accounts' requests.
+
+    Kubernetes' own accounts are not logged.
+    """
     return yaml.safe_dump(
         {
             "apiVersion": "audit.k8s.io/v1",
@@ -117,9 +120,9 @@ def containerd(layout: Layout, machine: Machine) -> str:
 
 
 def cni(settings: Settings, node: Node, layout: Layout) -> str:
-    """Return the CNI configuration: a bridge with host-local addresses.
+    """Return the CNI configuration of a node, a bridge with host-local addresses.
 
-    There is no masquerading: pods can reach only the node and each other.
+    There is no masquerading, so pods can reach only the node and each other.
     """
     first, last = node.pod_ips
     ipam = {
@@ -182,12 +185,12 @@ def kubelet(settings: Settings, node: Node, layout: Layout, machine: Machine, *,
 
 
 def resolv_conf(settings: Settings) -> str:
-    """Return resolv.conf, without the machine's search domains, because pods cannot reach the machine's resolver."""
+    """Return resolv.conf without the machine's search domains, because pods cannot reach the machine's resolver."""
     return f"nameserver {settings.node_ip}\n"
 
 
 def corefile(settings: Settings, layout: Layout) -> str:
-    """Return the Corefile: cluster names are resolved, all others get NXDOMAIN, because pods cannot reach them."""
+    """Return the Corefile. Cluster names are resolved. All other names get NXDOMAIN, because pods cannot reach them."""
     return f"""\
 cluster.local:53 in-addr.arpa:53 {{
   bind {settings.node_ip}
@@ -210,7 +213,7 @@ cluster.local:53 in-addr.arpa:53 {{
 
 
 def coredns_permissions() -> list[dict[str, Any]]:
-    """Return CoreDNS's RBAC role, bound to the user of its certificate."""
+    """Return CoreDNS's RBAC role, and its binding to the user in CoreDNS's certificate."""
     metadata = {"name": "system:coredns"}
     rules = [
         {"apiGroups": [""], "resources": ["services", "pods", "namespaces"], "verbs": ["list", "watch"]},

@@ -1,4 +1,6 @@
-"""A client of containerd for the images and containers of one cluster: runs `ctr` on the cluster's private socket."""
+"""A client of containerd for the images and containers of one cluster. It runs `ctr` on the cluster's private
+socket.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,17 @@ def images(layout: Layout) -> set[str]:
 
 
 def image_digest(layout: Layout, reference: str) -> str | None:
-    """Return the manifest digest of the image with this name; None if there is no such image."""
+    """Return the manifest digest of the image with this name, or None if there is no such image."""
     table = ctr(layout, "images", "list", f"name=={reference}").stdout.splitlines()[1:]
     return next((line.split()[2] for line in table if line.split()[0] == reference), None)
 
 
 def stale_ids(table: str) -> list[str]:
-    """Return the names `sha256:…` in the output of `ctr images list` whose images have no other name any more.
+    """Return the names `sha256:…` of images that have no other name. table: the output of `ctr images list`.
 
-    containerd's CRI plugin creates such a name at the first import of an image, and keeps it when the tag moves to
-    another image, which would keep the old layers for ever. Running containers reference their layers themselves.
+    containerd's CRI plugin creates such a name at the first import of an image. It keeps the name when the tag moves to
+    another image, which would keep the old layers forever. Running containers have their own references to their
+    layers.
     """
     rows = [line.split() for line in table.splitlines()[1:]]
     named = {row[2] for row in rows if not row[0].startswith("sha256:")}
@@ -59,7 +62,7 @@ def snapshots(layout: Layout) -> set[str]:
 
 
 def remove_containers(layout: Layout) -> int:
-    """Delete all containers, and return their number. Only the image store remains for a later cluster."""
+    """Delete all containers, and return their number. Only the image store remains, for a later cluster."""
     containers = ctr(layout, "containers", "list", "--quiet").stdout.split()
     for container in containers:
         ctr(layout, "tasks", "delete", "--force", container, check=False)

@@ -1,7 +1,7 @@
 """The folders, addresses and ports of a cluster, which are fixed at its first `up`. Pure except for `load` and `save`.
 
-A cluster writes only to `Layout.state`, and to `cache_root()`, which has what clusters share: built programs, the base
-system and image layers.
+A cluster writes only to `Layout.state` and `cache_root()`. The cache has the data that clusters share: built programs,
+the base system and image layers.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ def cache_root() -> Path:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the caller; `None` leaves the choice to the launcher.
+    """Options of the caller. None leaves the choice to the launcher.
 
     Attributes:
-        api_port: port of the API server; by default a free port; an explicit port that is in use is an error.
+        api_port: port of the API server; by default a free port. An explicit port that is in use is an error.
         pod_subnet: IPv4 network of nodes and pods. Its first address is the address of the first node.
         service_subnet: IPv4 network of ClusterIPs.
         nodes: number of nodes, 1 to `MAX_NODES`; 1 by default.
@@ -84,7 +84,7 @@ class Node:
 
     @property
     def suffix(self) -> str:
-        """Suffix of the names of this node's components and certificates; empty for node 1."""
+        """Suffix of the names of this node's components and certificates. The value is empty for node 1."""
         return "" if self.index == 1 else f"-{self.index}"
 
 
@@ -92,7 +92,7 @@ class Node:
 class Settings:
     """The fixed settings of a cluster.
 
-    They are written to `cluster.json` at the first `up`, and constant until `down`.
+    They are written to `cluster.json` at the first `up`, and stay constant until `down`.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Settings:
     def possible_nodes(self) -> list[Node]:
         """The nodes that the cluster can have.
 
-        Each has an equal part of the pod subnet: the node's address, then addresses of pods.
+        Each node has an equal part of the pod subnet. The part has the node's address first, then addresses of pods.
         """
         parts = ipaddress.IPv4Network(self.pod_subnet).subnets(prefixlen_diff=(MAX_NODES - 1).bit_length())
         return [self._node(index, part) for index, part in zip(range(1, MAX_NODES + 1), parts, strict=True)]
@@ -128,11 +128,11 @@ class Settings:
 
     @property
     def node_ip(self) -> str:
-        """The address of node 1, at which the control plane and the cluster's DNS listen."""
+        """The address of node 1, on which the control plane and the cluster's DNS server listen."""
         return self.nodes[0].ip
 
     def bridge_address(self, node: Node) -> str:
-        """Return the address of a node's bridge, with the prefix length that all nodes share."""
+        """Return the address of a node's bridge with its prefix length, which is the same for all nodes."""
         return f"{node.ip}/{ipaddress.ip_network(self.pod_subnet).prefixlen}"
 
     @property
@@ -141,7 +141,10 @@ class Settings:
 
     @property
     def bridge(self) -> str:
-        """The name of the bridge: a digest of the cluster's name, because interface names have at most 15 bytes."""
+        """The name of the bridge.
+
+        It is a digest of the cluster's name, because interface names have at most 15 bytes.
+        """
         return "mlc" + hashlib.sha256(self.name.encode()).hexdigest()[:8]
 
     @property
@@ -173,7 +176,7 @@ class Layout:
 
     @property
     def bin(self) -> Path:
-        """Folder with links to the programs for users of the cluster: kubectl and helm."""
+        """Folder with links to the programs that users of the cluster need, kubectl and helm."""
         return self.state / "bin"
 
     @property
@@ -212,7 +215,7 @@ class Layout:
 
     @property
     def containerd_root(self) -> Path:
-        """Folder of images and snapshots, the only one that `down` keeps."""
+        """Folder of images and snapshots. It is the only folder that `down` keeps."""
         return self.state / "containerd"
 
     @property
@@ -227,11 +230,11 @@ class Layout:
         return self.config / f"{identity}.kubeconfig"
 
     def of_node(self, index: int) -> Layout:
-        """Return the paths of a node. Node 1 uses the cluster's folder; each other node has a folder below it."""
+        """Return the paths of a node. Node 1 uses the cluster's folder, and each other node has a folder below it."""
         return self if index == 1 else Layout(self.state / f"node-{index}")
 
     def nested(self) -> list[Layout]:
-        """Return the paths of the nodes that have a folder of their own on disk."""
+        """Return the paths of the nodes that have their own folder on disk."""
         return [Layout(folder) for folder in sorted(self.state.glob("node-[0-9]*"))]
 
 
@@ -266,7 +269,7 @@ def save(settings: Settings, layout: Layout) -> None:
 
 
 def load(layout: Layout) -> Settings | None:
-    """Return the recorded settings; None if there are none, or if another version of the launcher wrote them."""
+    """Return the recorded settings, or None if there are none, or if another version of the launcher wrote them."""
     try:
         fields = json.loads(layout.settings.read_text())
         return Settings(**fields) if set(fields["ports"]) == set(PORT_NAMES) else None
@@ -275,7 +278,10 @@ def load(layout: Layout) -> Settings | None:
 
 
 def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
-    """Return messages about options that contradict an existing cluster's settings. More nodes are no contradiction."""
+    """Return messages about options that contradict an existing cluster's settings.
+
+    Adding nodes is not a contradiction.
+    """
     wanted = {
         "--api-port": (options.api_port, settings.ports["apiserver"]),
         "--pod-subnet": (options.pod_subnet, settings.pod_subnet),

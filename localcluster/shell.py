@@ -25,7 +25,10 @@ def run(
     check: bool = True,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end. check: raise ClusterError with the last lines of the output if the program fails."""
+    """Run a program until it exits.
+
+    check: raise ClusterError with the last lines of the output if the program fails.
+    """
     argv = [str(part) for part in command]
     result = subprocess.run(
         argv,
@@ -54,7 +57,7 @@ def follow(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
 ) -> int:
-    """Run a program to its end, without standard input and output, and return its exit code.
+    """Run a program until it exits, without standard input and output, and return its exit code.
 
     on_line: called with each line of its standard error.
     on_tick: called every TICK_SECONDS.

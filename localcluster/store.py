@@ -15,7 +15,7 @@ from megatron_runtime.protocol import strict_json as json
 
 @dataclass(frozen=True)
 class Layer:
-    """An unpacked layer. folder: its files in overlayfs's form, including whiteouts."""
+    """An unpacked layer. folder: its files in the form that overlayfs uses, including whiteouts."""
 
     digest: str
     folder: Path
@@ -46,7 +46,7 @@ def buildah(*arguments: str) -> list[str]:
 
 
 def find(reference: str, *, storage: Path | None = None) -> Image | None:
-    """Return the image with the name `reference`; None if there is none."""
+    """Return the image with the name `reference`, or None if there is none."""
     storage = storage or root() / "storage"
     entry = next(
         (image for image in _table(storage / "overlay-images" / "images.json") if _named(image, reference)), None
@@ -80,7 +80,7 @@ def _named(image: dict[str, Any], reference: str) -> bool:
 def _data(storage: Path, image: str, key: str) -> bytes:
     """Return the content of an image's file `key`.
 
-    Names with other characters than letters and digits are stored in base64.
+    If the key has characters other than letters and digits, the name of the file has the key in base64.
     """
     folder = storage / "overlay-images" / image
     plain = folder / key

@@ -1,4 +1,4 @@
-"""Removes a cluster from the machine, whatever state a previous run has left it in."""
+"""Removes a cluster from the machine, whatever state a previous run has left the cluster in."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def _terminate(layout: Layout, programs: Collection[str], *, grace: float = proc
 
 
 def _restore(footprint: Footprint, layout: Layout) -> str:
-    """Undo the node's changes to the machine, in the order of their dependencies, and return a summary."""
-    # Kill processes a second time: a shim that still ran may have started one after the first time.
+    """Undo the node's changes to the machine, in the order that their dependencies require. Return a summary."""
+    # Kill processes a second time, because a running shim may have started one after the first time.
     for cgroup in (*footprint.cgroups, cgroups.of_node(footprint.cgroups[0])):
         cgroups.remove(cgroup)
     unmounted = unmount_below(layout.state)
@@ -108,7 +108,7 @@ def _restore(footprint: Footprint, layout: Layout) -> str:
 
 
 def _remove_strays(footprint: Footprint, layout: Layout) -> None:
-    """Remove files of containerd, the CNI library and the kubelet that are outside of the state folder."""
+    """Remove files of containerd, the CNI library and the kubelet that are outside the state folder."""
     listening = Path("/proc/net/unix").read_text()
     for socket in SHIM_SOCKETS.glob("*"):
         if str(socket) not in listening:
@@ -139,7 +139,7 @@ def _remove_state(layout: Layout, *, purge: bool) -> None:
 
 
 def _clear(folder: Path, *, keep: Collection[Path]) -> None:
-    """Remove the contents of a folder except `keep`. Then remove the folder if it is empty."""
+    """Remove the contents of a folder except `keep`. If the folder is then empty, remove it."""
     for path in folder.iterdir():
         if path not in keep:
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()

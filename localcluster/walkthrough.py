@@ -1,6 +1,6 @@
 """Runs the demo on a cluster with the operator: applies a resource, sends requests, and executes every verb.
 
-Each step is checked; a failed check raises CheckError.
+Each step is checked. A failed check raises CheckError.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Stream:
         return self.text
 
     def at_rest(self) -> int:
-        """Wait until no piece has arrived for a second, and return the number of pieces.
+        """Wait until no chunk has arrived for one second, and return the number of chunks.
 
-        The resource must be paused. Its last pieces may still arrive.
+        The resource must be paused. Its last chunks may still arrive.
         """
         before = -1
         while self.chunks != before:
@@ -138,7 +138,7 @@ class Chat:
 
 
 def ask_for_paris(chat: Chat) -> tuple[str, int]:
-    """Ask a question, and return the answer and the number of tokens that take STORY_SECONDS at this speed."""
+    """Ask a question, and return the answer and the number of tokens that are generated in about STORY_SECONDS."""
     began = time.monotonic()
     answer = chat.ask(QUESTION)
     check("Paris" in answer, f"the answer for the capital of France is {answer!r}")
@@ -148,9 +148,9 @@ def ask_for_paris(chat: Chat) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """Takes one resource through its lifecycle, from apply to delete.
+    """A demo that takes one resource through its lifecycle, from apply to delete.
 
-    reach: returns the URL by which this machine reaches a Service of the namespace.
+    reach: returns the URL at which this machine reaches a Service of the namespace.
     """
 
     kube: Kubectl

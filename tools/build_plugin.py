@@ -1,8 +1,8 @@
-"""Builds kubectl-megatron as one executable file: a zip archive with a `#!` line, which Python 3.11 or newer runs.
+"""Builds kubectl-megatron as one executable file, a zip archive with a `#!` line that Python 3.11 or newer runs.
 
-It has the modules of this project that its commands import, and the packages that these import. A module that is not
-pure Python is an error, so the file runs on every Linux and macOS. The dashboard is left out, because its packages are
-compiled. The same sources give the same bytes.
+The file has the modules of this project that its commands import, and the packages that these modules import. A module
+that is not pure Python is an error, so the file runs on every Linux and macOS. The dashboard is left out, because its
+packages are compiled. The same sources produce the same bytes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ OWN = ("operator", "runtime")
 """Folders with packages of this project."""
 PROGRAM = "megatron_kubectl.cli"
 IMPORTED_BY_COMMANDS = ("megatron_operator.explain", "megatron_kubectl.pod_logs", "megatron_kubectl.top")
-"""Modules that the program imports when a command needs them."""
+"""Modules that the program imports only when a command needs them."""
 PACKAGES = {"click": "click", "prometheus_client": "prometheus-client", "yaml": "PyYAML"}
-"""Packages that may be in the file, and their distributions. PyYAML works without its compiled module."""
+"""Packages that may be in the file, with their distributions. PyYAML works without its compiled module."""
 MAIN = f"""import sys
 
 if sys.version_info < (3, 11):
@@ -46,10 +46,10 @@ class BuildError(Exception):
 
 
 def own_modules() -> dict[str, Path]:
-    """Import the program; return the modules of this project that it has imported, by path in the archive.
+    """Import the program, and return the modules of this project that it has imported, by path in the archive.
 
     Raises:
-        BuildError: it has imported a package that is not in PACKAGES.
+        BuildError: the program has imported a package that is not in PACKAGES.
     """
     before = set(sys.modules)  # such as the hooks of editable installations
     for name in (PROGRAM, *IMPORTED_BY_COMMANDS):
@@ -80,7 +80,7 @@ def package_files() -> dict[str, Path]:
 
 
 def build(target: Path) -> None:
-    """Write the file. Raises BuildError."""
+    """Write the executable file. Raises BuildError."""
     files = {**own_modules(), **package_files(), "LICENSE": ROOT / "LICENSE"}
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.new")
@@ -95,7 +95,7 @@ def build(target: Path) -> None:
             for name, path in sorted(files.items()):
                 add(name, path.read_bytes())
                 if path.suffix == ".py":
-                    # Python of this version starts faster with the bytecode; others compile the source.
+                    # Python of this version starts faster with the bytecode. Other versions compile the source.
                     compiled = Path(scratch, "module.pyc")
                     unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
                     py_compile.compile(str(path), str(compiled), name, doraise=True, invalidation_mode=unchecked)

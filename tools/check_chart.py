@@ -1,8 +1,8 @@
 """Checks the chart and all manifests: `python tools/check_chart.py`, or `make lint-chart`.
 
-`helm lint --strict` checks the chart. kubeconform checks what helm renders, the install manifest, the samples and the
-children that the operator renders, against the schemas of the API server. It needs Go and its module proxy, no cluster:
-the schemas come from the OpenAPI document of Kubernetes' Go module and from CRDs.
+`helm lint --strict` checks the chart. kubeconform checks the output of helm, the install manifest, the samples and the
+children that the operator renders, against the schemas of the API server. The check needs Go and its module proxy, but
+no cluster, because the schemas come from the OpenAPI document of Kubernetes' Go module and from CRDs.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ VARIANTS: dict[str, list[str]] = {
         "operator.topologySpreadConstraints[0].whenUnsatisfiable=DoNotSchedule",
     ],
 }
-"""`--set` values of the chart."""
+"""Sets of `--set` values for which the chart is checked."""
 MANIFESTS = ("manifests/*.yaml", "manifests/samples/*.yaml", "manifests/cells/*.yaml", "manifests/autoscaling/hpa.yaml")
 RENDERED = "tests/unit/operator/golden/*.yaml"
-"""Golden files of what the operator renders."""
+"""Golden files of the objects that the operator renders."""
 
 Schema = dict[str, Any]
 
 
 def kubeconform() -> Path:
-    """Return the program, built on first use and kept in the user's cache."""
+    """Return the path of kubeconform. It is built on first use and kept in the user's cache."""
     folder = cache_root() / "tools" / f"kubeconform-{KUBECONFORM_VERSION}"
     if not (folder / "kubeconform").exists():
         run(["go", "install", f"{KUBECONFORM}@{KUBECONFORM_VERSION}"], env={"GOBIN": str(folder)}, cwd=Path("/"))
@@ -72,7 +72,7 @@ def helm() -> Path:
 
 
 def _module(path: str) -> Path:
-    """Return the folder of a Go module, `path@version`."""
+    """Return the folder of a Go module. path: module as `path@version`."""
     found = run(["go", "mod", "download", "-json", path], cwd=Path("/"))
     return Path(json.loads(found.stdout)["Dir"])
 
@@ -107,7 +107,7 @@ def _foreign_crds() -> Iterator[Schema]:
 
 
 def _referenced(name: str, definitions: dict[str, Schema]) -> set[str]:
-    """Return the definitions that a definition refers to, directly or not, and its own name."""
+    """Return the name of a definition and of every definition that it refers to, directly or indirectly."""
     found, left = {name}, [name]
     while left:
         text = json.dumps(definitions[left.pop()])
@@ -123,13 +123,13 @@ def _write(folder: Path, *, kind: str, group: str, version: str, schema: Schema)
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema in which objects have no other than the named properties, as for `kubectl --validate=strict`."""
+    """Return a schema in which objects may have only the listed properties, as for `kubectl --validate=strict`."""
     if isinstance(schema, list):
         return [_closed(entry) for entry in schema]
     if not isinstance(schema, dict):
         return schema
     properties = {name: _closed(value) for name, value in schema.get("properties", {}).items()}
-    # Formats of OpenAPI, such as int32, are not those of JSON schema.
+    # OpenAPI has formats, such as int32, that JSON schema lacks.
     others = {key: value for key, value in schema.items() if key not in ("properties", "format", "default", "example")}
     found = {key: _closed(value) for key, value in others.items()}
     if found.pop("x-kubernetes-int-or-string", False):
@@ -150,7 +150,7 @@ def validate(program: Path, schemas: Path, documents: str) -> subprocess.Complet
 
 
 def render(program: Path, values: Iterable[str]) -> str:
-    """Return what helm renders with these `--set` values, also the pods of `helm test`."""
+    """Return the output of helm with these `--set` values, including the pods of `helm test`."""
     chosen = [part for value in values for part in ("--set", value)]
     version = programs.KUBERNETES_VERSION.lstrip("v")
     return run([program, "template", "megatron", CHART, "-n", "system", "--kube-version", version, *chosen]).stdout

@@ -1,8 +1,8 @@
 """Report strings that document nothing: `python tools/check_docstrings.py [FILE ...]`.
 
-A string that is a statement documents the module, class or function that it begins, or the name that the statement
-before it in the same block assigns. Anywhere else it is a remark that no reader and no tool connects with a name.
-Prints `path:line: message` for each and exits with 1 if there is one.
+A string that is a statement documents the module, class or function that it begins, or the name that the previous
+statement in the same block assigns. Anywhere else, no reader and no tool can connect the string with a name. Prints
+`path:line: message` for each such string, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ def orphaned(tree: ast.Module) -> Iterator[int]:
 
 
 def _orphaned_in(block: Sequence[ast.AST], *, begins: bool) -> Iterator[int]:
-    """Yield the orphans of a block. begins: its first string documents the module, class or function."""
+    """Yield the line of each orphaned string in a block.
+
+    begins: the first string of the block documents the module, class or function.
+    """
     before: ast.AST | None = None
     for index, statement in enumerate(block):
         if _is_string(statement) and not (index == 0 and begins) and not isinstance(before, ast.Assign | ast.AnnAssign):

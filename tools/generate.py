@@ -1,4 +1,4 @@
-"""Writes the manifests and the files of the chart that follow from the code: `python -m tools.generate [--check]`."""
+"""Writes the manifests and the chart files that are derived from code: `python -m tools.generate [--check]`."""
 
 from __future__ import annotations
 

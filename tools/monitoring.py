@@ -1,6 +1,7 @@
-"""Alert rules and the Grafana dashboard, as plain data. A test checks that every metric here exists.
+"""Alert rules and the Grafana dashboard, as plain data. A test verifies that every metric used here exists.
 
-A panel of a single metric of coordinator or engine is declared with the metric (megatron_runtime.process.metrics).
+A panel that shows a single metric of coordinator or engine is declared with the metric
+(megatron_runtime.process.metrics).
 """
 
 from __future__ import annotations
@@ -157,19 +158,19 @@ def alert_rules() -> Object:
 
 
 Curve: TypeAlias = tuple[str, str]
-"""Expression and legend."""
+"""Expression and legend of a curve."""
 Panel: TypeAlias = tuple[str, str, tuple[Curve, ...]]
-"""Title, unit and curves."""
+"""Title, unit and curves of a panel."""
 
 
 def quantiles(histogram: str) -> tuple[Curve, ...]:
-    """Return the median and the 99th percentile of the last five minutes."""
+    """Return the curves of the median and the 99th percentile over the last five minutes."""
     rate = f"sum by (le) (rate({histogram}_bucket[5m]))"
     return tuple((f"histogram_quantile({q}, {rate})", f"p{int(q * 100)}") for q in (0.5, 0.99))
 
 
 def declared_panels() -> tuple[Panel, ...]:
-    """Return the panels that metrics name in their declaration, of which those with the same title share one."""
+    """Return the panels that the declarations of metrics name. Metrics with the same panel title share one panel."""
     units: dict[str, str] = {}
     curves: defaultdict[str, list[Curve]] = defaultdict(list)
     for record, prefix in ((Counters, "megatron_coordinator_"), (BackendStats, "megatron_")):
@@ -251,7 +252,7 @@ _METRIC = re.compile(r"\b(megatron_[a-z_]+)(?:\{([^}]*)\})?")
 
 
 def selected(expression: str) -> str:
-    """Return a query of the resources that the variables of the dashboard choose."""
+    """Return a query limited to the resources that are selected by the dashboard's variables."""
 
     def select(found: re.Match[str]) -> str:
         name, given = found[1], found[2]
@@ -267,7 +268,7 @@ def selected(expression: str) -> str:
 
 
 def _variable(name: str, query: str) -> Object:
-    """Return a variable with the values of a label; at first all of them."""
+    """Return a dashboard variable with the values of a label. All values are selected at first."""
     return {
         "name": name,
         "type": "query",

@@ -1,8 +1,8 @@
 """Build the files of a release below build/release: `python tools/release.py COMMAND`, or the targets of the Makefile.
 
-`check` compares the version, the registry and the changelog. `wheels` builds the Python packages and `files` everything
-else that is not an image. `dry-run` does all of it, builds the images that this machine can build, and prints what only
-the release workflow builds.
+`check` compares the version, the registry and the changelog. `wheels` builds the Python packages, and `files` builds
+everything else that is not an image. `dry-run` runs all of these steps, builds the images that this machine can build,
+and lists what only the release workflow builds.
 """
 
 from __future__ import annotations
@@ -40,15 +40,19 @@ DISTRIBUTIONS = OUTPUT / "dist"
 PLUGIN = ROOT / "build/kubectl-megatron"
 TOOLS = ROOT / "build/release-tools/bin"
 MANYLINUX = f"manylinux_2_28_{platform.machine()}"
-"""The oldest systems of the wheel: Debian 10, Ubuntu 20.04, RHEL 8. auditwheel fails if the library needs more."""
+"""Tag of the oldest systems that the wheel supports: Debian 10, Ubuntu 20.04, RHEL 8. auditwheel fails if the library
+needs a newer system.
+"""
 SOFTWARE = ("operator", "runtime", "runtime-vllm")
-"""requirements/NAME.txt lists the packages of each image, and becomes its bill of materials."""
+"""Images by the NAME in requirements/NAME.txt, which lists the packages of an image and becomes its bill of
+materials.
+"""
 MANIFESTS = ("manifests/crd.yaml", "manifests/install.yaml")
 UNRELEASED = "Unreleased"
 
 
 class ReleaseError(RuntimeError):
-    """The release cannot be made. The message names the file, the value and the remedy."""
+    """The release cannot be built. The message names the file, the value and the remedy."""
 
 
 def project_version() -> str:
@@ -56,7 +60,10 @@ def project_version() -> str:
 
 
 def notes(changelog: str, version: str) -> str:
-    """Return the section of a version in the changelog, without its title. Raises ReleaseError without entries."""
+    """Return the section of a version in the changelog, without its title.
+
+    Raises ReleaseError if there are no entries.
+    """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
     found = next((each for each in sections if re.match(rf"\[{re.escape(version)}\]", each)), "")
     text = found.partition("\n")[2].strip()
@@ -68,7 +75,7 @@ def notes(changelog: str, version: str) -> str:
 
 
 def disagreements(version: str, *, tag: str | None, owner: str | None) -> list[str]:
-    """Return the places that name another version or registry than the release, with the remedy."""
+    """Return a message with the remedy for each place that names another version or registry than the release."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     versions = {
@@ -124,7 +131,7 @@ def krew_manifest(*, version: str, repository: str, archive: str, digest: str) -
 
 
 def archive(target: Path, files: dict[str, Path]) -> None:
-    """Write a .tar.gz whose bytes depend only on the contents of the files: no times, no owners."""
+    """Write a .tar.gz whose bytes depend only on the contents of the files, because it has no times and no owners."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, path in files.items():
@@ -141,7 +148,7 @@ def sha256(path: Path) -> str:
 
 
 def write_checksums() -> list[Path]:
-    """Write SHA256SUMS of all files. Return them."""
+    """Write SHA256SUMS for all files. Return the files."""
     files = sorted(path for path in OUTPUT.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
     lines = [f"{sha256(path)}  {path.relative_to(OUTPUT)}\n" for path in files]
     (OUTPUT / "SHA256SUMS").write_text("".join(lines))
@@ -182,7 +189,7 @@ print(json.dumps({"packaged": packaged, "selected": instruction_set(), "runs": i
 
 
 def check_wheel(wheel: Path) -> str:
-    """Install the wheel into an empty environment without a compiler, and run it. Return what it printed."""
+    """Install the wheel into an empty environment without a compiler, and run it. Return its output."""
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "venv"
         run([uv(), "venv", "-q", "--python", sys.executable, environment])
@@ -208,7 +215,7 @@ def package_chart(version: str, steps: Steps) -> Path:
 
 
 def package_plugin(version: str, repository: str) -> tuple[Path, Path]:
-    """Build the plugin. Return its archive and the manifest for krew."""
+    """Build the kubectl plugin. Return its archive and the manifest for krew."""
     run(["make", "--no-print-directory", "plugin"], cwd=ROOT)
     packed = OUTPUT / f"kubectl-megatron-v{version}.tar.gz"
     archive(packed, {"kubectl-megatron": PLUGIN, "LICENSE": ROOT / "LICENSE"})
@@ -220,7 +227,10 @@ def package_plugin(version: str, repository: str) -> tuple[Path, Path]:
 
 
 def write_bills_of_materials() -> list[Path]:
-    """Write what each image installs from PyPI as CycloneDX JSON. Images also carry a bill of all their files."""
+    """Write the packages that each image installs from PyPI as CycloneDX JSON.
+
+    Each image also contains a bill of all its files.
+    """
     written = []
     for name in SOFTWARE:
         target = OUTPUT / f"sbom-{name}.cdx.json"
@@ -304,7 +314,7 @@ def check(tag: str | None, owner: str | None) -> None:
 
 @main.command()
 def wheels() -> None:
-    """Build the source distribution and this machine's wheel, and try the wheel."""
+    """Build the source distribution and this machine's wheel, and test the wheel."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     click.echo(check_wheel(build_wheel()))
 
@@ -318,7 +328,7 @@ def files() -> None:
 
 @main.command("dry-run")
 def dry_run() -> None:
-    """Build everything that this machine can build, publish nothing."""
+    """Build everything that this machine can build, without publishing anything."""
     version = project_version()
     if found := disagreements(version, tag=None, owner=None):
         raise ReleaseError("\n".join(found))

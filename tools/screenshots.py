@@ -1,4 +1,4 @@
-"""Takes the pictures of the documentation: `make screenshots` writes docs/assets/*.png and demo.svg.
+"""Takes the screenshots for the documentation: `make screenshots` writes docs/assets/*.png and demo.svg.
 
 The dashboard shows resources of the tests' fake API server, whose states come from the operator's own decisions. The
 chat page is served by `megatron serve` with the built-in model. demo.svg shows what `make demo` prints on this machine.
@@ -41,7 +41,7 @@ RECORDING_COLUMNS = 118
 
 @contextlib.asynccontextmanager
 async def dashboard() -> AsyncIterator[str]:
-    """A dashboard of three resources; yields its URL."""
+    """Serve a dashboard of three resources, and yield its URL."""
     fake_api, memory = importlib.import_module("fake_api"), importlib.import_module("in_memory_cluster")
     broken = memory.Cluster({**MODEL, "replicas": 1}, name="broken")
     broken.broken_engines.add("broken-engine-0")
@@ -71,7 +71,7 @@ def _is_ready(url: str) -> bool:
 
 @contextlib.asynccontextmanager
 async def chat() -> AsyncIterator[str]:
-    """`megatron serve` with the built-in model; yields its URL."""
+    """Run `megatron serve` with the built-in model, and yield its URL."""
     (port,) = free_ports(1)
     program = Path(sys.executable).with_name("megatron")
     arguments = ("serve", "builtin:smollm2-135m", "--port", str(port))

@@ -1,6 +1,7 @@
 """Answer prompts through a coordinator, on one process or on several data-parallel ranks.
 
-Every rank constructs the same object. Only the primary rank sends prompts; the coordinator spreads them over all ranks.
+Every rank constructs the same object. Only the primary rank sends prompts, which the coordinator distributes over all
+ranks.
 
 python docs/examples/offline_coordinator.py --model builtin:smollm2-135m
 torchrun --nproc-per-node 2 docs/examples/offline_coordinator.py --model builtin:smollm2-135m
@@ -29,7 +30,7 @@ def main() -> None:
         if llm.is_primary_rank:
             for request in llm.generate(PROMPTS, params):
                 print(f"{request.prompt}|{request.generated_text}", flush=True)
-    # At the end of the block, the primary rank stops all engines; the other ranks wait for that.
+    # At the end of the block, the primary rank stops all engines, and the other ranks wait until they have stopped.
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 The policy is a transformers model that the program trains (a GPTModel of Megatron-Core works the same way). The engine
 generates from a copy of its weights. After each training step, the engine copies the policy's new weights under the
-next epoch, while a request is in flight: its tokens of the old weights get older, which their staleness says. The
-reward prefers short words; it stands for a real one.
+next epoch, while a request is in flight. The tokens that the request generated with the old weights become older, which
+their staleness shows. The reward prefers short words and stands for a real reward.
 
 python docs/examples/rl_loop.py --model DIRECTORY --steps 3      (needs transformers)
 """
@@ -26,7 +26,7 @@ def reward(request: DynamicInferenceRequest) -> float:
 
 
 def train(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, rollouts: list[DynamicInferenceRequest]) -> float:
-    """One step of REINFORCE with the batch's mean reward as the baseline. Returns that mean."""
+    """Run one step of REINFORCE with the batch's mean reward as the baseline. Return the mean reward."""
     rewards = torch.tensor([reward(request) for request in rollouts])
     advantages = rewards - rewards.mean()
     optimizer.zero_grad()

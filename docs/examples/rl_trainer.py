@@ -29,7 +29,7 @@ PROMPTS = ["I like", "Today we", "She said that", "The best way to"]
 
 
 class Rollout:
-    """The engines, as a worker group of the trainer. The coordinator spreads the prompts over all engines."""
+    """The engines, as a worker group of the trainer. The coordinator distributes the prompts over all engines."""
 
     def __init__(self, policy: torch.nn.Module, clients: str, admin: str, keys: Path | None) -> None:
         self._client = InferenceClient(clients, True, keys=PeerKeys.load(keys, Role.CLIENT) if keys else None)
@@ -66,7 +66,7 @@ def update_policy(
     batch: list[Answer],
     rewards: torch.Tensor,
 ) -> float:
-    """One step of REINFORCE. Returns the largest difference of a log-probability between trainer and engines."""
+    """Run one step of REINFORCE. Return the largest difference in a log-probability between trainer and engines."""
     difference = 0.0
     optimizer.zero_grad()
     for prompt, answer, advantage in zip(prompts, batch, rewards - rewards.mean(), strict=True):

@@ -1,6 +1,7 @@
-"""Answer prompts with one model that is spread over two ranks (tensor parallel). Without GPUs, the ranks use gloo.
+"""Answer prompts with one model that is divided over two ranks (tensor parallel). Without GPUs, the ranks use gloo.
 
-Every rank makes the same calls. The primary rank sends the prompts and the verbs; the others take part in both.
+Every rank makes the same calls. The primary rank sends the prompts and the verbs, and the other ranks take part in
+both.
 
 torchrun --nproc-per-node 2 docs/examples/tensor_parallel.py --model builtin:smollm2-135m
 """
@@ -27,7 +28,7 @@ def main() -> None:
         for request in llm.generate(PROMPTS, params):
             print(f"{request.prompt}|{request.generated_text}", flush=True)
 
-    # Verbs return on every rank when its engine has carried them out: here every rank has released its memory.
+    # A verb returns on every rank when its engine has executed it. Here, every rank has released its memory.
     llm.pause()
     llm.suspend()
     llm.resume()

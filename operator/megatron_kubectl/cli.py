@@ -1,7 +1,7 @@
 """The commands of `kubectl megatron`, which show and control resources and their pods.
 
-kubectl looks for the program `kubectl-megatron` on PATH. Modules that only one command needs are imported by that
-command, because most of a command's time is the start of the program.
+kubectl looks for the program `kubectl-megatron` on PATH. A module that only one command needs is imported inside that
+command, because program start accounts for most of a command's run time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VERBS: dict[str, tuple[DesiredState, str]] = {
 
 
 class EngineIndex(click.ParamType):
-    """The index of an engine. The value is the end of its name: engine-I or prefill-I."""
+    """An option type for the index of an engine. It converts I to `engine-I`, and accepts `prefill-I` unchanged."""
 
     name = "engine"
 
@@ -60,7 +60,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of resources for shell completion; an empty list if no cluster answers."""
+    """Return the names of resources for shell completion. The list is empty if no cluster answers."""
     where = {key: context.params.get(key) for key in ("namespace", "context")}
     try:
         with ResourceClient(**where) as client:
@@ -91,7 +91,7 @@ _timeout = click.option(
 
 @contextlib.contextmanager
 def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClient]:
-    """Yield the client of a command. A ClusterError in the block ends the command with the error's message."""
+    """Yield the client of a command. If the block raises ClusterError, the command exits with the error's message."""
     try:
         with ResourceClient(namespace=namespace, context=context) as client:
             yield client
@@ -217,7 +217,7 @@ def logs(
     previous: bool,
     output: str | None,
 ) -> None:
-    """Show the logs of all pods of NAME in order of time. Each line begins with the name of its pod."""
+    """Show the logs of all pods of NAME in chronological order. Each line begins with the name of its pod."""
     from megatron_kubectl.pod_logs import LogFollower, Selection, merged, selected_pods
 
     if engine is not None and component not in (None, "engine"):

@@ -30,7 +30,7 @@ RETRY_SECONDS = 1.0
 
 @dataclass(frozen=True, slots=True, order=True)
 class Line:
-    """One line of a log. at: time at which the kubelet received the line, in RFC 3339."""
+    """One line of a log. at: time at which the kubelet received the line, in RFC 3339 format."""
 
     at: str
     pod: str
@@ -42,7 +42,7 @@ class Selection:
     """A selection of a resource's pods.
 
     component: None means all components.
-    engine:    name of an engine; None means all.
+    engine:    name of an engine; None means all engines.
     """
 
     resource: str
@@ -69,10 +69,10 @@ def _states(pod: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def selected_pods(client: ResourceClient, selection: Selection) -> list[Object]:
-    """Return the pods of a selection, sorted by name.
+    """Return the selected pods, sorted by name.
 
     Raises:
-        ClusterError: the selection is empty; the message names the existing pods.
+        ClusterError: no pod matches the selection; the message names the existing pods.
     """
     known = client.pods(selection.resource)
     matching = sorted(filter(selection.has, known), key=lambda pod: str(pod["metadata"]["name"]))
@@ -108,7 +108,10 @@ def read_log(
 def merged(
     client: ResourceClient, pods: Sequence[Mapping[str, Any]], *, tail: int | None, previous: bool, errors: list[str]
 ) -> Iterator[Line]:
-    """Yield the existing lines of all logs in order of time. A log that cannot be read is added to `errors`."""
+    """Yield the existing lines of all logs in chronological order.
+
+    Appends an error to `errors` for each unreadable log.
+    """
 
     def lines(pod: Mapping[str, Any]) -> Iterator[Line]:
         try:
@@ -121,7 +124,7 @@ def merged(
 
 
 class LogFollower:
-    """Follows the logs of a selection, including containers that start later."""
+    """A follower of the logs of a selection, including containers that start later."""
 
     def __init__(self, client: ResourceClient, selection: Selection, *, tail: int | None) -> None:
         self._client = client
@@ -148,7 +151,8 @@ class LogFollower:
     def _watch(self) -> None:
         """Follow each container once.
 
-        Containers that already run are followed from their last lines, others from their start.
+        A container that already runs is followed from its last lines. A container that starts later is followed from
+        its first line.
         """
         path = POD.path(self._client.namespace)
         selector = f"{LABEL_INSTANCE}={self._selection.resource}"
@@ -184,4 +188,4 @@ class LogFollower:
         except ClusterError as error:
             if error.code in (401, 403):
                 raise
-            # The container has ended. If another container replaces it, the watch follows that one.
+            # The container has ended. If another container replaces it, the watch follows the new container.

@@ -1,7 +1,7 @@
 """Sends requests to the API server through `kubectl proxy`, so that kubectl reads the kubeconfig and logs in.
 
-The proxy listens on a Unix socket in a directory that only this user may read. It exits when this process exits, even
-if this process is killed. Only modules of the standard library are needed, which keeps the plugin a small file.
+The proxy listens on a Unix socket in a directory that only this user can read. The proxy exits when this process exits,
+even if this process is killed. The module uses only the standard library, which keeps the plugin small.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _kubectl(context: str | None) -> list[str]:
 
 
 class ContextQuery:
-    """Reads the current or another context of the kubeconfig in a child process, while the caller continues."""
+    """A query for a context of the kubeconfig, which runs in a child process while the caller continues."""
 
     def __init__(self, context: str | None) -> None:
         command = [*_kubectl(context), "config", "view", "--minify", "-o", "json"]
@@ -133,13 +133,13 @@ class KubectlProxy:
                 say(text, err=True)
 
     def errors(self) -> str:
-        """Return the last lines that kubectl wrote to standard error. Call it after kubectl has exited."""
-        self._reading.join(timeout=1)  # do not wait forever: a login plugin that still runs keeps standard error open
+        """Return the last lines that kubectl wrote to standard error. Call this method after kubectl has exited."""
+        self._reading.join(timeout=1)  # not forever, because a running login plugin keeps standard error open
         return " ".join(self._last_errors).strip().removeprefix("error: ") or "it wrote no error"
 
     @property
     def output(self) -> IO[bytes]:
-        """The standard output of kubectl, which writes nothing more until it exits."""
+        """The standard output of kubectl. kubectl writes no further output until it exits."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -171,10 +171,10 @@ class KubectlProxy:
     ) -> dict[str, Any]:
         """Send one request, and return the object in the answer.
 
-        about: name of the object for error messages; empty: the path.
+        about: name of the object for error messages; if it is empty, messages name the path.
 
         Raises:
-            ClusterError
+            ClusterError: the API server is unreachable or has rejected the request.
         """
         data = None if body is None else json.dumps(body).encode()
         with self.open(
@@ -197,9 +197,9 @@ class KubectlProxy:
         headers: Mapping[str, str] | None = None,
         seconds: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send one request, and yield the answer, whatever its status, before its body has arrived.
+        """Send one request, and yield the answer before its body has arrived, whatever the status of the answer is.
 
-        seconds: maximum time without a received byte; None: no limit.
+        seconds: maximum time without a received byte; None means no limit.
 
         Raises:
             ClusterError: the API server does not answer, or the answer is incomplete.
@@ -222,8 +222,9 @@ class KubectlProxy:
 
 
 def rejection(code: int, text: bytes, *, about: str) -> ClusterError:
-    """Return the error for an answer: from the API server's Status, or from the proxy's text if the API server did not
-    answer.
+    """Return the error for an answer with an error status.
+
+    The error's text is the API server's Status, or the proxy's text if the API server did not answer.
     """
     try:
         status = json.loads(text)

@@ -1,4 +1,4 @@
-"""The API requests of the command line: read resources, patch their desired state, and wait for changes."""
+"""The API requests of the command line. They read resources, patch desired states and wait for changes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def current_context(context: str | None) -> tuple[str, str]:
 
 
 class ResourceClient:
-    """Access to the resources of one namespace with the user's kubeconfig, until it is closed.
+    """Access to the resources of one namespace with the user's kubeconfig, until the client is closed.
 
     Raises:
         ClusterError: kubectl is missing, or there is no usable kubeconfig.
@@ -98,7 +98,10 @@ class ResourceClient:
         return self.list_all(POD.path(self.namespace), about=about, labelSelector=f"{LABEL_INSTANCE}={name}")
 
     def operator_problem(self) -> str | None:
-        """Return the problem if no operator or more than one serves this namespace; None if exactly one does."""
+        """Return the problem if no operator serves this namespace, or if several do.
+
+        Returns None if exactly one does.
+        """
         # Use the time in the API server's answer, because the user's clock may differ from the operators' clocks.
         with self.api.open("GET", LEASE.path(None), seconds=30) as answer:
             text = answer.read()
@@ -122,7 +125,7 @@ class ResourceClient:
         return self._call("PATCH", name, {"metadata": {"annotations": annotations}})
 
     def watch(self, path: str, *, version: str, seconds: float, **query: Any) -> Iterator[Object]:
-        """Yield the events of a collection after a resource version, for at most `seconds`."""
+        """Yield the events of a collection that follow a resource version, for at most `seconds`."""
         options = {"watch": "true", "resourceVersion": version, "timeoutSeconds": max(1, int(seconds))}
         with self.api.open("GET", path, query={**query, **options}, seconds=seconds + 30) as answer:
             if answer.status != 200:
@@ -149,7 +152,7 @@ class ResourceClient:
                 if event["type"] == "DELETED":
                     raise ClusterError(f"{name}: was deleted")
                 if event["type"] == "ERROR":
-                    # The version is too old for the API server: start again with the current version.
+                    # The version is too old for the API server, so start again with the current version.
                     resource = self.get(name)
                     yield resource
                     break
@@ -161,12 +164,12 @@ class ResourceClient:
                 time.sleep(0.5)  # avoid a busy loop if the API server ends watches at once
 
     def wait(self, name: str, done: Callable[[Object], bool], *, goal: str, timeout_seconds: float) -> Object:
-        """Wait until `done` is true for the resource, and return the resource.
+        """Wait until `done` returns true for the resource, and return the resource.
 
         goal: description of the goal that can follow "not" in a message.
 
         Raises:
-            ClusterError: timeout; the message names what the resource waits for.
+            ClusterError: the timeout has expired; the message names what the resource waits for.
         """
         resource: Object = {}
         for resource in self.versions(name, timeout_seconds=timeout_seconds):
@@ -176,8 +179,10 @@ class ResourceClient:
         raise ClusterError(f"{name}: not {goal} after {timeout_seconds:g} s: waiting for {waiting}")
 
     def wait_state(self, name: str, state: str, *, timeout_seconds: float) -> Object:
-        """Wait until the operator has processed the current spec and reports `state` as settled, and return the
-        resource.
+        """Wait until the resource has settled in `state`, and return the resource.
+
+        The resource has settled when the operator has processed its current spec and reports that every rank confirmed
+        `state`.
         """
 
         def reached(resource: Mapping[str, Any]) -> bool:

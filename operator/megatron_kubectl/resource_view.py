@@ -1,4 +1,4 @@
-"""Computes what lists and tables show about resources and pods. All functions are pure."""
+"""Computes the values that lists and tables show about resources and pods. All functions are pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def conditions(resource: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 
 
 def is_true(resource: Mapping[str, Any], kind: str) -> bool:
-    """Return whether a condition is True."""
+    """Return whether the condition of type `kind` has the status True."""
     return conditions(resource).get(kind, {}).get("status") == "True"
 
 
@@ -51,12 +51,12 @@ def summary(resource: Mapping[str, Any]) -> Object:
 
 
 def label(item: Mapping[str, Any], name: str) -> str:
-    """Return a label of an object; empty if the label is not set."""
+    """Return a label of an object. Returns an empty string if the label is not set."""
     return str((item["metadata"].get("labels") or {}).get(name, ""))
 
 
 def age(resource: Mapping[str, Any], now: datetime) -> str:
-    """Return the age of an object as kubectl shows it, in its largest unit."""
+    """Return the age of an object in its largest unit, as kubectl shows ages."""
     created = resource["metadata"].get("creationTimestamp")
     if not created:
         return "-"
@@ -75,7 +75,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def rollout(resource: Mapping[str, Any]) -> Object:
-    """Return the progress of a rollout.
+    """Return the progress of a rollout, as an object with three members.
 
     done:   every engine has the current revision and serves, or the requested state is not Running.
     failed: reason why waiting does not help; empty if waiting may help.

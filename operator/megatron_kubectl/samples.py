@@ -57,7 +57,8 @@ HISTOGRAMS = frozenset({TTFT, ITL})
 class PodMetrics:
     """The metrics of one pod that the dashboard shows.
 
-    values: sums over all labels, by name. buckets: cumulative counts by upper bound in seconds, by histogram.
+    values:  sums over all labels, by metric name.
+    buckets: cumulative counts by upper bound in seconds, by histogram name.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -71,8 +72,8 @@ class EngineSample:
     A value is None if the metrics page lacks it, or if a rate has no earlier page to compare with.
 
     queued_tokens:   number of prompt tokens that are neither computed nor in the prefix cache; only for native engines.
-    prefix_hit_rate: share of the looked-up prompt tokens that were in the prefix cache, since the engine started.
-    draft_hit_rate:  share of the draft tokens of speculation that the model accepted, since the engine started.
+    prefix_hit_rate: fraction of the looked-up prompt tokens that were in the prefix cache, since the engine started.
+    draft_hit_rate:  fraction of the speculative draft tokens that the model accepted, since the engine started.
     """
 
     running: float | None = None
@@ -89,7 +90,7 @@ class EngineSample:
 class Sample:
     """The metrics of a resource at one time.
 
-    Latencies are quantiles, in seconds, over the interval; None without requests.
+    Latencies are quantiles over the interval, in seconds. They are None if the interval has no requests.
 
     at:     Unix time.
     queued: number of requests that wait in the coordinator.
@@ -109,9 +110,11 @@ class Sample:
 
 
 def parse_page(text: str) -> PodMetrics:
-    """Return the shown metrics of a page in the Prometheus text format.
+    """Return the metrics that the dashboard shows, from a page in the Prometheus text format.
 
-    Values that are not finite are left out. Raises:
+    Values that are not finite are omitted.
+
+    Raises:
         ValueError: the text is not in this format.
     """
     values: defaultdict[str, float] = defaultdict(float)
@@ -132,9 +135,12 @@ def parse_page(text: str) -> PodMetrics:
 
 
 def quantile(counts: Mapping[float, float], share: float) -> float | None:
-    """Return a quantile of cumulative counts by upper bound, interpolated within its bucket as Prometheus does.
+    """Return a quantile of a histogram, interpolated within its bucket as Prometheus does.
 
-    Return None without observations. Values above the highest finite bound count as this bound.
+    Returns None if there are no observations. Values above the highest finite bound count as this bound.
+
+    counts: cumulative counts by upper bound.
+    share:  the quantile, from 0 to 1.
     """
     bounds = sorted(counts)
     if not bounds or counts[bounds[-1]] <= 0:
@@ -151,12 +157,12 @@ def quantile(counts: Mapping[float, float], share: float) -> float | None:
 
 
 def _increase(new: float, old: float) -> float:
-    """Return the increase of a counter, which starts at 0 again if its process restarts."""
+    """Return the increase of a counter. A value below the earlier value means that the process restarted at 0."""
     return new - old if new >= old else new
 
 
 def _increases(pods: Iterable[tuple[PodMetrics | None, PodMetrics]], name: str) -> dict[float, float]:
-    """Return the increase of a histogram's buckets over all pods that have an earlier page."""
+    """Return the increase of each bucket of a histogram, summed over the pods that have an earlier page."""
     total: defaultdict[float, float] = defaultdict(float)
     for old, new in pods:
         if old is None:
@@ -206,9 +212,9 @@ def make_sample(
 
 
 def metrics_key(pod: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the component and name to which a pod's metrics belong; None for pods that have no metrics.
+    """Return the component and name to which a pod's metrics belong. Returns None for a pod that has no metrics.
 
-    The first pod of an engine reports the metrics of all its ranks.
+    The first pod of an engine reports the metrics of all ranks of the engine.
     """
     component, name = label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
     if component == ENGINE:
@@ -231,7 +237,7 @@ def sample_pods(
 
     Args:
         pods:  component and name of each pod, from metrics_key().
-        pages: pages by pod.
+        pages: metrics page of each pod, by pod.
     """
     by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
     for pod, page in pages.items():

@@ -38,7 +38,7 @@ HEADERS = (
 
 
 class Sampler:
-    """Reads the status of a resource and the metrics of its pods, one sample after another."""
+    """A reader of the status of a resource and the metrics of its pods, one sample after another."""
 
     def __init__(self, client: ResourceClient, name: str) -> None:
         self._client = client
@@ -47,7 +47,7 @@ class Sampler:
         self._before_at = 0.0
 
     def take(self) -> Object:
-        """Return the data that `top` shows. Rates are averages since the last call. Raises ClusterError."""
+        """Return the data that `top` shows. Rates are averages since the previous call. Raises ClusterError."""
         resource = self._client.get(self._name)
         pods: dict[str, tuple[str, str]] = {}
         for pod in self._client.pods(self._name):
@@ -89,7 +89,7 @@ class Sampler:
 def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
     """Return the data that `top -o json` prints.
 
-    error: reason why metrics of pods are missing; empty if none are missing.
+    error: reason why the metrics of some pods are missing; empty if none are missing.
     """
     engines = [
         {
@@ -114,7 +114,9 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
 
 
 def imbalance(sample: Object) -> list[str]:
-    """Return a warning if the engines' queues of prompt tokens differ widely; otherwise no lines.
+    """Return a warning if the queues of prompt tokens differ widely between engines.
+
+    Otherwise returns an empty list.
 
     sample: result of Sampler.take().
     """

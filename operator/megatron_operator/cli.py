@@ -1,6 +1,6 @@
-"""megatron-operator: the controller, and its offline tools.
+"""The program megatron-operator: the controller and its offline tools.
 
-Exit codes: 0 success, 1 an error of a resource or the cluster, 2 an error of the command line.
+The exit code is 0 for success, 1 for an error of a resource or the cluster, and 2 for an error of the command line.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def installation(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
-    """Return the settings of the options, and the remaining options."""
+    """Return the settings that the options describe, and the remaining options."""
 
     def of(kind: type[Settings | PodPolicy]) -> dict[str, Any]:
         return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
@@ -370,7 +370,7 @@ def render(path: Path, output: str, **options: Any) -> None:
 
 
 def _present(new: ResourceFile, against: str | None, *, context: str | None) -> ResourceFile | None:
-    """Return the resource of `--against`; None if it does not exist."""
+    """Return the resource of `--against`. Returns None if it does not exist."""
     if against is None:
         return None
     if against != "cluster":
@@ -387,10 +387,12 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 
 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
-    """Return the effect of a file. A resource keeps the images of its release, unless the command line names others.
+    """Return the effect of a file.
 
-    If the options reject the current resource, its operator must run with other options. Then the pod policy is not
-    part of the preview.
+    The resource keeps the images of its release unless the command line names others.
+
+    The options may reject the current resource. Its operator then runs with other options, so the preview ignores the
+    pod policy.
     """
     if old is None:
         return preview(None, new.context(fixed))

@@ -18,10 +18,13 @@ _DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reaso
 
 
 def explanation(resource: Mapping[str, Any], operators: str | None = None) -> list[str]:
-    """Return lines with the desired state, the backend, the current step and what it waits for, conditions, engines,
-    adapters, transitions.
+    """Return lines that describe a resource.
 
-    operators: what is wrong with the operators of its namespace (`operator_leases.operator_problem`); None if one runs.
+    The lines show the desired state, the backend, the current step and what it waits for, and then conditions, engines,
+    adapters and transitions.
+
+    operators: the problem with the operators of its namespace (`operator_leases.operator_problem`); None if exactly one
+        operator runs.
     """
     metadata, status = resource["metadata"], resource.get("status") or {}
     spec = resource.get("spec") or {}
@@ -50,9 +53,9 @@ def explanation(resource: Mapping[str, Any], operators: str | None = None) -> li
 
 
 def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], operators: str | None = None) -> list[str]:
-    """Return the chain of causes from the resource down to the pod, scheduler or rank that it waits for, one per line.
+    """Return the chain of causes from the resource to the pod, scheduler or rank that it waits for, one cause per line.
 
-    Engines in the same state for the same reason share one entry. operators: as in explanation().
+    Engines in the same state for the same reason share a line. operators: as in explanation().
     """
     status = resource.get("status") or {}
     lines = list(takewhile(lambda line: line != "conditions:", explanation(resource, operators)))
@@ -84,13 +87,13 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], opera
 
 
 def _by_number(name: str) -> tuple[str, int]:
-    """Sort engine-2 before engine-10."""
+    """Return a sort key that sorts engine-2 before engine-10."""
     base, _, number = name.rpartition("-")
     return (base, int(number)) if number.isdecimal() else (name, 0)
 
 
 def _together(names: Sequence[str]) -> str:
-    """Return a single name unchanged, and several engines of one role in the form `engines 0-3, 5`."""
+    """Return the names of engines of one role in the form `engines 0-3, 5`. A single name is returned unchanged."""
     if len(names) == 1:
         return names[0]
     numbers = [_by_number(name)[1] for name in names]

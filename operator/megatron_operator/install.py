@@ -1,6 +1,6 @@
-"""The operator's own manifests, for an installation without Helm: `manifests/install.yaml`. Pure.
+"""The operator's own manifests, for an installation without Helm (`manifests/install.yaml`). Pure.
 
-The rules of its roles are defined here; the Helm chart reads them from the generated `files/rules.yaml`.
+The rules of the operator's roles are defined here. The Helm chart reads them from the generated `files/rules.yaml`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ NAME = "megatron-operator"
 LABELS = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/instance": "megatron"}
 READ = ["get", "list", "watch"]
 APPLY = [*READ, "create", "patch"]
-"""Server-side apply and the reads for it. The garbage collector deletes shared children with their resource."""
+"""Verbs for server-side apply and the reads that it needs. The garbage collector deletes shared children with their
+resource.
+"""
 OWN = [*APPLY, "delete"]
 
 
@@ -48,22 +50,24 @@ RESOURCE_RULES: list[Rule] = [
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
 """Permissions in the namespaces of resources. Secrets are read, created and rotated by name, never listed. RBAC cannot
-limit this to the names NAME-keys: it supports neither patterns nor names in create rules."""
+limit this to the names NAME-keys, because it supports neither patterns nor names in create rules.
+"""
 
 NODE_RULES: list[Rule] = [
     _rule("", ["nodes"], ["get"]),
     _rule("scheduling.k8s.io", ["priorityclasses"], ["get"]),
     _rule("node.k8s.io", ["runtimeclasses"], ["get"]),
 ]
-"""Permissions in the whole cluster: to see that a node is lost before a pod on it is deleted by force, and that what
-pods name exists before pods are replaced."""
+"""Permissions in the whole cluster. With them the operator verifies that a node is lost before it force-deletes a pod
+on the node, and that the objects which pods name exist before it replaces pods.
+"""
 
 VIEW_RULES: list[Rule] = [_rule(GROUP, [PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"], READ)]
 EDIT_RULES: list[Rule] = [
     _rule(GROUP, [PLURAL], ["create", "update", "patch", "delete", "deletecollection"]),
     _rule(GROUP, [f"{PLURAL}/scale"], ["update", "patch"]),
 ]
-"""Permissions of users, which Kubernetes aggregates to its ClusterRoles view, and edit and admin."""
+"""Permissions of users, which Kubernetes aggregates to its ClusterRoles view, edit and admin."""
 AGGREGATED = {"view": (VIEW_RULES, ("view",)), "edit": (EDIT_RULES, ("edit", "admin"))}
 
 HOME_RULES: list[Rule] = [
@@ -71,15 +75,15 @@ HOME_RULES: list[Rule] = [
     _rule("", ["secrets"], ["create"]),
     _rule("", ["secrets"], ["get"], names=[ADMIN_SECRET]),
 ]
-"""Permissions in its own namespace, for its Lease and its admin key."""
+"""Permissions in the operator's own namespace, for its Lease and its admin key."""
 
 
 LEASE_RULES: list[Rule] = [_rule("coordination.k8s.io", ["leases"], ["get"], names=[NAME])]
-"""Permission of all service accounts, so that another operator sees whether this one manages a resource."""
+"""Permission of all service accounts, so that another operator can detect whether this one manages a resource."""
 
 
 def rules_file() -> dict[str, list[Rule]]:
-    """Return the content of the chart's `files/rules.yaml`."""
+    """Return the content of the chart's `files/rules.yaml`, which has the rules of the operator's roles."""
     return {"resource": RESOURCE_RULES, "node": NODE_RULES, "home": HOME_RULES, "view": VIEW_RULES, "edit": EDIT_RULES}
 
 
@@ -112,12 +116,15 @@ def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Man
 
 
 def _cluster_name(namespace: str) -> str:
-    """Return the name of the operator's cluster-scoped objects. An operator in another namespace uses another name."""
+    """Return the name of the operator's cluster-scoped objects.
+
+    Operators in different namespaces have different names.
+    """
     return f"{NAME}:{namespace}:{LABELS['app.kubernetes.io/instance']}"
 
 
 def _aggregated_role(name: str, namespace: str) -> Manifest:
-    """Return a ClusterRole whose rules Kubernetes adds to its own roles of these names."""
+    """Return a ClusterRole whose rules Kubernetes adds to its built-in roles of these names."""
     rules, into = AGGREGATED[name]
     role = _role("ClusterRole", f"{_cluster_name(namespace)}:{name}", None, rules)
     role["metadata"]["labels"] |= {f"rbac.authorization.k8s.io/aggregate-to-{each}": "true" for each in into}
@@ -198,7 +205,7 @@ def _network_policy(namespace: str) -> Manifest:
 
 
 def install_manifests(*, namespace: str, image: str, runtime_image: str, vllm_runtime_image: str) -> list[Manifest]:
-    """Return the manifests of an operator for all namespaces, for `kubectl apply --server-side -f`."""
+    """Return the manifests of an operator that serves all namespaces, for `kubectl apply --server-side -f`."""
     restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
     home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": restricted}}
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(NAME, namespace)}

@@ -22,19 +22,19 @@ NO_UID = "00000000-0000-0000-0000-000000000000"
 
 
 class ResourceFileError(ValueError):
-    """A file without a valid resource. The message names the file, the field and the remedy."""
+    """A file contains no valid resource. The message names the file, the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceFile:
-    """One resource read from a file. namespace, uid: empty if the file has none, as before the first apply."""
+    """One resource, read from a file. namespace, uid: empty if the file lacks them, as before the first apply."""
 
     name: str
     namespace: str
     uid: str
     spec: MegatronInferenceSpec
     release: Release | None
-    """`status.release`, if it has a status."""
+    """`status.release`, if the resource has a status."""
 
     def context(self, settings: Settings) -> RenderContext:
         return RenderContext(self.name, self.namespace or DEFAULT_NAMESPACE, self.uid or NO_UID, self.spec, settings)
@@ -44,10 +44,10 @@ class ResourceFile:
         return self.context(settings if self.release is None else self.release.settings(settings))
 
     def applied_to(self, present: ResourceFile) -> ResourceFile:
-        """Return the resource as it would be after its file is applied to an existing resource.
+        """Return the resource that results when this file is applied to an existing resource.
 
         Raises:
-            ResourceFileError: it is another resource.
+            ResourceFileError: the file describes another resource.
         """
         ours, theirs = ((each.namespace or present.namespace or self.namespace, each.name) for each in (self, present))
         if ours != theirs:
@@ -71,7 +71,7 @@ def read_resource(path: Path) -> ResourceFile:
     """Return the only MegatronInference in a YAML file.
 
     Raises:
-        ResourceFileError: there is none, more than one, or it is invalid.
+        ResourceFileError: the file has no resource, several resources, or an invalid one.
     """
     try:
         documents = [entry for entry in yaml.safe_load_all(path.read_bytes()) if entry is not None]
@@ -84,13 +84,13 @@ def read_resource(path: Path) -> ResourceFile:
 
 
 def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
-    """Return the resource of a manifest from a file or the API server.
+    """Return the resource that a manifest from a file or the API server describes.
 
     Args:
         origin: source of the manifest, for messages.
 
     Raises:
-        ResourceFileError: it is invalid.
+        ResourceFileError: the manifest is invalid.
     """
     if manifest.get("apiVersion") != API_VERSION:
         raise ResourceFileError(f"{origin}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")

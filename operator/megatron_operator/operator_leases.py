@@ -10,7 +10,7 @@ from typing import Any
 from megatron_operator.resource.names import NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 EXPIRED_DURATIONS = 2
-"""A Lease that was not renewed for this many of its durations has no working holder."""
+"""Number of its durations without a renewal after which a Lease has no working holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class OperatorLease:
 
     holder:     identity of the leader; empty if the Lease was released.
     renewed:    time of the last renewal, or of the release.
-    namespaces: namespaces that the operator serves; empty: all.
+    namespaces: namespaces that the operator serves; empty means all namespaces.
     """
 
     name: str
@@ -38,7 +38,7 @@ class OperatorLease:
 
 
 def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
-    """Return the Leases of operators among all Leases of a cluster, by name."""
+    """Return the Leases of operators among all Leases of a cluster, sorted by name."""
     leases = []
     for item in items:
         metadata, spec = item["metadata"], item.get("spec") or {}
@@ -59,7 +59,7 @@ def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
 
 
 def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now: datetime) -> str | None:
-    """Return the problem with the operators of a namespace: none runs, or several do. None if exactly one runs.
+    """Return the problem if no operator runs for a namespace, or if several do. Returns None if exactly one runs.
 
     leases: Leases of all operators in the cluster; None if the user may not list them.
     now: current time of the API server.

@@ -1,4 +1,4 @@
-"""Escaped output of the commands. All output of the commands goes through this module."""
+"""Escaped output. All output of the commands goes through this module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LETTER = re.compile(r"[yYnN]$")
 
 
 class ReadableGroup(click.Group):
-    """A group of commands. A package that is not installed is reported as one line."""
+    """A group of commands. If a package is not installed, the group reports this in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -26,7 +26,7 @@ class ReadableGroup(click.Group):
 
 
 def say(line: str, *, err: bool = False) -> None:
-    """Write one line, to standard error on request."""
+    """Write one line to standard output, or to standard error if `err` is set."""
     click.echo(printable(line), err=err)
 
 
@@ -42,10 +42,10 @@ def document(text: str) -> None:
 
 
 def say_candidates(candidates: list[tuple[str, str]]) -> None:
-    """Write candidates of a shell completion and their help, as kubectl reads them."""
+    """Write candidates of a shell completion and their help, in the format that kubectl reads."""
     for value, text in candidates:
         click.echo(f"{printable(value)}\t{printable(text)}" if text else printable(value))
-    click.echo(":4")  # no names of files
+    click.echo(":4")  # tells kubectl not to complete file names
 
 
 def say_json(value: Any, *, indent: int | None = 2) -> None:
@@ -59,17 +59,17 @@ def clear() -> None:
 
 
 def as_json(documents: list[dict[str, Any]]) -> str:
-    """Return ASCII JSON: one object, or a list of several."""
+    """Return ASCII JSON: one object, or a list of several objects."""
     text = json.dumps(documents[0] if len(documents) == 1 else documents, indent=2)
     return text.replace("\x7f", "\\u007f") + "\n"
 
 
 def as_yaml(documents: list[dict[str, Any]]) -> str:
-    """Return ASCII YAML, with other characters escaped. Text that kubectl would read as another value is quoted."""
-    import yaml  # not at the start of commands that print no YAML
+    """Return ASCII YAML, with other characters escaped. Text that kubectl would read as another type is quoted."""
+    import yaml  # imported here, because most commands print no YAML
 
     class Dumper(yaml.SafeDumper):
-        """Knows the numbers and booleans that PyYAML reads as text, such as 1e3, 0o17 and y."""
+        """A YAML dumper that quotes the numbers and booleans that PyYAML reads as text, such as 1e3, 0o17 and y."""
 
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
     Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", _LETTER, list("yYnN"))

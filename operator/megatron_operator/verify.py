@@ -1,4 +1,4 @@
-"""Checks an installation from inside the cluster: `megatron-operator verify`, which `helm test` runs."""
+"""Checks an installation from inside the cluster, for `megatron-operator verify`, which `helm test` runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RETRY_SECONDS = 1.0
 
 
 class VerificationError(Exception):
-    """A check has failed until the timeout. The message names the check, the last cause and the remedy."""
+    """A check still failed at the timeout. The message names the check, the last cause and the remedy."""
 
 
 async def verify(
@@ -31,9 +31,9 @@ async def verify(
     api_key: str | None,
     timeout_seconds: float,
 ) -> None:
-    """Print one line for each check that succeeds: the API, and by URL the operator and the server of a resource.
+    """Print one line for each successful check of the API, and of an operator and a server if their URLs are given.
 
-    Each check is repeated until it succeeds or `timeout_seconds` from the start have passed.
+    Each check is repeated until it succeeds, or until `timeout_seconds` have passed since the start.
 
     Raises:
         VerificationError: a check has failed.
@@ -54,7 +54,10 @@ async def verify(
 
 
 def _session() -> aiohttp.ClientSession:
-    """Return the session for requests to operator and server. Some have the API key, so it follows no redirect."""
+    """Return the session for requests to operator and server.
+
+    It follows no redirect, because requests can have the API key.
+    """
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     return aiohttp.ClientSession(timeout=timeout, trust_env=True, trace_configs=[rejects_redirects()])
 
@@ -73,7 +76,7 @@ async def _until(end: float, what: str, remedy: str, check: Callable[[], Awaitab
 
 
 async def _served(api: KubeApi) -> str:
-    """Read the discovery of the API version, which every account may. It lists established CRDs only."""
+    """Read the discovery document of the API version. Every account may read it, and it lists only established CRDs."""
     found = await api.request("GET", f"/apis/{API_VERSION}")
     names = {entry["name"] for entry in found["resources"]}
     if missing := {PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"} - names:
@@ -90,7 +93,7 @@ async def _ready(http: aiohttp.ClientSession, url: str) -> str:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
-    """Request one token from the first model of a server."""
+    """Check that a server answers by requesting one token from its first model."""
     base, headers = f"{url.rstrip('/')}/v1", {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with http.get(f"{base}/models", headers=headers) as response:
         model = (await _json(response, expect=200))["data"][0]["id"]

@@ -1,1 +1,1 @@
-"""The dashboard of `kubectl megatron`: a local web page that uses the permissions of the kubeconfig."""
+"""The dashboard of `kubectl megatron`, a local web page that uses the permissions of the kubeconfig."""

@@ -1,9 +1,9 @@
-"""The web application of the dashboard: a page on loopback, and the requests that the page may send.
+"""The web application of the dashboard, which serves a page on loopback and answers the page's requests.
 
-The page's files contain nothing secret. Everything else travels over one WebSocket per page, which browsers do not
-count against their limit of connections per server. The first message of a page contains the token of this process. The
-URL has the token in its fragment, which no server, log or Referer header receives. A page of another site does not know
-the token, and the application rejects other host names (Host) and origins (Origin).
+The page's files contain nothing secret. All other data travels over one WebSocket per page, because browsers do not
+count WebSockets against their limit of connections per server. The first message of a page contains the token of this
+process. The URL has the token in its fragment, which is sent to no server, log or Referer header. A page of another
+site does not know the token. The application also rejects other host names (Host) and origins (Origin).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ LOGIN_SECONDS = 30.0
 GO_SECONDS = 5.0
 """Seconds within which a page must confirm a verb."""
 BEAT_SECONDS = 5.0
-"""Interval of empty messages, in seconds. A page that receives none knows that this process has stopped."""
+"""Interval of empty messages, in seconds. A page that receives none concludes that this process has stopped."""
 BAD_TOKEN, BAD_MESSAGE = 4401, 4400
-"""Close codes of a WebSocket, for a wrong token and for a malformed message."""
+"""Close codes of a WebSocket for a wrong token and for a malformed message."""
 _DNS_NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -85,7 +85,7 @@ logger = logging.getLogger(__name__)
 def policy(port: int) -> str:
     """Return the Content-Security-Policy of the page.
 
-    It names the WebSocket, which not every browser counts as 'self'.
+    The policy names the WebSocket's address, because not every browser includes it in 'self'.
     """
     sockets = " ".join(f"ws://{name}:{port}" for name in _HOSTS)
     return (
@@ -96,7 +96,7 @@ def policy(port: int) -> str:
 
 
 class RejectedError(Exception):
-    """A request of a page is rejected with a message for the user."""
+    """The error for a request of a page that is rejected. The message is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ class DashboardSettings:
     """Settings of the dashboard.
 
     port:         port on which the dashboard listens.
-    namespace:    namespace that is shown first; empty means all.
+    namespace:    namespace that is shown first; empty means all namespaces.
     context:      name of the kubeconfig context, for display.
-    verb_seconds: timeout, in seconds, of the API server's answer to a verb.
+    verb_seconds: maximum time, in seconds, that the API server may take to answer a verb.
     """
 
     port: int
@@ -125,7 +125,7 @@ class DashboardSettings:
 
 
 class Guard:
-    """Checks Host and Origin of each request, and adds the security headers to each answer."""
+    """Middleware that checks Host and Origin of each request, and adds the security headers to each answer."""
 
     def __init__(self, app: ASGIApp, *, settings: DashboardSettings) -> None:
         self._app = app
@@ -153,13 +153,13 @@ class Guard:
 
 
 class Dashboard:
-    """The requests that pages may send. Each is an asynchronous generator of JSON values for the page."""
+    """The handlers of the requests that pages can send. Each handler is an asynchronous generator of JSON values."""
 
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:
         self._api = api
         self.settings = settings
         self.single_use_token = secrets.token_urlsafe(32)
-        """Of the browser that the command opens: other users of the machine see the arguments of that program."""
+        """Token for the browser that the command opens. Other users of the machine can see the browser's arguments."""
         self._observers = Observers(api, interval=settings.sample_seconds)
         self.reads: dict[str, Callable[[Request], AsyncGenerator[Any]]] = {
             "list": self.list_resources,
@@ -174,7 +174,7 @@ class Dashboard:
         }
 
     def session(self, token: Any) -> Object | None:
-        """Return the first message for a page; None if the page's token is wrong."""
+        """Return the first message for a page, or None if the page's token is wrong."""
         settings = self.settings
         given = token.encode() if isinstance(token, str) else b""
         if hmac.compare_digest(given, self.single_use_token.encode()):
@@ -203,7 +203,7 @@ class Dashboard:
         await self._observers.close()
 
     async def list_resources(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield the resources of a namespace, or of all namespaces: first the complete list, then each change."""
+        """Yield the resources of a namespace, or of all namespaces. The complete list comes first, then each change."""
         namespace = _dns_name(request, "namespace") if request.get("namespace") else None
         async for change in watch(self._api, RESOURCE.path(namespace), {}):
             if change.error is not None:
@@ -212,13 +212,13 @@ class Dashboard:
                 yield {"kind": change.kind, "resources": [summary(each) for each in change.objects]}
 
     async def observe(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield the state of one resource, its events, pods and metrics, then each change."""
+        """Yield the state, events, pods and metrics of one resource, then each change."""
         async with contextlib.aclosing(self._observer(request).frames()) as frames:
             async for frame in frames:
                 yield frame
 
     async def log(self, request: Request) -> AsyncGenerator[str]:
-        """Yield the log of a container of one of the resource's pods, in pieces of text."""
+        """Yield the log of a container of one of the resource's pods, in chunks of text."""
         observer = self._observer(request)
         pod, container = request.get("pod"), request.get("container")
         if not isinstance(pod, str) or not observer.has_pod(pod):
@@ -238,7 +238,7 @@ class Dashboard:
             yield f"\nThe log ended unexpectedly: {printable(str(error))}\n"
 
     async def plan(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield the changes that another spec would cause, like `megatron-operator plan`."""
+        """Yield the changes that another spec would cause, as `megatron-operator plan` shows them."""
         text = request.get("spec")
         try:
             spec = yaml.safe_load(text) if isinstance(text, str) else None
@@ -268,10 +268,7 @@ class Dashboard:
         return self._observers.get(*_names(request))
 
     async def patch(self, request: Request, body: Object) -> Object:
-        """Merge-patch the resource, and return its new generation.
-
-        Without an answer in time, the request is cancelled.
-        """
+        """Merge-patch the resource, and return its new generation. The request is cancelled if it times out."""
         path, seconds = RESOURCE.path(*_names(request)), self.settings.verb_seconds
         query, merge = {"fieldManager": MANAGER}, "application/merge-patch+json"
         try:
@@ -294,7 +291,7 @@ class Dashboard:
 
 
 def set_state(request: Request) -> Object:
-    """Return the patch of spec.desiredState."""
+    """Return the patch that sets spec.desiredState."""
     state = request.get("state")
     if state not in list(DesiredState):
         raise RejectedError(f"state: is {state!r}; use one of {', '.join(DesiredState)}")
@@ -302,7 +299,10 @@ def set_state(request: Request) -> Object:
 
 
 def scale(request: Request) -> Object:
-    """Return the patch of spec.replicas. It replaces the scale subresource, whose answer lacks the generation."""
+    """Return the patch that sets spec.replicas.
+
+    The scale subresource is not used, because its answer has no generation.
+    """
     replicas = request.get("replicas")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
         raise RejectedError(f"replicas: is {replicas!r}; use a number of engines, 0 or more")
@@ -315,14 +315,14 @@ def restart(request: Request) -> Object:
 
 
 class PageConnection:
-    """The requests of one page, over one WebSocket, as JSON.
+    """The connection of one page, which sends requests as JSON over one WebSocket.
 
-    The page sends its token, as `{"token": ...}`, then requests: `{"id": NUMBER, "do": NAME, ...}`. The answers to a
-    request contain its number: any number of `value`, then `done` or `error`. `{"id": NUMBER, "end": true}` ends the
-    request.
+    The page sends its token, as `{"token": ...}`, then requests: `{"id": NUMBER, "do": NAME, ...}`. Each answer to a
+    request contains the request's number. A request gets any number of `value` answers, then `done` or `error`. The
+    page ends a request with `{"id": NUMBER, "end": true}`.
 
-    A verb is executed only if the page confirms it: this process answers `ask`, and a page that still waits sends
-    `{"id": NUMBER, "go": true}`. So a verb that was delayed in a buffer is not executed later.
+    A verb is executed only if the page confirms it. This process sends `ask`, and a page that still waits for the
+    answer sends `{"id": NUMBER, "go": true}`. A verb that was delayed in a buffer is therefore not executed later.
     """
 
     def __init__(self, dashboard: Dashboard, websocket: WebSocket) -> None:
@@ -359,7 +359,12 @@ class PageConnection:
                 await self._websocket.close(code, reason)
 
     async def _receive(self) -> Object:
-        """Return the next message. Raises ValueError if it is not a JSON object, and WebSocketDisconnect."""
+        """Return the next message.
+
+        Raises:
+            ValueError: the message is not a JSON object.
+            WebSocketDisconnect: the page has closed the connection.
+        """
         message = await self._websocket.receive()
         if message["type"] == "websocket.disconnect":
             raise WebSocketDisconnect(message["code"])
@@ -432,14 +437,15 @@ class PageConnection:
 
 
 def _names(request: Request) -> tuple[str, str]:
-    """Return the namespace and the name of the resource in a request. Raises RejectedError for invalid names."""
+    """Return the namespace and the name of the resource in a request. Raises RejectedError if either is invalid."""
     return _dns_name(request, "namespace"), _dns_name(request, "name")
 
 
 def _dns_name(request: Request, field_name: str) -> str:
-    """Return the DNS name in a field of a request, which is safe in the path of an API request.
+    """Return the DNS name in a field of a request. A DNS name is safe in the path of an API request.
 
-    Raises RejectedError.
+    Raises:
+        RejectedError: the field has no valid DNS name.
     """
     value = request.get(field_name)
     if not isinstance(value, str) or not _DNS_NAME.fullmatch(value):
@@ -448,14 +454,14 @@ def _dns_name(request: Request, field_name: str) -> str:
 
 
 class PageProtocol(HttpProtocol):
-    """A connection that may become a WebSocket."""
+    """An HTTP connection that can become a WebSocket."""
 
     def _should_upgrade(self) -> bool:
         return self._get_upgrade() == b"websocket"
 
 
 class DashboardServer(uvicorn.Server):
-    """Serves a dashboard on a bound socket until SIGINT or SIGTERM."""
+    """A server of the dashboard on a bound socket until SIGINT or SIGTERM."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         super().__init__(
@@ -487,15 +493,15 @@ async def serve(
     """Serve the dashboard until SIGINT or SIGTERM.
 
     Args:
-        namespace:     namespace that is shown first; empty means all.
-        context:       context of the kubeconfig; None means the current one.
-        shown_context: name of the context, for the page.
+        namespace:     namespace that is shown first; empty means all namespaces.
+        context:       context of the kubeconfig; None means the current context.
+        shown_context: name of the context, for display on the page.
         port:          port on loopback; 0 means any free port.
         say:           function that prints a line.
 
     Raises:
-        ClusterError: no usable kubeconfig, or kubectl has exited.
-        OSError: the port is taken.
+        ClusterError: there is no usable kubeconfig, or kubectl has exited.
+        OSError: the port is in use.
     """
     with socket.create_server((HOST, port)) as listener, KubectlProxy(context=context) as proxy:
         settings = DashboardSettings(listener.getsockname()[1], namespace, shown_context)

@@ -1,7 +1,7 @@
-"""Reads the data that the dashboard shows about a resource, and keeps it current by watches.
+"""Reads the data that the dashboard shows about a resource, and updates the data by watches.
 
-A `ResourceObserver` exists while a page shows its resource, and for 15 minutes after that, so that the charts have no
-gap.
+A `ResourceObserver` exists while a page shows its resource, and for 15 minutes afterwards, so that the charts have no
+gap when a page returns to the resource.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from megatron_operator.resource.names import KIND, LABEL_COMPONENT, LABEL_INSTAN
 from megatron_operator.terminal import as_yaml
 
 CORE_EVENT = ObjectKind("Event", "", "v1", "events")
-"""The kind of Events in the core API: only through this API do the ClusterRoles view, edit and admin allow reading
-them.
+"""The kind of Events in the core API. The ClusterRoles view, edit and admin allow reading Events only through this
+API.
 """
 EXPLAIN_SECONDS = 0.3
 """Minimum seconds between two computations of the explanation."""
@@ -80,9 +80,9 @@ def _pod(pod: Mapping[str, Any]) -> Object:
 
 
 class ResourceObserver:
-    """Keeps the data current that the page of one resource shows.
+    """The data for the page of one resource, which the observer keeps up to date.
 
-    parts:  the shown values by part: resource, events, pods, explain.
+    parts:  the shown values by part. The parts are resource, events, pods and explain.
     errors: reasons why parts cannot be read, by part; `metrics` is a further part.
     """
 
@@ -92,7 +92,7 @@ class ResourceObserver:
         self.errors: dict[str, str] = {}
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self.sampled = 0
-        """Samples that were taken in total."""
+        """Total number of samples."""
         self.viewers = 0
         self.left = time.monotonic()
         """Time when the last viewer disconnected."""
@@ -132,7 +132,7 @@ class ResourceObserver:
         return pod in self._pods
 
     async def frames(self) -> AsyncGenerator[Object]:
-        """Yield each part as `{"part": ..., "value": ...}`, then each changed part. The generator never ends."""
+        """Yield each part as `{"part": ..., "value": ...}`, then every part that changes. The generator never ends."""
         self.viewers += 1
         sent: dict[str, Any] = {"samples": 0}
         try:

@@ -1,7 +1,7 @@
 """Client of the API server. Objects are plain data.
 
-Every request has a deadline. Errors are `KubeApiError` with the server's status code, reason and message. `writer`
-decides whether a write is allowed (leadership, ownership).
+Every request has a deadline. Errors are raised as `KubeApiError` with the server's status code, reason and message. The
+module `writer` decides whether a write is allowed (leadership, ownership).
 """
 
 from __future__ import annotations
@@ -26,21 +26,23 @@ Object = dict[str, Any]
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Timeout of every request. The margin of the Lease depends on it."""
 REQUESTS_AT_ONCE = 16
-"""Limit of concurrent requests without watches: each TLS connection takes 0.4 MiB, and a start has hundreds of them."""
+"""Limit of concurrent requests, not counting watches. A start has hundreds of requests, and each TLS connection takes
+0.4 MiB.
+"""
 MAX_RETRY_AFTER_SECONDS = 60.0
 PAGE_OBJECTS = 100
-"""Objects of one page of a list. A page of StatefulSets takes about 10 MiB while it is decoded."""
+"""Number of objects in one page of a list. A page of StatefulSets takes about 10 MiB while it is decoded."""
 JSON = "application/json"
 METADATA_LIST = f"{JSON};as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 METADATA_OBJECT = f"{JSON};as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
-"""Accepted answers of lists and watches of which only the metadata is read."""
+"""Value of Accept for lists and watches of which only the metadata is read."""
 NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 
 class KubeApiError(Exception):
-    """The API server rejected a request or is unreachable. `code` is the HTTP status, or 0 without an answer.
+    """The API server rejected a request or is unreachable. `code` is the HTTP status, or 0 if there was no answer.
 
-    retry_after: seconds of the Retry-After header, or 0.
+    retry_after: seconds of the Retry-After header, or 0 without the header.
     """
 
     def __init__(self, code: int, reason: str, message: str, *, retry_after: float = 0.0) -> None:
@@ -56,7 +58,7 @@ class KubeApiError(Exception):
 
     @property
     def conflict(self) -> bool:
-        """Whether the object has changed, was replaced by another one, or exists already."""
+        """Whether the object has changed, was replaced by another object, or already exists."""
         return self.code == 409
 
     @property
@@ -73,14 +75,14 @@ class KubeApiError(Exception):
 
 
 class KubeApi:
-    """The API verbs that the operator uses. It follows no redirect.
+    """The API verbs that the operator uses. The client follows no redirect.
 
-    Bodies are plain data, which skips the serialisation of the official client: it costs more than the request.
+    Bodies are plain data. The official client's serialisation is skipped, because it takes longer than the request.
     """
 
     def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
         own = copy.copy(configuration)
-        own.connection_pool_maxsize = 0  # no limit: watches keep their connections
+        own.connection_pool_maxsize = 0  # no limit, because watches keep their connections
         own.trace_configs = [*(own.trace_configs or ()), rejects_redirects()]
         self._client = ApiClient(own)
         self.timeout = timeout
@@ -105,7 +107,7 @@ class KubeApi:
             raise
 
     async def serves(self, api_version: str) -> bool:
-        """Return whether the cluster has an API of a group, such as `apps/v1`."""
+        """Return whether the cluster serves an API version, such as `apps/v1`."""
         try:
             await self.request("GET", f"/apis/{api_version}")
         except KubeApiError as error:
@@ -117,14 +119,14 @@ class KubeApi:
     async def list(
         self, kind: ObjectKind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[Object]:
-        """Return all objects, in pages. `fields` is a field selector."""
+        """Return all objects of a kind, read page by page. `fields` is a field selector."""
         items: list[Object] = []
         async for page in self.pages(kind.path(namespace), {"labelSelector": selector, "fieldSelector": fields}):
             items += page.get("items", [])
         return items
 
     async def pages(self, path: str, query: Mapping[str, Any], *, accept: str = JSON) -> AsyncIterator[Object]:
-        """Yield a collection as lists of PAGE_OBJECTS, all of one resource version."""
+        """Yield a collection as lists of PAGE_OBJECTS objects. All lists have the same resource version."""
         token: str | None = None
         while True:
             page = await self.request(
@@ -140,7 +142,7 @@ class KubeApi:
         return await self.request("POST", path, body=body, query={"fieldManager": manager})
 
     async def replace(self, kind: ObjectKind, body: Object, *, manager: str) -> Object:
-        """PUT the object. `metadata.resourceVersion` in the body makes it a compare-and-swap."""
+        """PUT the object. A `metadata.resourceVersion` in the body makes the write a compare-and-swap."""
         metadata = body["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
         return await self.request("PUT", path, body=body, query={"fieldManager": manager})
@@ -155,7 +157,7 @@ class KubeApi:
         subresource: str | None = None,
         dry_run: bool = False,
     ) -> Object:
-        """Server-side apply. `metadata.uid` and `metadata.resourceVersion` in the body are preconditions."""
+        """Apply the object server-side. `metadata.uid` and `metadata.resourceVersion` in the body are preconditions."""
         metadata = body["metadata"]
         return await self.request(
             "PATCH",
@@ -181,12 +183,12 @@ class KubeApi:
     async def delete(
         self, kind: ObjectKind, namespace: str, name: str, *, uid: str, grace_seconds: int | None = None
     ) -> None:
-        """Delete the object with this UID in the background.
+        """Delete the object with this UID, with background propagation.
 
-        grace_seconds: grace period of a pod instead of its own; with 0 the API server does not wait for its kubelet.
+        grace_seconds: overrides a pod's own grace period. With 0 the API server does not wait for the pod's kubelet.
 
         Raises:
-            KubeApiError: 404 if it does not exist, 409 if another object has the name now.
+            KubeApiError: 404 if the object does not exist, 409 if another object has the name now.
         """
         body = {
             "apiVersion": "v1",
@@ -208,10 +210,10 @@ class KubeApi:
         accept: str = JSON,
         expect_continue: bool = False,
     ) -> Object:
-        """Send one request. Raises KubeApiError for every failure, including the timeout.
+        """Send one request. Raises KubeApiError for every failure, including a timeout.
 
-        expect_continue: send the body only when the receiver asks for it, so that a receiver that is stopped never
-        executes a request that has timed out.
+        expect_continue: send the body only when the receiver requests it. A stopped receiver then never executes a
+            request that has timed out.
         """
         try:
             async with self._slots, asyncio.timeout(self.timeout):
@@ -245,7 +247,7 @@ class KubeApi:
         accept: str = JSON,
         expect_continue: bool = False,
     ) -> aiohttp.ClientResponse:
-        """Send one request. Return the response before its body is read."""
+        """Send one request, and return the response before its body is read."""
         headers = {**self._client.default_headers, "Accept": accept, "Content-Type": content_type}
         if expect_continue:
             headers["Expect"] = "100-continue"
@@ -260,7 +262,7 @@ class KubeApi:
 
 
 def rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
-    """Return the error of the API server's Status, or of a proxy's answer."""
+    """Return the error for an answer from its Status object, or from the text of a proxy."""
     seconds = headers.get("Retry-After", "")
     retry_after = min(float(seconds), MAX_RETRY_AFTER_SECONDS) if seconds.isdigit() else 0.0
     try:

@@ -1,6 +1,6 @@
-"""Login at the API server: the service account in a pod, else a kubeconfig.
+"""Login at the API server with the service account in a pod, otherwise with a kubeconfig.
 
-Both clients use the same configuration: `KubeApi`, which writes, and kopf, which watches.
+`KubeApi`, which writes, and kopf, which watches, use the same configuration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SERVICE_ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 
 
 class LoginError(RuntimeError):
-    """No usable credentials for the API server. The message names what was tried and the remedy."""
+    """There are no usable credentials for the API server. The message names the attempted sources and the remedy."""
 
 
 def in_cluster() -> bool:
@@ -30,14 +30,16 @@ def in_cluster() -> bool:
 
 
 class RedirectedError(aiohttp.ClientConnectionError):
-    """A server answered with a redirect. A connection error, so that watches try again as after other failures."""
+    """A server answered with a redirect. This is a connection error, so that watches retry as after other failures."""
 
 
 def rejects_redirects() -> aiohttp.TraceConfig:
-    """Return the option of a session that follows no redirect: its requests fail with RedirectedError.
+    """Return a trace configuration for a session.
 
-    A redirect of the API server may come from a pod behind its proxy. It would choose what is read with the user's
-    credentials, or send them to another server.
+    Requests of the session that are redirected fail with RedirectedError.
+
+    A redirect of the API server may come from a pod behind its proxy. Such a redirect could choose what is read with
+    the user's credentials, or send the credentials to another server.
     """
 
     async def reject(_: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestRedirectParams) -> None:
@@ -78,10 +80,11 @@ async def load_configuration(*, kubeconfig: Path | None, context: str | None = N
 
 
 def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.AiohttpSession:
-    """Return the same login for kopf, which closes the session and calls again when its credentials are rejected.
-    It follows no redirect.
+    """Return a session for kopf with the same login, which follows no redirect.
 
-    watches: records when a watch is established.
+    kopf closes the session, and calls this function again when the credentials are rejected.
+
+    watches: records when each watch is established.
     """
     if configuration.refresh_api_key_hook is not None:
         configuration.refresh_api_key_hook(configuration)

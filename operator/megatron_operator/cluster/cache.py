@@ -1,4 +1,4 @@
-"""Cache of one resource's objects: what the watches show, overlaid with the answers to this process's own writes.
+"""Cache of one resource's objects. It combines the objects in the watches with the answers to this process's writes.
 
 Invariant: the cache is never older than the last write. The answer to a write is used until the watch shows that
 version or a newer one. An object that is known to be deleted stays hidden even if the watch missed its deletion.
@@ -20,24 +20,25 @@ Key = tuple[str, str]
 
 _UNWATCHED = frozenset(kind.kind for kind in OPTIONAL_KINDS)
 WATCH_LAG_SECONDS = 3.0
-"""After this time a write that the watch has not shown is read again."""
+"""Time after which the result of a write is read again if the watch has not shown it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """Objects that the watches have shown: live views of the stores."""
+    """The objects that the watches have shown, as live views of the stores."""
 
     children: Mapping[Key, Iterable[SeenChild]]
     pods: Mapping[Key, Iterable[PodView]]
     resources: Mapping[str, Iterable[SeenResource]]
-    """By UID."""
+    """The resources, by UID."""
 
 
 FIGHT_APPLIES = 3
-"""After this many applies of one manifest onto one object, each of which was changed by another program, further ones
-wait."""
+"""Number of applies of one manifest to one object after which further applies wait, if another program has changed the
+object after each of them.
+"""
 FIGHT_SECONDS = 60.0
-"""Time between two applies in a fight. It is over when the object has kept the manifest for twice as long."""
+"""Time between two applies in a fight. The fight is over when the object has kept the manifest for twice this time."""
 
 
 @dataclass(slots=True)
@@ -45,12 +46,12 @@ class _Applied:
     uid: str
     owned_fields: str
     manifest: tuple[str, int]
-    """Its hash, and the replicas of a StatefulSet."""
+    """Hash of the manifest, and the replicas of a StatefulSet."""
     at: float
     count: int = 1
-    """Number of applies of this manifest onto this object in short succession."""
+    """Number of applies of this manifest to this object in short succession."""
     opponent: str = ""
-    """The field manager that changed the object before one of these applies, the last one that is known."""
+    """The last known field manager that changed the object before one of these applies."""
 
 
 @dataclass(slots=True)
@@ -58,11 +59,11 @@ class _Written:
     child: SeenChild
     at: float
     since: float
-    """When the object was first missing in the watch; a direct read does not change it."""
+    """Time when the object was first missing in the watch. A direct read does not change this time."""
 
 
 class ResourceCache:
-    """The objects of one resource. Used by its task only."""
+    """The objects of one resource. Only the task of the resource uses this cache."""
 
     def __init__(self, *, uid: str, key: Key, index: Index, clock: Callable[[], float] = time.monotonic) -> None:
         self._uid = uid
@@ -76,7 +77,7 @@ class ResourceCache:
         self._unwatched: dict[ChildRef, SeenChild] = {}
         self._applied: dict[ChildRef, _Applied] = {}
         self._rolled_out: dict[ChildRef, tuple[str, str, str]] = {}
-        """UID, hash and owned fields of children whose rollout was complete."""
+        """UID, hash and owned fields of each child whose rollout was complete."""
         self._created: dict[str, PodView] = {}
         self._deleted: set[str] = set()
         self._gone: set[str] = set()
@@ -94,7 +95,7 @@ class ResourceCache:
         return seen
 
     def child(self, ref: ChildRef) -> SeenChild | None:
-        """Return the newest version of a child, whatever its owner."""
+        """Return the newest known version of a child, regardless of its owner."""
         return self._merged().get(ref)
 
     def views(self) -> dict[ChildRef, ChildView]:
@@ -110,8 +111,10 @@ class ResourceCache:
         }
 
     def _is_rolled_out(self, seen: SeenChild) -> bool:
-        """Return whether a rollout is complete. A new annotation of another program, which changes the generation too,
-        begins none."""
+        """Return whether the rollout of a workload is complete.
+
+        Another program's new annotation also changes the generation, but does not begin a rollout.
+        """
         view = seen.view
         kept = (seen.uid, view.hash, view.owned_fields)
         if view.rolled_out:
@@ -123,7 +126,7 @@ class ResourceCache:
         return applied is not None and (applied.uid, applied.owned_fields) == (seen.uid, seen.view.owned_fields)
 
     def contests(self) -> dict[ChildRef, Contest]:
-        """Return the children whose manifests another program changes as often as they are applied."""
+        """Return the children that another program changes back each time the operator applies them."""
         now = self._clock()
         return {
             ref: Contest(
@@ -166,7 +169,7 @@ class ResourceCache:
 
     @property
     def behind_seconds(self) -> float:
-        """How long an existing object has been missing in the watch, in seconds; 0 if none is missing."""
+        """How long the watch has lacked an existing object, in seconds; 0 if no object is missing."""
         self._merged()
         self.resource()
         since = [written.since for written in self._written.values()]
@@ -175,7 +178,7 @@ class ResourceCache:
         return self._clock() - min(since) if since else 0.0
 
     def lagging(self) -> list[ChildRef]:
-        """Return the children that must be read again: their writes are old and still not visible in the watch."""
+        """Return the children that must be read again, because the watch still does not show their old writes."""
         self._merged()
         limit = self._clock() - WATCH_LAG_SECONDS
         return [ref for ref, written in self._written.items() if written.at < limit]
@@ -202,8 +205,9 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """Record the answer to an apply. It is the current version, and stays verified while the operator owns the same
-        fields.
+        """Record the answer to an apply.
+
+        The answer is the current version of the child. It stays verified while the operator owns the same fields.
         """
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
@@ -224,7 +228,11 @@ class ResourceCache:
         )
 
     def observed(self, ref: ChildRef, child: SeenChild | None, *, before: SeenChild | None) -> None:
-        """Record a direct read of a child; None: it does not exist. `before`: the version known before the read."""
+        """Record a direct read of a child.
+
+        child:  the child, or None if it does not exist.
+        before: the version that was known before the read.
+        """
         if child is not None:
             self._remember(child)
         elif before is not None:
@@ -242,7 +250,7 @@ class ResourceCache:
         self._created[pod.uid] = pod
 
     def deleted(self, uid: str) -> None:
-        """Record an accepted deletion; the object counts as terminating until the watch shows it."""
+        """Record an accepted deletion. The object counts as terminating until the watch shows the deletion."""
         unwatched = {ref for ref, child in self._unwatched.items() if child.uid == uid}
         for ref in unwatched:
             del self._unwatched[ref]
@@ -250,22 +258,22 @@ class ResourceCache:
             self._deleted.add(uid)
 
     def gone(self, uid: str) -> None:
-        """Record that this object does not exist."""
+        """Record that the object with this UID does not exist."""
         self._gone.add(uid)
         for ref, written in list(self._written.items()):
             if written.child.uid == uid:
                 del self._written[ref]
 
     def uids(self) -> frozenset[str]:
-        """Return the UIDs of all known objects, the `before` argument of audited() for a listing that starts now."""
+        """Return the UIDs of all known objects. A listing that starts now passes them to audited() as `before`."""
         return frozenset(seen.uid for seen in self._merged().values()) | self._pod_uids()
 
     def audited(self, children: Iterable[SeenChild], pods: Iterable[PodView], *, before: frozenset[str]) -> None:
-        """Record a full listing, which corrects what the watch missed while it was disconnected.
+        """Record a full listing. A listing corrects what the watch missed while it was disconnected.
 
-        before: the UIDs that were known when the listing started. An object that was known then and is not known now
-            was deleted during the listing. An object that was not known then may have been created during it, so its
-            absence from the listing proves nothing.
+        before: the UIDs that were known when the listing started. If an object was known then and is not known now, it
+            was deleted during the listing. If an object was not known then, it may have been created during the
+            listing, so its absence from the listing proves nothing.
         """
         known = self._merged()
         listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}
@@ -293,7 +301,7 @@ class ResourceCache:
         return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
 
     def _forget(self, living: set[str]) -> None:
-        """Drop marks of objects that are neither in the watch nor in the store."""
+        """Remove the marks of objects that are neither in the watch nor in the store."""
         indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed
         self._deleted &= indexed | living

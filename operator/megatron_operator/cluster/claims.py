@@ -1,9 +1,9 @@
 """Decides which operator manages a resource. The status of a resource names the Lease of its manager.
 
 An operator does not change a resource while another operator renews the Lease that the resource names, or may still
-renew it. It takes over the resource after it has observed, by its own monotonic clock, that the Lease is not renewed.
-If two operators claim a new resource at the same time, both write its status on the same resource version. One write
-fails, and that operator then reads the claim of the other one.
+renew it. The operator takes over the resource after it has observed, by its own monotonic clock, that the Lease is not
+renewed. If two operators claim a new resource at the same time, both write its status on the same resource version. One
+of the writes fails, and the operator whose write failed then reads the claim of the other operator.
 """
 
 from __future__ import annotations
@@ -20,29 +20,31 @@ from megatron_operator.cluster.kinds import LEASE
 logger = logging.getLogger(__name__)
 
 ABANDONED_DURATIONS = 3
-"""A Lease that was not renewed for this many of its durations is abandoned. Its own standby leads after one."""
+"""Number of its durations without a renewal after which a Lease is abandoned. The holder's own standby leads after one
+duration.
+"""
 READ_SECONDS = 3.0
-"""Interval at which the Lease of another operator is read, for all its resources together."""
+"""Interval at which the Lease of another operator is read. The read serves all resources of that operator."""
 DEFAULT_DURATION = 10.0
 
 
 @dataclass(slots=True)
 class _Lease:
-    """What this process has observed of a Lease."""
+    """The observations of this process about one Lease."""
 
     mark: object
-    """Changes with each renewal."""
+    """A value that changes with each renewal of the Lease."""
     since: float
-    """When the operator first saw the mark."""
+    """Time when this operator first observed the mark."""
     read: float
     duration: float = DEFAULT_DURATION
     error: str = ""
-    """Why it cannot be read."""
+    """Why the Lease cannot be read."""
     holder: str = ""
 
 
 class Claims:
-    """What this operator knows about the Leases that resources name as their managers.
+    """The observations of this operator about the Leases that resources name as their managers.
 
     own: namespace and name of this operator's Lease, as in `status.manager`.
     """
@@ -55,9 +57,9 @@ class Claims:
         self._reading = asyncio.Lock()
 
     async def other(self, manager: str) -> str:
-        """Return the other operator that manages, or may manage, a resource whose status names this Lease.
+        """Return the Lease of another operator that manages, or may manage, a resource whose status names this Lease.
 
-        Return an empty string if this operator may manage the resource.
+        Returns an empty string if this operator may manage the resource.
 
         Raises:
             KubeApiError: the Lease cannot be read now.
@@ -78,7 +80,7 @@ class Claims:
         return f"it is managed by {lease.holder or 'an operator'} with Lease {manager}"
 
     async def _read(self, manager: str) -> _Lease | None:
-        """Read a Lease, and return what was observed of it so far; None if it does not exist."""
+        """Read a Lease, and return all observations of it. Returns None if the Lease does not exist."""
         now, known = self._clock(), self._leases.get(manager)
         if known is not None and now - known.read < READ_SECONDS:
             return known

@@ -1,7 +1,8 @@
-"""Watches the operator's children and pods: one watch and one store for each kind and namespace.
+"""Watches the operator's children and pods, with one watch and one store for each kind and namespace.
 
-Stores keep projections with the fields that decisions read, not whole objects. If a kind cannot be listed or watched,
-the other kinds are not affected. It is tried again, and `watches.denied` names it until it works.
+A store keeps projections that contain only the fields that decisions read. If a kind cannot be listed or watched, the
+other kinds are not affected. The failed list or watch is retried, and `watches.denied` names the kind until the retry
+succeeds.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ Entry = tuple[str, Key, T]
 
 
 class Store(Generic[T]):
-    """Projections of the objects of one kind in one namespace, or in all, by resource."""
+    """Projections of the objects of one kind, by resource. A store covers one namespace or all namespaces."""
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str, str], Key] = {}
-        """By namespace and name of the object: its label may change."""
+        """The resource of each object, by namespace and name of the object. It is kept because the object's label may
+        change.
+        """
         self._objects: dict[Key, dict[str, T]] = {}
 
     def of(self, key: Key) -> list[T]:
@@ -66,7 +69,7 @@ class Store(Generic[T]):
 
 
 class _ByResource(Mapping[Key, list[Any]]):
-    """The objects of some stores, by resource."""
+    """The objects of several stores, by resource."""
 
     def __init__(self) -> None:
         self._stores: dict[str | None, list[Store[Any]]] = {}
@@ -86,11 +89,11 @@ class _ByResource(Mapping[Key, list[Any]]):
 
 
 class Informers:
-    """Runs the watches of pods and of all kinds of children. run() starts them.
+    """The watches of pods and of all kinds of children. run() starts the watches.
 
-    namespaces: namespaces to watch; empty: all.
-    wake:       called with a resource when one of its objects has changed, and with None when a kind can be watched
-                now, or can no longer be watched.
+    namespaces: namespaces to watch; empty means all namespaces.
+    wake:       called with a resource when one of its objects has changed. Called with None when a kind can be watched
+                again, or can no longer be watched.
     """
 
     def __init__(
@@ -114,11 +117,11 @@ class Informers:
         self._children, self._pods = _ByResource(), _ByResource()
         self.watches = WatchAges(watch_seconds=watch_seconds)
         self.resources: dict[str, tuple[SeenResource, ...]] = {}
-        """By UID. They are watched by kopf."""
+        """The resources by UID. kopf watches them."""
         self.index = Index(children=self._children, pods=self._pods, resources=self.resources)
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Watch forever."""
         async with asyncio.TaskGroup() as group:
             for namespace in self._namespaces:
                 for kind in CHILD_KINDS:
@@ -130,7 +133,7 @@ class Informers:
         await asyncio.gather(*(event.wait() for event in self._settled.values()))
 
     def denied(self, namespace: str) -> dict[str, str]:
-        """Return the kinds that cannot be watched in a namespace, by their API resource, and why."""
+        """Return the kinds that cannot be watched in a namespace, by API resource. Each value is the reason."""
         return {plural: why for (plural, where), why in self.watches.denied.items() if where in ("", namespace)}
 
     async def _follow(

@@ -1,7 +1,7 @@
-"""CURVE keys: creation, reading and rotation of the operator's admin pair and the pairs of each resource.
+"""Creates, reads and rotates CURVE keys: the operator's admin pair, and the pairs of each resource.
 
-The secret half of the admin key is only in the operator's namespace. A resource's Secret is read by name; Secrets are
-never listed or watched.
+The secret half of the admin key is only in the operator's namespace. The operator reads a resource's Secret by name and
+never lists or watches Secrets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KeyFormatError(ValueError):
 
 
 async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, name: str = ADMIN_SECRET) -> KeyPair:
-    """Return the operator's admin pair, which is created on first use."""
+    """Return the operator's admin pair. Creates the pair on first use."""
     secret = await api.get(SECRET, namespace, name)
     if secret is None:
         files = generate_key_files(roles=("admin",))
@@ -79,7 +79,10 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
 
 
 def new_resource_keys(admin: KeyPair, *, has_trainer: bool = False) -> dict[str, str]:
-    """Return the entries of a new `NAME-keys`: three key pairs, the key pair of a trainer, and the public admin key."""
+    """Return the entries of a new `NAME-keys`: three key pairs and the public admin key.
+
+    With `has_trainer`, there is also the key pair of a trainer.
+    """
     files = generate_key_files(roles=("server", "engine", "client", *((TRAINER,) if has_trainer else ())))
     return {**files, "admin.pub": admin.public.decode()}
 
@@ -94,14 +97,16 @@ def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, sinc
 
 
 def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Object | None:
-    """Return the merge patch, with preconditions, that replaces unreadable keys by new keys; None if they can
-    be read."""
+    """Return the merge patch, with preconditions, that replaces unreadable keys by new keys.
+
+    Returns None if the keys can be read.
+    """
     try:
         keys_view(secret, admin)
     except KeyFormatError:
         made = new_keys_secret(ctx, admin, generation=generation, since=since)
         annotations = made["metadata"]["annotations"]
-        data = {**dict.fromkeys(secret.get("data") or {}), **made["data"]}  # the seal is over what remains
+        data = {**dict.fromkeys(secret.get("data") or {}), **made["data"]}  # the seal covers the remaining data
         return {"metadata": {**_preconditions(secret), "annotations": annotations}, "data": data}
     return None
 
@@ -112,8 +117,11 @@ def adoption_patch(secret: Object, ctx: RenderContext) -> Object:
 
 
 def seal(metadata: Object, data: Object, admin: KeyPair) -> str:
-    """Return the annotation that proves that this operator wrote the data of `NAME-keys`: a keyed hash over it and its
-    name. A user who may create Secrets could otherwise leave keys for a resource to come and be its coordinator."""
+    """Return the annotation that proves that this operator wrote the data of `NAME-keys`.
+
+    The annotation is a keyed hash of the data and the Secret's name. Without it, a user who may create Secrets could
+    create the keys of a future resource in advance and pose as its coordinator.
+    """
     text = json.dumps([metadata["namespace"], metadata["name"], sorted(data.items())])
     return hmac.new(admin.secret, text.encode(), hashlib.sha256).hexdigest()
 
@@ -129,7 +137,7 @@ def keys_view(secret: Object, admin: KeyPair) -> KeysView:
     """Return the public part of a resource's Secret, which decisions read.
 
     Raises:
-        KeyFormatError: an entry is missing, or an entry or annotation is no key, number or stage.
+        KeyFormatError: an entry is missing, or an entry or annotation is not a valid key, number or stage.
     """
     try:
         return _keys_view(secret, admin)
@@ -156,7 +164,9 @@ def _keys_view(secret: Object, admin: KeyPair) -> KeysView:
 
 
 def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: str) -> Object | None:
-    """Return the merge patch, with preconditions, that brings a Secret to the stage of `action`; None if it is there.
+    """Return the merge patch, with preconditions, that moves a Secret to the stage of `action`.
+
+    Returns None if the Secret is already at this stage.
 
     Raises:
         KeyFormatError: an entry is missing.
@@ -193,7 +203,7 @@ def _preconditions(obj: Object) -> Object:
 
 
 def admin_peer_keys(secret: Object, admin: KeyPair) -> PeerKeys:
-    """Return the keys of the link to a resource's coordinator, from `NAME-keys`.
+    """Return the keys for the connection to a resource's coordinator, from `NAME-keys`.
 
     Raises:
         KeyFormatError: an entry is missing, or the Secret has the admin key of another operator.

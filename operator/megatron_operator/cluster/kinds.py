@@ -1,4 +1,4 @@
-"""API paths of the kinds that the operator uses, as a table, which saves the requests of API discovery."""
+"""Table of the API paths of the kinds that the operator uses. The table saves the requests of API discovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_operator.resource.names import (
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """One resource of the API server."""
+    """A resource type of the API server."""
 
     kind: str
     group: str
@@ -50,13 +50,13 @@ CLUSTER_KINDS = (
     ObjectKind("PriorityClass", "scheduling.k8s.io", "v1", "priorityclasses"),
     ObjectKind("RuntimeClass", "node.k8s.io", "v1", "runtimeclasses"),
 )
-"""Kinds without a namespace of objects that pods name."""
+"""Cluster-scoped kinds of objects that pods name."""
 CLAIM = ObjectKind("PersistentVolumeClaim", "", "v1", "persistentvolumeclaims")
 RESOURCE_CLAIM = ObjectKind("ResourceClaim", "resource.k8s.io", "v1", "resourceclaims")
 RESOURCE_CLAIM_TEMPLATE = ObjectKind("ResourceClaimTemplate", "resource.k8s.io", "v1", "resourceclaimtemplates")
 SERVICE = ObjectKind("Service", "", "v1", "services")
 DEVICE_CLAIM_KINDS = (RESOURCE_CLAIM, RESOURCE_CLAIM_TEMPLATE)
-"""Kinds of Dynamic Resource Allocation, which Kubernetes serves in this version since 1.34."""
+"""Kinds of Dynamic Resource Allocation. Kubernetes has served them in this version since 1.34."""
 LEASE = ObjectKind("Lease", "coordination.k8s.io", "v1", "leases")
 EVENT = ObjectKind("Event", "events.k8s.io", "v1", "events")
 HTTP_ROUTE = ObjectKind("HTTPRoute", "gateway.networking.k8s.io", "v1", "httproutes")
@@ -75,23 +75,25 @@ CHILD_KINDS: tuple[ObjectKind, ...] = (
     ObjectKind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
     ObjectKind("Ingress", "networking.k8s.io", "v1", "ingresses"),
 )
-"""Kinds that the operator applies, watches (by label) and deletes. Secrets and OPTIONAL_KINDS are only read by
-name."""
+"""Kinds that the operator applies, watches (by label) and deletes. Secrets and OPTIONAL_KINDS are not watched but read
+by name.
+"""
 
 METADATA_KINDS = frozenset(
     kind
     for kind in CHILD_KINDS
     if kind.plural in ("configmaps", "serviceaccounts", "poddisruptionbudgets", "networkpolicies", "ingresses")
 )
-"""Kinds of which decisions read only the metadata. The operator watches nothing else of them."""
+"""Kinds whose metadata alone is read by decisions. The operator watches only the metadata of these kinds."""
 
 OPENSHIFT_API = "security.openshift.io/v1"
-"""API of the SecurityContextConstraints, which OpenShift alone has."""
+"""API of the SecurityContextConstraints, which only OpenShift has."""
 
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 POD_SELECTOR = f"{LABEL_NAME}={APP_NAME}"
-"""A label of the selectors of all Deployments and StatefulSets, so a pod that loses it is not theirs any more. Another
-label may be changed by users and webhooks."""
+"""A label in the selectors of all Deployments and StatefulSets. A pod that loses this label leaves its workload. Users
+and webhooks may change other labels.
+"""
 
 _NAMED = (SECRET, CLAIM, *DEVICE_CLAIM_KINDS, *CLUSTER_KINDS)
 _ALL = (*CHILD_KINDS, RESOURCE, *_NAMED, POD, LEASE, EVENT, *OPTIONAL_KINDS)
@@ -99,5 +101,5 @@ _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
 def kind_of(api_version: str, kind: str) -> ObjectKind:
-    """Return the ObjectKind of an API version and kind. Raises KeyError for an unknown pair."""
+    """Return the ObjectKind of an API version and kind. Raises KeyError if the table lacks the combination."""
     return _BY_NAME[api_version, kind]

@@ -1,9 +1,10 @@
 """Leader election by a Lease. Each acquisition increments the term, from which the fences of signals are computed.
 
 Safety does not depend on synchronised clocks. A holder treats its lease as lost `renew_deadline` after the *start* of
-the last renewal; a challenger treats the lease as free `duration` after it last *observed* a change. Both use their own
-monotonic clock. The term only grows, by one and by compare-and-swap, so a coordinator that has received a signal of a
-new leader rejects all later signals of the old one. Nothing that a coordinator reports changes the term.
+the last renewal. A challenger treats the lease as free `duration` after it last *observed* a change. Both use their own
+monotonic clock. Each acquisition raises the term by one with a compare-and-swap, and the term never decreases. A
+coordinator that has received a signal of a new leader therefore rejects all later signals of the old leader. Nothing
+that a coordinator reports changes the term.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MAX_TERM = 1 << 32
 
 
 class LeadershipLostError(RuntimeError):
-    """This process is no longer the leader and must exit. Another leader may be writing already."""
+    """This process is no longer the leader and must exit, because another leader may already be writing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +44,21 @@ class LeaseSettings:
     namespace: str
     name: str
     identity: str
-    """Identity of this process. The same identity means a restart of the same pod, whose previous process has ended, so
-    it may take over at once."""
+    """Identity of this process. The same identity means that the same pod has restarted and its previous process has
+    ended, so it may take over immediately.
+    """
     duration: float = 10.0
     """Seconds without a renewal after which the lease is free."""
 
     namespaces: tuple[str, ...] = ()
-    """Namespaces that the holder serves; empty means all. Only for readers of the Lease."""
+    """Namespaces that the holder serves; empty means all. Only readers of the Lease use this field."""
 
     former: str = ""
-    """Lease of earlier releases, which is held too while it exists, unless the operator of another release does; so an
-    operator of an earlier release does not lead at the same time."""
+    """Lease of earlier releases, which this operator also holds while it exists, so that an operator of an earlier
+    release does not lead at the same time. It is not needed if the operator of another release holds it.
+    """
     successor: str = ""
-    """Of a former Lease: the one that it is held with."""
+    """For a former Lease, the Lease together with which it is held."""
 
     @property
     def renew_interval(self) -> float:
@@ -63,7 +66,7 @@ class LeaseSettings:
 
     @property
     def renew_deadline(self) -> float:
-        """Validity of a renewal for its holder, in seconds: `duration` minus more than the request timeout."""
+        """Seconds for which a renewal is valid for its holder: `duration` minus more than the request timeout."""
         return self.duration * 2 / 3
 
     @property
@@ -88,7 +91,7 @@ class Elector:
             self._former = Elector(api, former, clock=clock)
         self.term = 0
         self.waits_for: tuple[str, str] | None = None
-        """While another process leads: the Lease that it holds, and its identity."""
+        """While another process leads, the Lease that it holds and its identity."""
 
     @property
     def leading(self) -> bool:
@@ -96,12 +99,12 @@ class Elector:
 
     @property
     def seconds_left(self) -> float:
-        """Remaining validity of the last renewal; negative if it has expired."""
+        """Remaining validity of the last renewal, in seconds; negative if it has expired."""
         left = self._trusted_until - self._clock()
         return left if self._former is None or not self._former.term else min(left, self._former.seconds_left)
 
     def require_leadership(self) -> None:
-        """Check leadership. Call before every write and signal.
+        """Check leadership. Call this method before every write and signal.
 
         Raises:
             LeadershipLostError: the last renewal has expired.
@@ -112,7 +115,7 @@ class Elector:
             )
 
     def write_seconds(self) -> float:
-        """Check leadership. Return the timeout of a write: the seconds until another process may lead.
+        """Check leadership, and return the timeout of a write: the seconds until another process may lead.
 
         Raises:
             LeadershipLostError: the last renewal has expired.
@@ -133,7 +136,7 @@ class Elector:
             await asyncio.sleep(self._settings.renew_interval)
 
     async def hold(self) -> None:
-        """Renew the lease until renewals fail for `renew_deadline`; then raise LeadershipLostError."""
+        """Renew the lease until renewals have failed for `renew_deadline`. Then raise LeadershipLostError."""
         while True:
             await asyncio.sleep(self._settings.renew_interval)
             try:
@@ -145,7 +148,7 @@ class Elector:
             self.require_leadership()
 
     async def release(self) -> None:
-        """Release the lease, so that a successor need not wait for it to expire. Best effort."""
+        """Try to release the lease, so that a successor need not wait for it to expire. Failures are ignored."""
         if not self.leading or self._lease is None:
             return
         if self._former is not None:
@@ -168,7 +171,8 @@ class Elector:
     async def _holds_former(self) -> bool:
         """Acquire or renew the Lease that earlier releases used, if it exists.
 
-        Return whether this process may lead: it holds that Lease, or the holder has a Lease of its own, too.
+        Return whether this process may lead. It may lead if it holds that Lease, or if the holder also has a Lease of
+        its own.
         """
         former = self._former
         if former is None:
@@ -227,14 +231,17 @@ class Elector:
                 await self._reread()
 
     async def _reread(self) -> None:
-        """After a failed swap, check whether the lease is still ours: the answer to a successful write may be lost."""
+        """Check after a failed swap whether the lease is still ours.
+
+        This is possible because the answer to a successful write may be lost.
+        """
         lease = await self._get()
         holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
         if lease is None or holder != self._settings.identity or _term(lease) != self.term:
             self._trusted_until = float("-inf")
             raise LeadershipLostError(f"lease {self._settings.name}: now held by {holder or 'no process'}")
         if self._lease is not None and version_of(lease) < version_of(self._lease):
-            # Watches at versions of the future show nothing, and known objects count as newer than those that exist.
+            # A watch at a future version shows nothing, and known objects would count as newer than the existing ones.
             self._trusted_until = float("-inf")
             raise LeadershipLostError(
                 f"lease {self._settings.name}: its version decreased, so etcd was restored: reading everything again"
@@ -245,7 +252,7 @@ class Elector:
         return await self._in_time(self._api.get(LEASE, self._settings.namespace, self._settings.name))
 
     async def _write(self, *, term: int) -> None:
-        """Write this holder by compare-and-swap. The renewal counts from when the request was sent."""
+        """Write this holder by compare-and-swap. The renewal is valid from the time at which the request was sent."""
         began = self._clock()
         renewing = self._lease is not None and term == self.term
         acquired = self._lease["spec"].get("acquireTime") if renewing and self._lease else _now()

@@ -1,8 +1,8 @@
 """Protection against JSON that is nested too deeply for Python's decoder.
 
-A user who may create one resource can nest its podTemplate 10,000 levels deep, and one event of it would end the watch
-of all resources. Valid objects have about 30 levels. Values deeper than `MAX_LEVELS` are replaced by null, and then
-the validation of specs rejects the resource.
+A user who may create one resource can nest its podTemplate 10,000 levels deep. One event of this resource would end the
+watch of all resources. Valid objects have about 30 levels. Values deeper than `MAX_LEVELS` are replaced by null, after
+which the validation of the spec rejects the resource.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def shallow(text: bytes) -> bytes:
 
 
 def _is_deep(text: bytes) -> bool:
-    """Check the depth without decoding: each round removes the innermost pairs of brackets."""
+    """Return whether the text is nested too deeply, without decoding it. Each round removes the innermost brackets."""
     brackets = _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
     for _ in range(MAX_LEVELS):
         if not brackets:
@@ -50,7 +50,7 @@ def _is_deep(text: bytes) -> bool:
 
 
 def decode(text: bytes | str) -> Any:
-    """Decode JSON of any depth. Raises ValueError if it is not JSON."""
+    """Decode JSON of any depth. Raises ValueError if the text is not JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -58,7 +58,7 @@ def decode(text: bytes | str) -> Any:
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An HTTP answer whose JSON, one document or one per line, is limited in depth."""
+    """An HTTP answer that contains one JSON document, or one per line, and limits the depth of each document."""
 
     async def start(self, connection: Any) -> BoundedResponse:
         await super().start(connection)
@@ -76,7 +76,7 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 class _BoundedLines:
-    """A stream that is read line by line, like a watch, or as a whole."""
+    """A response stream that can be read line by line, as for a watch, or as a whole."""
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self._stream = stream

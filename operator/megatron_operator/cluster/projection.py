@@ -21,15 +21,15 @@ class SeenChild:
     ref: ChildRef
     version: int
     owner_uid: str
-    """UID of the resource that owns it; empty without one."""
+    """UID of the resource that owns the child; empty without an owner."""
     view: ChildView
-    """`owned` and `verified` are set when a World is created."""
+    """The view for decisions. `owned` and `verified` are set when a World is created."""
     cluster_ip: str = ""
-    """Services: the virtual address; empty for headless ones."""
+    """Virtual address of a Service; empty for a headless Service."""
     changed_by: str = ""
-    """The other field manager that last changed it, ignoring its status; empty if there is none."""
+    """The other field manager that last changed the child, ignoring its status; empty if there is none."""
     owns_replicas: bool = False
-    """This operator's applies own `spec.replicas`."""
+    """Whether this operator's applies own `spec.replicas`."""
 
     @property
     def uid(self) -> str:
@@ -62,7 +62,7 @@ class SeenResource:
 
 
 def version_of(obj: Object) -> int:
-    """Return the resource version. Versions of one object are growing numbers (KEP-5504)."""
+    """Return the resource version as a number. The versions of one object increase (KEP-5504)."""
     return int(obj["metadata"].get("resourceVersion") or 0)
 
 
@@ -72,7 +72,7 @@ def instance_of(obj: Object) -> str:
 
 
 def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
-    """Project a child. kind: for an object of a list, which has neither `apiVersion` nor `kind`."""
+    """Return the projection of a child. kind: kind of a list's object, which has neither `apiVersion` nor `kind`."""
     if kind is not None:
         obj = {**obj, "apiVersion": kind.api_version, "kind": kind.kind}
     owner = owner_uid(obj)
@@ -108,7 +108,7 @@ def project_resource(obj: Object) -> SeenResource:
 
 
 def _changed_by(metadata: Object) -> str:
-    """Return the field manager that owns `spec.desiredState`; of several, the latest."""
+    """Return the field manager that owns `spec.desiredState`. If there are several, return the latest."""
     owners = _owners(metadata, "f:desiredState")
     latest = max(owners, key=lambda entry: str(entry.get("time") or ""), default=None)
     return str(latest.get("manager", "")) if latest else ""

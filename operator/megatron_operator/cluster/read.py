@@ -1,4 +1,6 @@
-"""Reads of commands: one resource, and what explains its status, with the login of the user or of this pod."""
+"""Reads of the commands: one resource and the objects that explain its status, with the login of the user or the
+pod.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from megatron_operator.resource.names import CRD_NAME, LABEL_INSTANCE
 
 
 def _default_namespace(context: str | None) -> str:
-    """Return the namespace of the service account in a pod, else of a context of the kubeconfig."""
+    """Return the namespace of the service account in a pod, otherwise the namespace of a context of the kubeconfig."""
     if in_cluster():
         return Path(SERVICE_ACCOUNT, "namespace").read_text().strip()
     contexts, current = list_kube_config_contexts()
@@ -25,7 +27,7 @@ def _default_namespace(context: str | None) -> str:
 
 
 async def find_resource(name: str, *, namespace: str | None, context: str | None) -> Object | None:
-    """Return a resource, or None if it does not exist.
+    """Return a resource. Returns None if it does not exist.
 
     namespace: None means the namespace of the context.
     context:   None means the current context of the kubeconfig.
@@ -38,7 +40,7 @@ async def find_resource(name: str, *, namespace: str | None, context: str | None
 
 
 async def explain_resource(name: str, *, namespace: str | None, context: str | None) -> list[str]:
-    """Return what a resource waits for, as `explain.causes`.
+    """Return the causes for which a resource waits, as `explain.causes` does.
 
     namespace: None means the namespace of the context.
 
@@ -56,10 +58,10 @@ async def explain_resource(name: str, *, namespace: str | None, context: str | N
 
 
 async def problem_of_operators(api: KubeApi, namespace: str) -> str | None:
-    """Return the problem with the operators of a namespace: none runs, or several do. None if exactly one runs.
+    """Return the problem if no operator runs for a namespace, or if several do. Returns None if exactly one runs.
 
     Raises:
-        KubeApiError: the Leases could not be read, for another reason than missing permission.
+        KubeApiError: the Leases could not be read for a reason other than missing permission.
     """
     try:
         leases = operator_leases(await api.list(LEASE, None))

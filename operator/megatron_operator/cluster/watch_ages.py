@@ -1,8 +1,8 @@
-"""Whether each watch works: when the API server last accepted it, and why it rejects it.
+"""Records for each watch when the API server last accepted it, and why the server rejects it.
 
-The server ends every watch after `watch_seconds`, and its client starts the next one at the last seen version. A watch
-that is not renewed in time is dead, for example because a proxy dropped its connection or the client stopped watching.
-A watch that the server rejects is denied: a permission, the namespace or the kind is missing.
+The server ends every watch after `watch_seconds`, and its client starts the next watch at the last seen version. A
+watch that is not renewed in time is dead, for example because a proxy dropped its connection or the client stopped
+watching. A watch that the server rejects is denied, because a permission, the namespace or the kind is missing.
 """
 
 from __future__ import annotations
@@ -29,24 +29,27 @@ RETRY_SECONDS = (0.5, 1.0, 3.0, 5.0)
 FORBIDDEN, NOT_FOUND = 403, 404
 
 Watched = tuple[str, str]
-"""Name of the API resource, such as `pods`, and namespace, which is empty for all."""
+"""Name of the API resource, such as `pods`, and the namespace, which is empty for all namespaces."""
 
 
 class WatchAges:
-    """Watches by the path of their collection."""
+    """The watches, by the path of their collection."""
 
     def __init__(self, *, watch_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due = watch_seconds + GRACE_SECONDS
         self._clock = clock
         self._started: dict[str, float] = {}
         self._rejected: dict[str, tuple[float, str]] = {}
-        """Time of the first rejection of each path that is rejected now, and the last answer."""
+        """For each path that is now rejected, the time of its first rejection and the last answer."""
         self.vanished = asyncio.Event()
-        """Set when the API server no longer serves a kind that kopf watches. Then kopf must be stopped."""
+        """Set when the API server no longer serves a kind that kopf watches, so that kopf must be stopped."""
 
     @property
     def silent_seconds(self) -> float:
-        """How long the oldest watch is overdue, in seconds; 0 if no watch is overdue. Denied watches do not count."""
+        """How long the renewal of the oldest watch is overdue, in seconds; 0 if none is overdue.
+
+        Ignores denied watches.
+        """
         oldest = min((at for path, at in self._started.items() if path not in self._rejected), default=None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest - self._due)
 
@@ -58,7 +61,7 @@ class WatchAges:
         return {watched(path): error for path, (since, error) in rejected if since <= before}
 
     def asked(self, path: str) -> None:
-        """Record the request of a watch. The age of a watch that was never accepted counts from its first request."""
+        """Record the request of a watch. If the watch was never accepted, its age counts from its first request."""
         self._started.setdefault(path, self._clock())
 
     def accepted(self, path: str) -> None:
@@ -77,7 +80,7 @@ class WatchAges:
         """Return a trace configuration that reports the requests of kopf's session to this object.
 
         kopf exits if it may not list the resources of one namespace. This object therefore turns the rejection into a
-        broken connection, after which kopf tries again without end.
+        connection error, after which kopf retries forever.
         """
         config = aiohttp.TraceConfig()
         config.on_request_start.append(self._asked)
@@ -107,7 +110,7 @@ class DeniedError(aiohttp.ClientConnectionError):
 
 
 def watched(path: str) -> Watched:
-    """Return the kind and the namespace that a watch of this collection path covers."""
+    """Return the kind and the namespace that a watch of a collection path covers."""
     *_, scope, namespace, plural = ["", *path.split("/")]
     return (plural, namespace) if scope == "namespaces" else (plural, "")
 

@@ -1,4 +1,4 @@
-"""Lists and watches of one collection, for ever: for the operator's stores and for the dashboard."""
+"""Lists and watches one collection forever, for the operator's stores and for the dashboard."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megatron_operator.cluster.nesting import decode
 WATCH_SECONDS = 50.0
 """Duration of a watch before it is renewed at the same resource version."""
 SILENCE_SECONDS = 5.0
-"""After that time without a byte beyond its duration, a watch is dead."""
+"""Time beyond the duration of a watch after which a watch without a received byte is dead."""
 RETRY_SECONDS = (0.5, 1.0, 2.0, 5.0, 15.0)
 _GONE = 410
 
 
 @dataclass(frozen=True, slots=True)
 class CollectionChange:
-    """Change of a collection.
+    """A change of a collection.
 
     kind:    "set": all objects; "put", "delete": one object; "open": the server has accepted a watch; "error": the
              request failed.
@@ -39,9 +39,9 @@ class CollectionChange:
 async def stream(
     api: KubeApi, path: str, *, query: Mapping[str, Any], silence_seconds: float, accept: str = JSON
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """GET an answer that is read as it arrives, such as a watch or a log. Its errors are KubeApiError.
+    """Send a GET request whose answer is read while it arrives, such as a watch or a log. Raises KubeApiError.
 
-    silence_seconds: time without a byte after which the connection counts as broken.
+    silence_seconds: time without a received byte after which the connection counts as broken.
     """
     limits = aiohttp.ClientTimeout(total=None, sock_connect=api.timeout, sock_read=silence_seconds)
     try:
@@ -66,14 +66,14 @@ async def watch(
     watch_seconds: float = WATCH_SECONDS,
     retry_seconds: Sequence[float] = RETRY_SECONDS,
 ) -> AsyncIterator[CollectionChange]:
-    """Yield all objects of a collection, then each change, for ever.
+    """Yield all objects of a collection, then each change, forever.
 
-    A watch that ends or loses its connection is continued at its resource version, and the collection is read again
-    when the server rejects that. After a failure there is a backoff.
+    If a watch ends or loses its connection, the next watch continues at its resource version. If the server rejects
+    this version, the collection is read again. A failure is followed by a backoff.
 
     project:       applied to each object while its page is read, so that a list costs the memory of one page.
     metadata_only: the server sends only the metadata of the objects.
-    listing:       entered while the collection is read, to limit concurrent lists.
+    listing:       context entered while the collection is read, to limit concurrent lists.
     """
     failures, version = 0, ""
     while True:
@@ -108,7 +108,7 @@ async def watch(
                         kind: Literal["put", "delete"] = "delete" if event["type"] == "DELETED" else "put"
                         yield CollectionChange(kind, [project(item)])
             if version == begun:
-                # An API server that closes watches at once must not be asked in a loop.
+                # An API server that closes watches immediately must not receive requests in a busy loop.
                 await asyncio.sleep(retry_seconds[0])
         except KubeApiError as error:
             if error.code:

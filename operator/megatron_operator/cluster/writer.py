@@ -1,6 +1,6 @@
-"""All writes to the API server. Only the leader writes, only to objects it owns, only to versions it has seen.
+"""All writes to the API server. Only the leader writes, only to objects it owns, and only on versions it has seen.
 
-Events of the custom resource are the exception: repeated ones with the same text increase the count of one Event.
+Events of the custom resource are the exception. A repeated Event with the same text increases the count of one Event.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NO_VERSION = "1"
 
 
 class NotOwnedError(KubeApiError):
-    """An object of that name exists and has another owner. It is not changed."""
+    """An object of this name exists and has another owner. The object is not changed."""
 
     def __init__(self, ref: ChildRef, *, namespace: str) -> None:
         super().__init__(
@@ -42,7 +42,7 @@ class Writer:
     """The operator's writes.
 
     guard: called before every request. Returns the timeout of the request in seconds, so that the request does not take
-        effect when another process leads; None means the default of the API client. Raises if this process is not
+        effect when another process leads. None means the default of the API client. Raises if this process is not
         the leader.
     count: called with the verb and kind of every request that reached the server.
     """
@@ -54,7 +54,10 @@ class Writer:
 
     @asynccontextmanager
     async def _leading(self, verb: str | None, kind: str) -> AsyncIterator[None]:
-        """Cancel the request when another process may lead, and count it if it succeeds. verb: None for a dry run."""
+        """Context manager that cancels its body, a request, when another process may lead.
+
+        It counts a request that succeeds. verb: None for a dry run.
+        """
         try:
             async with asyncio.timeout(self._guard()):
                 yield
@@ -64,8 +67,10 @@ class Writer:
             self._count(verb, kind)
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
-        """Server-side apply, forced only on the object `known`, which the resource must own or may adopt. Without a
-        known object the child is created, if no object has its name.
+        """Apply a child server-side, and return the result.
+
+        The apply is forced only on the object `known`, which the resource must own or may adopt. If `known` is None,
+        the child is created if no object has its name.
 
         Raises:
             NotOwnedError: an object with another owner has the name.
@@ -90,7 +95,10 @@ class Writer:
         return await self._apply(kind, _onto(manifest, known), force=True)
 
     async def _hand_over_replicas(self, kind: ObjectKind, manifest: Manifest, known: SeenChild) -> None:
-        """Make another field manager own the current number of replicas. Without an owner, it would be reset to 1."""
+        """Make another field manager own the current number of replicas.
+
+        Without an owner, the number would be reset to 1.
+        """
         metadata = {name: manifest["metadata"][name] for name in ("name", "namespace")}
         metadata["resourceVersion"] = str(known.version)
         body = {
@@ -107,10 +115,10 @@ class Writer:
         return project_child(answer)
 
     async def vet_child(self, manifest: Manifest, *, known: SeenChild) -> None:
-        """Apply in a dry run to an existing child.
+        """Apply a manifest to an existing child in a dry run.
 
         Raises:
-            KubeApiError: the server would reject it.
+            KubeApiError: the server would reject the apply.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         async with self._leading(None, kind.kind):
@@ -138,28 +146,39 @@ class Writer:
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
-        """Create an object. Raises KubeApiError; conflict if it exists."""
+        """Create an object.
+
+        Raises:
+            KubeApiError: the server rejected the request; it reports a conflict if the object exists.
+        """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         async with self._leading("create", kind.kind):
             return await self._api.create(kind, manifest, manager=FIELD_MANAGER)
 
     async def patch(self, kind: ObjectKind, name: str, *, namespace: str, body: Object) -> Object:
-        """Merge-patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions.
+        """Merge-patch an object. `metadata.uid` and `metadata.resourceVersion` in the body are preconditions.
 
         Raises:
-            KubeApiError: the API server rejects it.
+            KubeApiError: the API server rejects the patch.
         """
         async with self._leading("patch", kind.kind):
             return await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
-        """Delete a child. Raises KubeApiError: 404 if it does not exist, conflict if another object has the name."""
+        """Delete a child.
+
+        Raises:
+            KubeApiError: 404 if the child does not exist, conflict if another object has its name.
+        """
         kind = kind_of(ref.api_version, ref.kind)
         async with self._leading("delete", kind.kind):
             await self._api.delete(kind, namespace, ref.name, uid=uid)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str, force: bool = False) -> None:
-        """Delete a pod. force: without waiting for its kubelet. Raises KubeApiError like delete_child()."""
+        """Delete a pod. Raises KubeApiError like delete_child().
+
+        force: delete the pod without waiting for its kubelet.
+        """
         async with self._leading("delete", POD.kind):
             await self._api.delete(POD, namespace, name, uid=uid, grace_seconds=0 if force else None)
 
@@ -170,18 +189,21 @@ def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
 
 
 def _onto_nothing(manifest: Manifest) -> Manifest:
-    """Return the manifest for an object that must not exist yet. If it exists, the server returns a conflict."""
+    """Return the manifest with the precondition that no such object exists.
+
+    If one exists, the server reports a conflict.
+    """
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}
 
 
 logger = logging.getLogger(__name__)
 
 MAX_NOTE = 1000
-"""The API server rejects longer notes, in bytes."""
+"""Maximum length of a note in bytes. The API server rejects longer notes."""
 
 
 class Recorder:
-    """Writes Events. A failure is logged and not retried, because Events are not state."""
+    """A writer of Events. A failure is logged and not retried, because Events are not state."""
 
     def __init__(self, api: KubeApi, *, instance: str) -> None:
         self._api = api

@@ -1,1 +1,1 @@
-"""kopf integration: watches wake one task per resource, which observes, decides, persists and acts."""
+"""kopf integration. Watches wake one task per resource, which observes, decides, persists the status and acts."""

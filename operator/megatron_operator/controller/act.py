@@ -1,4 +1,4 @@
-"""The actions of one pass. All are idempotent; the pass stops at the first failure."""
+"""Executes the actions of one pass. All actions are idempotent. The pass stops at the first failure."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ T = TypeVar("T")
 
 
 async def _at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines, some at a time. Return their results, or raise the first failure after all have ended."""
+    """Run coroutines with limited concurrency, and return their results.
+
+    If any coroutine fails, raise the first failure after all coroutines have ended.
+    """
     room = asyncio.Semaphore(AT_ONCE)
 
     async def run(each: Coroutine[Any, Any, T]) -> T:
@@ -75,7 +78,7 @@ def _secret(name: str) -> ChildRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """Executes the actions of one resource's decisions."""
+    """The executor of the actions of one resource's decisions."""
 
     cache: ResourceCache
     writer: Writer
@@ -90,11 +93,13 @@ class Actor:
     vetted: dict[ChildRef, str] = field(default_factory=dict)
 
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
-        """Execute the actions in order. Return whether the next pass should follow at once, because something changed.
+        """Execute the actions in sequence.
+
+        Return whether the next pass should follow immediately, because something changed.
 
         Raises:
-            KubeApiError: a possibly transient failure; repeat the pass after a backoff.
-            LeadershipLostError: this process must end.
+            KubeApiError: a possibly transient failure; the caller repeats the pass after a backoff.
+            LeadershipLostError: this process must exit.
         """
         changed = False
         for kind, together in groupby(actions, type):
@@ -142,7 +147,7 @@ class Actor:
         return True
 
     async def _apply_all(self, actions: Sequence[ApplyChild], resource: SeenResource) -> bool:
-        """Apply concurrently the children that pods refer to, then the children that create pods."""
+        """Apply children concurrently: first the children that pods refer to, then the children that create pods."""
         for workloads in (False, True):
             wave = [action for action in actions if (action.ref.kind in WORKLOADS) is workloads]
             applies = (self._accepted(self._apply(action, resource), action.ref, action.hash) for action in wave)
@@ -151,7 +156,10 @@ class Actor:
         return True
 
     async def _accepted(self, write: Awaitable[bool], ref: ChildRef, manifest_hash: str = "") -> bool:
-        """Return the result of a write: whether it took place. A permanent error is recorded as a rejection."""
+        """Return whether a write took place.
+
+        If the write fails with a permanent error, record the error as a rejection.
+        """
         try:
             done = await write
         except KubeApiError as error:
@@ -172,7 +180,7 @@ class Actor:
             seen = await self.writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
         except KubeApiError as error:
             if error.conflict and not isinstance(error, NotOwnedError):
-                # The object was replaced or has another owner: read it, then decide again.
+                # The object was replaced or has another owner, so read it and decide again.
                 await self.observer.reread_child(action.ref, namespace=resource.namespace)
             raise
         self.cache.applied(seen)
@@ -198,7 +206,7 @@ class Actor:
         except KubeApiError as error:
             if error.reason != "AlreadyExists":
                 raise
-            # An earlier process created it, and the watch does not show it yet; or it belongs to someone else.
+            # An earlier process created it and the watch does not show it yet, or it has another owner.
             pod = await self.observer.read_pod(action.ref.name, namespace=resource.namespace)
         if pod is None:
             return False
@@ -244,7 +252,7 @@ class Actor:
         return await self._patch_keys(patch, action.name, resource)
 
     async def _patch_keys(self, patch: Object | None, name: str, resource: SeenResource) -> bool:
-        """Return whether the Secret is as the patch makes it."""
+        """Return whether the Secret has the data that the patch sets."""
         if patch is None:
             return True
         logger.info("changing keys", extra={"secret": name})

@@ -1,13 +1,13 @@
-"""One run of kopf, which watches the resources: its handlers, its settings, and a bounded shutdown.
+"""One run of kopf, which watches the resources. Contains kopf's handlers and settings, and a shutdown with a timeout.
 
-The handler keeps the projection of a resource and wakes its task, nothing else. There are no create, update or delete
-handlers, daemons, timers or indexes, so kopf adds no finalizers and annotations and writes nothing. An index of kopf
-would make every start wait for every object in turn, and for namespaces that cannot be read; so children are watched by
+The handler only stores the projection of a resource and wakes its task. There are no create, update or delete handlers,
+daemons, timers or indexes, so kopf adds no finalizers or annotations and writes nothing. An index of kopf would make
+every start wait for every object in turn, even in namespaces that cannot be read. Children are therefore watched by
 `cluster.informers`, and the resources are listed before kopf starts.
 
-kopf fails when a watched kind is deleted, and its shutdown may then hang: a watch that is renewing its login at that
-moment treats its cancellation as the end of a pause and continues. So this module stops kopf in an orderly way as soon
-as a watched kind is gone, and abandons a kopf that does not stop in time.
+kopf fails when a watched kind is deleted, and its shutdown may then hang. The cause is a watch that is renewing its
+login at that moment, because such a watch treats its cancellation as the end of a pause and continues. This module
+therefore stops kopf in an orderly way when a watched kind is gone, and abandons a kopf that does not stop in time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def build_registry(
 ) -> kopf.OperatorRegistry:
     """Return the registry with all handlers.
 
-    show: called with a resource that was listed, created, changed or deleted, and whether it exists.
+    show: called with a resource that was listed, created, changed or deleted, and with whether it exists.
     """
     registry = kopf.OperatorRegistry()
 
@@ -51,7 +51,10 @@ def build_registry(
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """Disables the computation of differences, for which kopf copies each object twice per event."""
+    """A storage that disables the computation of differences.
+
+    For a difference kopf would copy each object twice per event.
+    """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
         return kopf.BodyEssence()
@@ -60,14 +63,14 @@ class _NoDifferences(kopf.DiffBaseStorage):
         return None
 
     def store(self, **_: Any) -> None:
-        """Stores no progress in the cluster."""
+        """Store no progress in the cluster."""
 
 
 def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
-    """Set the relevant settings of kopf explicitly.
+    """Return kopf's settings, with every relevant setting explicit.
 
     watch_seconds: duration of a watch. The server sends a bookmark shortly before its end, so the next watch continues
-        without a listing. A dead watch is detected and replaced in the same time.
+        without a listing. A dead watch is detected and replaced within the same time.
     """
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -83,18 +86,18 @@ def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     settings.watching.reconnect_backoff = 0.1
     settings.execution.default_backoff = 5
     settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
-    # It would kill a process whose kopf has ended and was restarted.
+    # A timeout would kill a process whose kopf has ended and was restarted.
     settings.process.ultimate_exiting_timeout = None
     settings.persistence.diffbase_storage = _NoDifferences()
     return settings
 
 
 class WatchesEndedError(Exception):
-    """The watches have ended and may be restarted. The message has the cause."""
+    """The watches have ended and can be restarted. The message has the cause."""
 
 
 class KopfRun:
-    """Runs kopf with the watches of the operator. show: see build_registry()."""
+    """One run of kopf with the watches of the operator. show: see build_registry()."""
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class KopfRun:
         self._stop.set()
 
     async def run(self) -> None:
-        """Run until end() is called, kopf gets a signal or a watched kind vanishes.
+        """Run until end() is called, kopf receives a signal or a watched kind vanishes.
 
         Raises:
             WatchesEndedError: kopf has failed or does not stop, or the API server no longer serves a watched kind.

@@ -1,6 +1,7 @@
-"""The operator process: log in, become the leader, watch, run tasks, until SIGTERM or the loss of leadership.
+"""The operator process. It logs in, becomes the leader, watches resources and runs their tasks.
 
-Exit codes: 0 stopped by a signal, 1 leadership lost. The kubelet restarts the process.
+The process runs until SIGTERM or until it loses its leadership. The exit code is 0 after a signal, and 1 after the loss
+of leadership. The kubelet restarts the process.
 """
 
 from __future__ import annotations
@@ -46,8 +47,11 @@ from megatron_runtime.transport.security import KeyPair
 
 
 def default_identity() -> str:
-    """Return the identity of this process: in a pod its name and UID, so that a restarted container takes over at once;
-    elsewhere a unique name."""
+    """Return the identity of this process.
+
+    In a pod, the identity consists of the pod's name and UID, so that a restarted container takes over immediately.
+    Outside a pod, it is a unique name.
+    """
     name, uid = os.environ.get("POD_NAME"), os.environ.get("POD_UID")
     return f"{name}_{uid}" if name and uid else f"{socket.gethostname()}_{secrets.token_hex(8)}"
 
@@ -58,23 +62,23 @@ class RunOptions:
 
     settings: Settings
     namespaces: tuple[str, ...] = ()
-    """Namespaces to serve; empty means all. Named ones need no cluster-wide permissions."""
+    """Namespaces to serve; empty means all. Named namespaces need no cluster-wide permissions."""
     kubeconfig: Path | None = None
-    """None: the service account in a pod, else $KUBECONFIG or ~/.kube/config."""
+    """Path of the kubeconfig. None means the service account, or else $KUBECONFIG or ~/.kube/config."""
     context: str | None = None
     lease_name: str = FORMER_LEASE
     lease_seconds: float = 10.0
-    """Time after the death of a leader until its successor starts, plus at most a fifth of it."""
+    """Time after the death of a leader until its successor starts. The actual time is longer by at most a fifth."""
     identity: str = field(default_factory=default_identity)
     coordinator_address_template: str | None = None
-    """None: the cluster IP of each coordinator's Service."""
+    """Template of coordinators' addresses. None means the cluster IP of each coordinator's Service."""
     health_host: str | None = None
     """Address of probes and metrics; None means every address, IPv4 and IPv6."""
     health_port: int = 8080
     resync_seconds: float = 300.0
-    """Interval at which each resource's objects are listed again, in case a watch missed something."""
+    """Interval at which each resource's objects are listed again, in case a watch missed a change."""
     watch_seconds: float = 40.0
-    "Seconds after which a watch is renewed. This bounds the time for which a dead watch goes unnoticed."
+    """Seconds after which a watch is renewed. This is also the maximum time for which a dead watch stays undetected."""
     max_concurrent_updates: int = 1
     "Maximum number of resources that are updated to this operator's release at the same time."
     link: LinkTimings = field(default_factory=LinkTimings)
@@ -83,8 +87,9 @@ class RunOptions:
 logger = logging.getLogger(__name__)
 
 STALLED_SECONDS = 120.0
-"""A longer pass hangs: every request and every wait in it has a much shorter deadline. A watch that has not shown an
-existing object for so long, or whose renewal is overdue by as much, is dead."""
+"""Time after which a pass counts as hanging, because every request and wait in a pass has a much shorter deadline. A
+watch is dead if it has not shown an existing object for this time, or if its renewal is overdue by this time.
+"""
 STALLS = ("oldest_pass_seconds", "watch_behind_seconds", "watch_silent_seconds")
 CRD_RETRY_SECONDS = 2.0
 RESTART_SECONDS = 1.0
@@ -92,14 +97,14 @@ AUDITS_AT_ONCE = 2
 
 
 class OperatorStartError(RuntimeError):
-    """An option of this process is unusable. The message names it and the remedy."""
+    """An option of this process is unusable. The message names the option and the remedy."""
 
 
 def run(options: RunOptions) -> int:
     """Run the operator and return its exit code. The caller configures logging.
 
     Raises:
-        OperatorStartError: no credentials, a port in use, or an invalid address template.
+        OperatorStartError: there are no credentials, a port is in use, or an address template is invalid.
     """
     try:
         return asyncio.run(OperatorProcess(options).run())
@@ -115,16 +120,16 @@ async def serve_probes(
     host: str | None,
     port: int,
 ) -> HealthServer:
-    """Start to answer on one listening socket. Raises OperatorStartError if its address is in use.
+    """Start the HTTP server of the probes. Raises OperatorStartError if its address is in use.
 
     GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
-    GET /readyz           200 if this process leads and watches, or is a standby; else 503 with what is missing, such as
-                          a kind or namespace that it may not watch
-    GET /metrics          Prometheus
+    GET /readyz           200 if this process leads and watches, or is a standby; otherwise 503 with what is missing,
+                          such as a kind or namespace that it may not watch
+    GET /metrics          Prometheus metrics
 
-    heartbeat: fields of /livez; `oldest_pass_seconds` is the age of the longest running pass.
-    missing:   unmet conditions of readiness, one phrase each.
-    host:      None: every address.
+    heartbeat: returns the fields of /livez; `oldest_pass_seconds` is the age of the longest running pass.
+    missing:   returns the unmet conditions of readiness, one phrase each.
+    host:      address to listen on; None means every address.
     """
 
     def liveness() -> Mapping[str, object]:
@@ -187,7 +192,7 @@ class OperatorProcess:
             await probes.stop()
 
     def _handle_signals(self) -> None:
-        """Install the signal handlers, again after kopf has replaced them at its start."""
+        """Install the signal handlers. They are installed again after kopf has replaced them at its start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
@@ -268,8 +273,10 @@ class OperatorProcess:
             self._supervisor.wake_instance(key)
 
     async def _list(self, api: KubeApi, informers: Informers, supervisor: TaskSupervisor) -> None:
-        """Read all children and resources, and start the tasks of the resources: no task decides before the others are
-        known."""
+        """Read all children and resources, then start the tasks of the resources.
+
+        No task decides before all resources are known.
+        """
         self._phase = "listing"
         await informers.listed()
         found: list[SeenResource] = []
@@ -282,7 +289,10 @@ class OperatorProcess:
             supervisor.wake_resource(seen.uid, (seen.namespace, seen.name))
 
     async def _list_resources(self, api: KubeApi, namespace: str | None) -> list[SeenResource]:
-        """Return the resources; none of a namespace that may not be read, which kopf goes on trying."""
+        """Return the resources of a namespace.
+
+        Returns an empty list if the namespace cannot be read. kopf then retries it.
+        """
         while True:
             try:
                 pages = api.pages(RESOURCE.path(namespace), {})
@@ -307,8 +317,8 @@ class OperatorProcess:
         others: tasks whose end ends this process.
 
         Raises:
-            WatchesEndedError: kopf may be restarted.
-            LeadershipLostError: this process must end.
+            WatchesEndedError: kopf has ended and can be restarted.
+            LeadershipLostError: this process must exit.
         """
 
         def show(seen: SeenResource, exists: bool) -> None:
@@ -403,7 +413,10 @@ class OperatorProcess:
         return ResourceTask(uid=uid, key=key, woken=woken, parts=parts)
 
     async def _await_crd(self, api: KubeApi) -> None:
-        """Wait until the kind is served: kopf only watches kinds that exist at its start, unless it may watch CRDs."""
+        """Wait until the API server serves the kind.
+
+        kopf only watches kinds that exist at its start, unless it may watch CRDs.
+        """
         self._phase = "waiting for the CRD"
         has_logged = False
         while True:
@@ -423,8 +436,10 @@ class OperatorProcess:
             await asyncio.sleep(CRD_RETRY_SECONDS)
 
     async def _detect_openshift(self, api: KubeApi) -> None:
-        """Ask once whether the cluster has OpenShift's security API, unless an option says it. Pods depend on it, so an
-        error is no answer."""
+        """Detect once whether the cluster has OpenShift's security API, unless an option says whether it has.
+
+        Pods depend on the answer, so the detection is retried after an error.
+        """
         self._phase = "detecting the platform"
         while self._options.settings.openshift is None:
             try:
@@ -469,7 +484,7 @@ class OperatorProcess:
 
     @property
     def _denied(self) -> dict[Watched, str]:
-        """What may not be watched, and why."""
+        """The watches that the API server denies, with the reasons."""
         return {name: why for watches in self._watches() for name, why in watches.denied.items()}
 
     def _missing(self) -> list[str]:

@@ -18,20 +18,20 @@ VERB_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """One resource after its last decision."""
+    """The state of one resource after its last decision."""
 
     namespace: str
     name: str
     status: Mapping[str, Any]
     coordinator: CoordinatorSnapshot
     manager: str = ""
-    """Lease of another operator that manages it; empty if this one does."""
+    """Lease of another operator that manages the resource; empty if this operator manages it."""
     contested: int = 0
-    """Children that another program changes as often as they are applied."""
+    """Number of children that another program changes back each time the operator applies them."""
 
 
 class Metrics:
-    """One set per process, in a registry of its own."""
+    """The metrics of this process, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -81,16 +81,16 @@ class Metrics:
     ) -> None:
         """Register the metrics that are read at each scrape.
 
-        readings: readings of the resources.
-        denied:   API resource and namespace of each watch that the server rejects.
-        standby:  the Lease that this process waits for, and its holder; None if it leads.
+        readings: returns the readings of the resources.
+        denied:   returns API resource and namespace of each watch that the server rejects.
+        standby:  returns the Lease that this process waits for, and its holder; None if this process leads.
         """
         self.registry.register(_Resources(readings))
         self.registry.register(_Process(denied, standby))
 
 
 class VerbClock:
-    """Measures the time of each operation from its intent to every phase, as observed by this process."""
+    """A clock that measures the time from each operation's intent to its phases, as this process observes them."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics, self._clock = metrics, clock

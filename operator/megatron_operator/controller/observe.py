@@ -1,4 +1,4 @@
-"""The reads of one pass: builds a World from the cache, the keys Secret and the coordinator."""
+"""The reads of one pass. They build a World from the cache, the keys Secret and the coordinator."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 MISSING_SECRET = ("FailedMount", UNCONFIGURED)
-"""Reasons of pods whose Secret may be missing."""
+"""Reasons for waiting of pods whose Secret may be missing."""
 _SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MAX_DOWNLOADS = 4
 """Maximum number of pods that are queried at the same time."""
@@ -85,28 +85,28 @@ _PROGRESS_SECONDS = 2.0
 _PROGRESS_MOST_BYTES = 4096
 _PROGRESS_LARGEST = 1 << 60
 STAGES = ("Download", "Verify", "Load", "Compile", "Capture")
-"""Parts of the start of an engine that it reports."""
+"""Stages of an engine's start, which the engine reports."""
 _MOUNT_SUMMARY = "Unable to attach or mount volumes"
-"""Begin of an Event that names only volumes; others of the pod name the cause."""
+"""First words of an Event that names only volumes. Other Events of the pod name the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObserverSettings:
     settings: Settings
     admin: KeyPair | None
-    """None without security, i.e. with unencrypted sockets."""
+    """The operator's admin key pair; None without security, when sockets are unencrypted."""
     resolve: Resolver
     resync_seconds: float
     audits: asyncio.Semaphore
     """Limit of concurrent listings over all resources, to protect the API server."""
     denied: Callable[[], Mapping[str, str]] = dict
-    """The API resources that cannot be watched in the namespace, and why."""
+    """Returns the API resources that cannot be watched in the namespace, with the reasons."""
     manager: str = ""
     """Namespace and name of this operator's Lease."""
 
 
 class Cached(Generic[K, T]):
-    """Caches values that are read from the API server, by key. empty: the value of a key before its first read."""
+    """A cache, by key, of values that are read from the API server. empty: the value of a key before its first read."""
 
     def __init__(self, empty: T) -> None:
         self._empty = empty
@@ -116,7 +116,7 @@ class Cached(Generic[K, T]):
         return self._read[key][1] if key in self._read else self._empty
 
     def age(self, key: K) -> float:
-        """Return the seconds since a key was read."""
+        """Return the seconds since a key was read. Returns infinity if the key was never read."""
         return time.monotonic() - self._read[key][0] if key in self._read else math.inf
 
     def put(self, key: K, value: T) -> None:
@@ -125,7 +125,7 @@ class Cached(Generic[K, T]):
     def keep(self, keys: Collection[K], *, wait: bool = False) -> None:
         """Forget all keys that are not in `keys`.
 
-        wait: give new keys the empty value now, so that read() reads them only when this value is too old.
+        wait: give new keys the empty value now, so that read() reads them only after this value has become too old.
         """
         self._read = {key: entry for key, entry in self._read.items() if key in keys}
         for key in keys if wait else ():
@@ -133,31 +133,33 @@ class Cached(Generic[K, T]):
                 self.put(key, self._empty)
 
     async def read(self, key: K, read: Callable[[], Awaitable[T]], *, seconds: float) -> T:
-        """Return the cached value. Read it first if it is older than `seconds`."""
+        """Return the cached value of a key. If the value is older than `seconds`, it is read first."""
         if self.age(key) >= seconds:
             self.put(key, await read())
         return self.get(key)
 
 
 class Registrations:
-    """Measures for how long engines with pods have not been registered at their coordinator.
+    """A clock that measures for how long engines with pods have not been registered with their coordinator.
 
-    The time begins when the coordinator has recovered. A coordinator may have replaced one whose pod was not deleted
-    and is still reported as ready. The node of that pod, and engines on it, may then be lost. Live engines register
-    during the recovery, so engines that have not registered at its end count as missing for an infinite time.
+    The time starts when the coordinator has recovered. If a coordinator replaced another one, the pod of the old
+    coordinator may still exist and be reported as ready. The node of that pod, and engines on it, may then be lost.
+    Live engines register during the recovery. Engines that have not registered by its end therefore count as missing
+    for an infinite time.
     """
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, frozenset[str]], float] = {}
-        """By name of the engine and UIDs of its pods."""
+        """Start of the time by name of the engine and UIDs of its pods."""
         self._incarnation = ""
         self._processes: frozenset[tuple[str, int]] = frozenset()
-        """UIDs and restarts of the pods of which one is the coordinator: they were not being deleted when it was first
-        reached, and have existed since."""
+        """UIDs and restart counts of the pods among which the current coordinator is. These pods were not being deleted
+        when the coordinator was first reached, and still exist.
+        """
         self._taken_over = False
 
     def missing(self, coordinator: CoordinatorSnapshot, pods: Sequence[PodView], *, now: float) -> Mapping[str, float]:
-        """Return the seconds by engine. now: seconds on the clock of all calls."""
+        """Return the seconds by engine name. now: seconds on a monotonic clock, which all calls must share."""
         if not coordinator.reachable:
             self._since = {}
             return {}
@@ -165,7 +167,7 @@ class Registrations:
         if coordinator.incarnation == self._incarnation:
             self._processes &= coordinators.keys()
         else:
-            # A deleted coordinator may answer longer than its successor needs to become ready.
+            # A deleted coordinator may still answer when its successor is already ready.
             ready = {key for key, pod in coordinators.items() if pod.ready and not pod.deleting}
             self._taken_over = bool(self._processes) and self._processes <= ready
             self._incarnation = coordinator.incarnation
@@ -185,7 +187,7 @@ class Registrations:
 
 
 class Observer:
-    """Reads for one resource."""
+    """The reader of one resource's objects and coordinator."""
 
     def __init__(self, api: KubeApi, cache: ResourceCache, link: CoordinatorLink, *, options: ObserverSettings) -> None:
         self._api = api
@@ -208,7 +210,10 @@ class Observer:
         self._audits.put("", None)
 
     async def resource(self) -> SeenResource | None:
-        """Return the resource, after reading objects that the watch may have missed. None if it is deleted."""
+        """Return the resource after reading the objects that the watch may have missed.
+
+        Returns None if it is deleted.
+        """
         resource = self._cache.resource()
         if resource is None:
             return None
@@ -218,7 +223,7 @@ class Observer:
         return self._cache.resource()
 
     async def reread_resource(self) -> None:
-        """Read the resource after a rejected write."""
+        """Read the resource again after a rejected write."""
         seen = self._cache.resource()
         if seen is None:
             return
@@ -229,7 +234,7 @@ class Observer:
             self._cache.wrote_resource(project_resource(obj))
 
     async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
-        """Read a child after a rejected write."""
+        """Read a child again after a rejected write."""
         if ref.kind in {kind.kind for kind in OPTIONAL_KINDS}:
             self._optional.keep(())
             return
@@ -238,7 +243,7 @@ class Observer:
         self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
 
     async def read_pod(self, name: str, *, namespace: str) -> PodView | None:
-        """Read a pod. It is listed, because the operator's role has no other use for `get`."""
+        """Return a pod. The pod is read by a list, so that the operator's role does not need `get` for pods."""
         found = await self._api.list(POD, namespace, fields=f"metadata.name={name}")
         return reduce_pod(found[0]) if found else None
 
@@ -250,7 +255,7 @@ class Observer:
         rejections: Mapping[ChildRef, ApplyRejection],
         vetted: Mapping[ChildRef, str],
     ) -> World:
-        """Return a snapshot.
+        """Return a snapshot of everything that a decision reads.
 
         Raises:
             pydantic.ValidationError: this version cannot parse the stored spec.
@@ -301,7 +306,7 @@ class Observer:
         return {kind.kind: denied[kind.plural] for kind in (*CHILD_KINDS, POD) if kind.plural in denied}
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
-        """Read the keys Secret, if this resource owns it."""
+        """Read the keys Secret again, if this resource owns it."""
         self._keys.keep(())
         return await self._read_keys(resource)
 
@@ -315,7 +320,7 @@ class Observer:
             return None
 
     def remember_keys(self, obj: Object) -> None:
-        """Record the keys Secret after a write."""
+        """Record the keys Secret after it was written."""
         self._keys.put("", obj)
         seen = project_child(obj, SECRET)
         self._cache.read_unwatched(seen.ref, seen)
@@ -345,9 +350,9 @@ class Observer:
         return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
-        """Return the progress of the pod that downloads the model.
+        """Return the progress of the pod that downloads the model. Returns None if no pod downloads it.
 
-        It is read from the pod every few seconds, because pods have no permission to write to the API server.
+        The progress is read from the pod every few seconds, because pods have no permission to write to the API server.
         """
         pods = sorted(
             (pod for pod in self._cache.pods() if pod.fetching_at and not pod.deleting), key=lambda pod: pod.name
@@ -356,7 +361,7 @@ class Observer:
             self._downloads.keep(())
             return None
         last = self._downloads.get("")
-        # All but one wait for the lock of the cache, and that one is most likely the last one that had progress.
+        # One pod downloads, most likely the last one with progress. The others wait for the lock of the cache.
         pods.sort(key=lambda pod: last is None or pod.name != last.pod)
 
         async def read() -> Download | None:
@@ -368,8 +373,8 @@ class Observer:
     def _load(self) -> Loading | None:
         """Return the last known progress of the first engine that loads its weights, while no engine is ready.
 
-        It is read outside of the passes, so that a pod that does not answer delays no pass. The first read waits some
-        seconds, so that a short load causes no read.
+        The progress is read outside the passes, so that a pod that does not answer delays no pass. The first read waits
+        for some seconds, so that an engine that loads quickly is never read.
         """
         engines = [pod for pod in self._cache.pods() if pod.component == ENGINE and not pod.deleting]
         pods = sorted((pod for pod in engines if pod.loading_at), key=lambda pod: pod.name)
@@ -389,7 +394,10 @@ class Observer:
         self._loading = next((loading for loading in found if loading is not None), None)
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
-        """Return why StatefulSets cannot create all their pods. Events are read at most every few seconds."""
+        """Return the reasons why StatefulSets cannot create all their pods.
+
+        Events are read at most every few seconds.
+        """
         created = Counter(pod.engine for pod in self._cache.pods())
         incomplete = sorted(
             ref.name
@@ -402,13 +410,16 @@ class Observer:
         return {name: note for name in incomplete[:1] if (note := self._creations.get(name))}
 
     async def _failed_creation(self, name: str, resource: SeenResource) -> str:
-        """Return the last Event that explains why a StatefulSet cannot create a pod; empty without such an Event."""
+        """Return the last Event that explains why a StatefulSet cannot create a pod.
+
+        The result is empty if there is no such Event.
+        """
         selector = f"reason=FailedCreate,regarding.kind=StatefulSet,regarding.name={name}"
         latest = max(await self._events(resource, selector), key=_seen_at, default=None)
         return "" if latest is None else str(latest.get("note") or "")
 
     async def _events(self, resource: SeenResource, selector: str) -> list[Object]:
-        """Return Events. They are used for explanations only, so a missing permission counts as no Events."""
+        """Return the matching Events. They are used only for explanations, so without permission the list is empty."""
         try:
             return await self._api.list(EVENT, resource.namespace, fields=selector)
         except KubeApiError as error:
@@ -418,9 +429,9 @@ class Observer:
             return []
 
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
-        """Add reasons from Events to pods that have no reason.
+        """Return the pods. Pods that have no reason get one from Events.
 
-        Events are read for at most one pod of each component per pass, the one that has waited longest.
+        Each pass reads Events for at most one pod of each component, the pod that has waited longest.
         """
         waiting = {pod.uid: pod for pod in pods if pod.unexplained}
         self._pod_events.keep(waiting, wait=True)
@@ -437,8 +448,9 @@ class Observer:
         )
 
     async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str]:
-        """Return reason and message of the last Event that explains why a pod's containers are not created. Without
-        one, the last that was found.
+        """Return reason and message of the last Event that explains why a pod's containers are not created.
+
+        If there is no such Event now, return the last result for the pod.
         """
         fields = f"type=Warning,regarding.kind=Pod,regarding.name={pod.name}"
         events = [
@@ -453,9 +465,11 @@ class Observer:
         return str(latest["reason"]), str(latest.get("note") or "")
 
     async def _lost_nodes(self, limit: int) -> Mapping[str, datetime | None]:
-        """Return the lost nodes of engines' pods whose deletion has been overdue for `limit` seconds (see
-        `World.lost_nodes`). A node counts as lost only if it was read in this pass. A node that is ready, or that
-        the operator may not read, is read again after some seconds."""
+        """Return the lost nodes of the engines' pods whose deletion has been overdue for `limit` seconds.
+
+        See `World.lost_nodes`. A node counts as lost only if it was read in this pass. A node that is ready, or that
+        the operator may not read, is read again after some seconds.
+        """
         before = datetime.now(UTC) - timedelta(seconds=limit)
         pods = (pod for pod in self._cache.pods() if pod.component == ENGINE and pod.node)
         names = {pod.node for pod in pods if pod.ends_at is not None and pod.ends_at <= before}
@@ -478,8 +492,12 @@ class Observer:
         return found
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
-        """Return the keys Secret: read by name until it exists and is ours, then at every resync, and every few seconds
-        while it may be missing: a pod cannot mount it, or a ready coordinator does not answer."""
+        """Return the keys Secret.
+
+        The Secret is read by name until it exists and belongs to the resource, and then at every resync. While it may
+        be missing, it is read every few seconds. It may be missing if a pod cannot mount it, or if a ready coordinator
+        does not answer.
+        """
         pods = self._cache.pods()
         unmounted = any(pod.unexplained or pod.reason in MISSING_SECRET for pod in pods if not pod.deleting)
         suspect = unmounted or not self._link.snapshot.reachable
@@ -499,13 +517,16 @@ class Observer:
     async def objects(
         self, refs: Collection[ChildRef], *, namespace: str, seconds: float
     ) -> Mapping[ChildRef, frozenset[str] | None]:
-        """Return the keys of objects (see `World.objects`). Objects last read that long ago are read again."""
+        """Return the keys of objects (see `World.objects`).
+
+        An object is read again if its last read is `seconds` old.
+        """
         self._objects.keep(refs)
         reads = (self._objects.read(ref, partial(self._read_object, ref, namespace), seconds=seconds) for ref in refs)
         return dict(zip(refs, await asyncio.gather(*reads), strict=True))
 
     async def _read_object(self, ref: ChildRef, namespace: str) -> frozenset[str] | None:
-        """Return the names of the entries of an object that are not empty; no value leaves this function."""
+        """Return the names of the entries of an object that are not empty. The values never leave this function."""
         kind = kind_of(ref.api_version, ref.kind)
         try:
             obj = await self._api.get(kind, None if kind in CLUSTER_KINDS else namespace, ref.name)
@@ -514,13 +535,16 @@ class Observer:
                 raise
             return frozenset({ANY_KEY})
         if obj is None and kind in DEVICE_CLAIM_KINDS and not await self._api.serves(kind.api_version):
-            return frozenset({ANY_KEY})  # an older cluster may have it in an earlier version of the API
+            return frozenset({ANY_KEY})  # an older cluster may serve the kind in an earlier API version
         entries = {} if obj is None else {**(obj.get("data") or {}), **(obj.get("binaryData") or {})}
         return None if obj is None else frozenset(key for key, value in entries.items() if value)
 
     async def _read_optional(self, resource: SeenResource, *, seconds: float) -> None:
-        """Read the children of kinds that a cluster may lack, also without their field of the spec, because an earlier
-        spec may have had it: at first, after a rejected write, and when they were last read that long ago."""
+        """Read the children whose kinds a cluster may lack.
+
+        They are read even if the spec lacks their field, because an earlier spec may have had the field. They are read
+        at the start, after a rejected write, and when the last read is `seconds` old.
+        """
         reads = (
             self._optional.read(kind, partial(self._read_optional_child, kind, resource), seconds=seconds)
             for kind in OPTIONAL_KINDS
@@ -528,8 +552,12 @@ class Observer:
         await asyncio.gather(*reads)
 
     async def _read_optional_child(self, kind: ObjectKind, resource: SeenResource) -> None:
-        """Read one optional child. A child that the resource does not own, or that the operator may not read, counts as
-        absent. Its apply then reports the error."""
+        """Read one optional child.
+
+        A child that the resource does not own, or that the operator cannot read, counts as absent.
+
+        The apply of such a child then reports the error.
+        """
         ref = ChildRef(kind.kind, resource.name, kind.api_version)
         try:
             obj = await self._api.get(kind, resource.namespace, ref.name)
@@ -574,7 +602,7 @@ def _seen_at(event: Object) -> str:
 def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
     """Return the progress that the init container `fetch` of a pod reports.
 
-    None if it cannot be read, or if the pod waits for another one.
+    Returns None if the progress cannot be read, or if the pod waits for another pod that downloads.
     """
     values = _progress_of(pod.fetching_at, port)
     numbers = [_count(values.get(name)) for name in ("bytes", "totalBytes", "bytesPerSecond")]
@@ -583,7 +611,10 @@ def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
 
 
 def read_loading(pod: PodView, *, port: int = PORT_HEALTH) -> Loading | None:
-    """Return the stage that the engine of a pod reports, and how far it is; None if it cannot be read."""
+    """Return the loading stage that the engine of a pod reports, and its progress.
+
+    Returns None if it cannot be read.
+    """
     values = _progress_of(pod.loading_at, port)
     if values.get("stage") not in STAGES:
         return None
@@ -593,9 +624,9 @@ def read_loading(pod: PodView, *, port: int = PORT_HEALTH) -> Loading | None:
 
 
 def _progress_of(address: str, port: int) -> dict[str, Any]:
-    """Return the page /progress of a pod; empty if it cannot be read.
+    """Return the page /progress of a pod. Returns an empty object if the page cannot be read.
 
-    The pods of an operator outside of the cluster cannot be reached. Nothing depends on it.
+    An operator outside the cluster cannot reach pods. No decision depends on the page.
     """
     connection = HTTPConnection(address, port, timeout=_PROGRESS_SECONDS)
     try:

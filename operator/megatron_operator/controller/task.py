@@ -1,8 +1,8 @@
 """The task of one resource: a loop of observe, decide, persist, act and wait, until the resource is deleted.
 
-An exception ends a pass, not the task: it is logged, and the next pass follows after a backoff. Only the loss of
-leadership is raised. All rules about resources are in `decide`. The supervisor runs one task per resource UID, from
-when the resource is first seen until the task ends.
+An exception ends a pass but not the task. The exception is logged, and the next pass follows after a backoff. Only
+LeadershipLostError leaves the task. All rules about resources are in `decide`. The supervisor runs one task per
+resource UID, from the first observation of the resource until the task ends.
 """
 
 from __future__ import annotations
@@ -40,19 +40,21 @@ logger = logging.getLogger(__name__)
 BACKOFF_FIRST, BACKOFF_MAX = 0.2, 30.0
 AFTER_ERROR_SECONDS = 1.0
 EAGER_PASSES = 10
-"""Limit of consecutive passes without a pause, while each changes something."""
+"""Maximum number of consecutive passes without a pause while each pass changes something."""
 
 
 class UpdateLimit:
-    """Limits how many resources are updated at the same time.
+    """The limit of how many resources are updated at the same time.
 
-    A resource occupies a place while `status.update.phase` is Running.
+    A resource occupies a slot while `status.update.phase` is Running.
 
-    The caller asks may_begin(), decides, and calls decided() without an await in between, so that two resources cannot
-    take one place.
+    The caller calls may_begin(), decides, and calls decided() without an await in between, so that two resources cannot
+    take the same slot.
 
-    limit: number of places. resources: all resources as the watch has shown them, by UID. They are counted until their
-        tasks have decided for the first time: a new leader continues the updates that have begun.
+    limit: number of slots.
+    resources: all resources that the watch has shown, by UID. A resource counts until its task has decided for the
+        first
+        time, because a new leader continues the updates that have begun.
     """
 
     def __init__(self, limit: int, resources: Callable[[], Mapping[str, Iterable[SeenResource]]]) -> None:
@@ -62,7 +64,7 @@ class UpdateLimit:
         self._waiting: dict[str, Callable[[], None]] = {}
 
     def may_begin(self, uid: str) -> bool:
-        """Return whether a place is free for this resource, or is held by it."""
+        """Return whether this resource holds a slot, or a slot is free."""
         shown = {
             other: _phase(seen.status)
             for other, versions in self._resources().items()
@@ -73,7 +75,10 @@ class UpdateLimit:
         return uid in running or len(running) < self._limit
 
     def decided(self, uid: str, status: Mapping[str, object], *, wake: Callable[[], None]) -> None:
-        """Record the decided status of a resource. wake: called when a place becomes free, if the resource waits."""
+        """Record the status that was decided for a resource.
+
+        wake: called when a slot becomes free, if the resource waits.
+        """
         phase = _phase(status)
         if phase == UpdatePhase.WAITING:
             self._waiting[uid] = wake
@@ -82,7 +87,7 @@ class UpdateLimit:
         self._changed(uid, phase)
 
     def ended(self, uid: str) -> None:
-        """Record that a resource is deleted, or that its task ended."""
+        """Record that a resource was deleted, or that its task has ended."""
         self._waiting.pop(uid, None)
         self._changed(uid, "")
         self._phases.pop(uid, None)
@@ -117,11 +122,11 @@ class Parts:
     """See World.isolated."""
     resync_seconds: float
     coalesce_seconds: float = 0.02
-    """Delay of a pass after the first event, because events come in bursts."""
+    """Delay of a pass after the first event, because events arrive in bursts."""
 
 
 class ResourceTask:
-    """The task of one resource. `wake` may be called from any code on the event loop, any number of times."""
+    """The task of one resource. Code on the event loop may call `wake` at any time."""
 
     def __init__(self, *, uid: str, key: Key, woken: asyncio.Event, parts: Parts) -> None:
         self.uid = uid
@@ -138,7 +143,7 @@ class ResourceTask:
         """Lease of another operator that manages the resource."""
         self._contested = 0
         self._waiting, self._waiting_since = ("", ""), time.monotonic()
-        """What the last decision waits for, and since when."""
+        """The condition that the last decision waits for, and the time since which it waits."""
         self._objects: frozenset[ChildRef] = frozenset()
         self._object_seconds = OBJECT_SECONDS
 
@@ -158,14 +163,14 @@ class ResourceTask:
 
     @property
     def coordinator(self) -> tuple[bool | None, frozenset[str]]:
-        """Whether the coordinator is silent (see CoordinatorLink.silent), and the nodes of its pods."""
+        """The result of CoordinatorLink.silent, and the nodes of the coordinator's pods."""
         pods = self._parts.cache.pods()
         nodes = frozenset(pod.node for pod in pods if pod.component in (COORDINATOR, STANDBY) and not pod.deleting)
         return self._parts.link.silent, nodes
 
     @property
     def behind_seconds(self) -> float:
-        """How long an existing object has been missing in the watch, in seconds."""
+        """How long the watch has lacked an existing object, in seconds; 0 if no object is missing."""
         return self._parts.cache.behind_seconds
 
     async def run(self) -> None:
@@ -205,7 +210,10 @@ class ResourceTask:
             await self._parts.link.close()
 
     async def run_once(self) -> float | None:
-        """Run one pass. Return the seconds until the next one at the latest; None if the resource is deleted."""
+        """Run one pass.
+
+        Return the maximum number of seconds until the next pass, or None if the resource is deleted.
+        """
         parts = self._parts
         resource = await parts.observer.resource()
         if resource is None:
@@ -222,12 +230,12 @@ class ResourceTask:
         if await parts.actor.act(decision.actions, resource):
             return self._again()
         self._eager = 0
-        # Then objects that were written and are missing in the watch are read.
+        # By then, objects that were written and are missing in the watch are read.
         shown = parts.resync_seconds if parts.cache.behind_seconds == 0.0 else WATCH_LAG_SECONDS
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
     async def _is_managed_elsewhere(self, resource: SeenResource) -> bool:
-        """Return whether another operator manages, or may manage, the resource. Then this operator changes nothing."""
+        """Return whether another operator manages, or may manage, the resource. This operator then changes nothing."""
         manager = str(resource.status.get("manager") or "")
         other = await self._parts.claims.other(manager)
         if bool(other) is not bool(self._manager):
@@ -258,7 +266,7 @@ class ResourceTask:
             waiting=self._waiting,
             waiting_seconds=time.monotonic() - self._waiting_since,
         )
-        # A new spec must not use what was deleted since the last read.
+        # A new spec must not use objects that were deleted since the last read.
         is_new = resource.status.get("observedGeneration") != resource.generation
         refs, seconds = self._objects, 0.0 if is_new else self._object_seconds
         namespace = resource.namespace
@@ -276,7 +284,7 @@ class ResourceTask:
         return decision
 
     async def _persisted_or_healed(self, resource: SeenResource, decision: Decision) -> bool:
-        """Persist the status. If that fails, create missing objects, which does not require a written status.
+        """Persist the status. If that fails, create missing objects, which does not require a persisted status.
 
         Return whether the other actions of the decision may follow.
 
@@ -293,7 +301,10 @@ class ResourceTask:
         return persisted
 
     async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
-        """Write the status if it differs. Return False if the resource has changed since the decision: decide again."""
+        """Write the status if it differs from the stored status.
+
+        Return False if the resource has changed since the decision, so that the caller must decide again.
+        """
         wanted, stored = _canonical(status), _canonical(resource.status)
         if wanted == stored or self._persisted == (wanted, stored):
             return True
@@ -314,7 +325,7 @@ class ResourceTask:
         return 0.0 if self._eager <= EAGER_PASSES else 1.0
 
     async def _sleep(self, pause: float, *, fixed: float) -> None:
-        """Sleep. A wake-up shortens the pause, except for its `fixed` part, the backoff after a failure."""
+        """Sleep for `pause` seconds. A wake-up shortens the pause to its `fixed` part, the backoff after a failure."""
         unconditional = min(pause, fixed)
         if unconditional:
             await asyncio.sleep(unconditional)
@@ -351,7 +362,7 @@ class ResourceTask:
 
 
 def _first(error: ValidationError) -> str:
-    """Return the first error of a spec, with its path."""
+    """Return the first error of a spec, with the path of its field."""
     entry = error.errors()[0]
     path = ".".join(str(part) for part in ("spec", *entry["loc"]))
     return f"{path}: {entry['msg']}"
@@ -362,9 +373,9 @@ def _canonical(status: object) -> str:
 
 
 class TaskSupervisor:
-    """Starts and stops one task per resource.
+    """The supervisor, which starts and stops one task per resource.
 
-    make_task: creates a task; its argument is the event that wakes the task.
+    make_task: creates a task. Its argument is the event that wakes the task.
     """
 
     def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:
@@ -372,7 +383,7 @@ class TaskSupervisor:
         self._tasks: dict[str, tuple[ResourceTask, asyncio.Task[None]]] = {}
         self._by_key: dict[Key, str] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Future with the fatal exception of a task: the loss of leadership."""
+        """Future that gets the fatal exception of a task, which is the loss of leadership."""
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -397,11 +408,14 @@ class TaskSupervisor:
         return is_isolated(silent, answering=answering)
 
     def readings(self) -> list[Reading]:
-        """Callable on any thread."""
+        """Return the readings of all resources. This method is callable on any thread."""
         return [task.reading for task, _ in list(self._tasks.values())]
 
     def wake_resource(self, uid: str, key: Key, *, exists: bool = True) -> None:
-        """Wake the task: its resource was created, changed or deleted. A task of a deleted resource ends itself."""
+        """Wake the task of a resource that was created, changed or deleted.
+
+        The task of a deleted resource ends itself.
+        """
         if uid not in self._tasks and not exists:
             return
         if uid not in self._tasks:
@@ -413,7 +427,7 @@ class TaskSupervisor:
         self._tasks[uid][0].wake()
 
     def wake_instance(self, key: Key) -> None:
-        """Wake the task after a change of an object with this resource's name."""
+        """Wake the task of the resource of this name, because one of its objects has changed."""
         uid = self._by_key.get(key)
         if uid is not None:
             self._tasks[uid][0].wake()

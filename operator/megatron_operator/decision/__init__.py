@@ -1,4 +1,4 @@
-"""Pure decisions: `decide.decide` maps a `World` to a `Decision`. No I/O, no clock, no framework.
+"""Pure decisions. `decide.decide` maps a `World` to a `Decision` without I/O, clock or framework.
 
-`world` has the types; `reduce` converts API objects to the views of a World.
+The module `world` has the types. The module `reduce` converts API objects to the views of a World.
 """

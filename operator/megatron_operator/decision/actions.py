@@ -1,4 +1,4 @@
-"""The output of a decision: the actions to take, in order, and the status to write.
+"""The result of a decision: a sequence of actions, and the status to write.
 
 Every action is idempotent. The outcome of an action is part of the next World.
 """
@@ -14,8 +14,10 @@ from megatron_runtime.protocol.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """Create the Secret `NAME-keys` with new CURVE pairs (`render.keys.keys_secret`), or replace its keys if they
-    cannot be read."""
+    """An action that creates the Secret `NAME-keys` with new CURVE pairs, or replaces unreadable keys.
+
+    See `render.keys.keys_secret`.
+    """
 
     name: str
     generation: int = 1
@@ -23,15 +25,21 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class AdoptKeys:
-    """Make the resource the owner of `NAME-keys`, which the operator made for an earlier resource of this name."""
+    """An action that makes the resource the owner of `NAME-keys`.
+
+    The operator created this Secret for an earlier resource of the same name.
+    """
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
-    """Bring `NAME-keys` from the previous stage to this stage of this generation, let it accept only this operator's
-    admin key, and add a pair for a trainer with `has_trainer`. Does nothing if that is already so."""
+    """An action that moves `NAME-keys` from the previous stage of a rotation to this stage of this generation.
+
+    The action also makes this operator's admin key the only accepted admin key and, with `has_trainer`, adds a key pair
+    for a trainer. It does nothing if the Secret is already in this state.
+    """
 
     name: str
     generation: int
@@ -51,26 +59,36 @@ class OnManifest:
 
     @property
     def hash(self) -> str:
-        """The manifest's hash annotation; recorded in an `ApplyRejection` if the API server rejects it."""
+        """The manifest's hash annotation.
+
+        An `ApplyRejection` records the hash if the API server rejects the manifest.
+        """
         return manifest_hash(self.manifest)
 
 
 class ApplyChild(OnManifest):
-    """Server-side apply of a manifest, never forced on an object without our owner UID."""
+    """An action that applies a manifest server-side.
+
+    The apply is never forced on an object that lacks the resource's owner UID.
+    """
 
 
 class VetChild(OnManifest):
-    """Apply a manifest in a dry run, so that no engine is drained for a template that the API server rejects. The
-    answer is in the next World's `vetted` or `rejections`."""
+    """An action that applies a manifest in a dry run.
+
+    It prevents that an engine is drained for a template that the API server rejects.
+
+    The next World has the answer in `vetted` or `rejections`.
+    """
 
 
 class CreatePod(OnManifest):
-    """Create a pod, unless an object has its name."""
+    """An action that creates a pod, unless an object already has its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeleteChild:
-    """Delete a child (background propagation), with its UID as a precondition."""
+    """An action that deletes a child with background propagation. The child's UID is a precondition."""
 
     ref: ChildRef
     uid: str
@@ -79,33 +97,41 @@ class DeleteChild:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """Delete pods together, each with its UID as a precondition; their StatefulSet or Deployment creates them again."""
+    """An action that deletes pods together.
+
+    Each pod's UID is a precondition. Their StatefulSet or Deployment creates them again.
+    """
 
     owner: str
     """Name of the StatefulSet or Deployment; empty for a pod that checks a revision."""
     pods: tuple[tuple[str, str], ...]
-    """(name, uid) of each."""
+    """Name and UID of each pod."""
     reason: str
     force: bool = False
-    """Without waiting for their kubelets, which are lost."""
+    """Delete the pods without waiting for their kubelets, which are lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Send one control signal. A coordinator handles an operation id once, so sending it again is safe. While the id is
-    unanswered on this process's link, a repeated `Signal` does nothing."""
+    """An action that sends one control signal.
+
+    A coordinator handles each operation id once, so the signal can safely be sent again. A repeated `Signal` does
+    nothing while the id is unanswered on this process's link.
+    """
 
     kind: SignalKind
     operation_id: str
     fence: int
     expected_engines: int
-    """Number of engines registered at the decision; the coordinator rejects the signal if it has fewer."""
+    """Number of engines that were registered at the decision. The coordinator rejects the signal if it has fewer
+    engines.
+    """
     engine: str | None = None
     """Name of the engine (DRAIN only); None means all."""
     source: str | None = None
     """UPDATE_WEIGHTS: source of the weights."""
     epoch: int | None = None
-    """UPDATE_WEIGHTS: epoch of the weights, absolute."""
+    """UPDATE_WEIGHTS: epoch of the weights, an absolute number."""
     adapters: tuple[Adapter, ...] | None = None
     """SET_ADAPTERS: all adapters."""
     deadline_seconds: float | None = None
@@ -114,18 +140,20 @@ class Signal:
 
 @dataclass(frozen=True, slots=True)
 class AskCanary:
-    """Send a canary completion to one engine and check its answer. Idempotent: while one is unanswered, a repeated
-    `AskCanary` does nothing."""
+    """An action that sends a canary completion to one engine and checks its answer.
+
+    The action is idempotent, because a repeated `AskCanary` does nothing while the canary is unanswered.
+    """
 
     engine: str
     revision: str
     model: str
-    """`--model` of the engine: the expected answer of a builtin model is known."""
+    """`--model` of the engine. For a builtin model the expected answer is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class EmitEvent:
-    """A Kubernetes Event on the custom resource."""
+    """An action that writes a Kubernetes Event on the custom resource."""
 
     type: str
     """`Normal` or `Warning`."""
@@ -139,24 +167,24 @@ Action = OnChildren | Signal | AskCanary | EmitEvent
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The actions and the status. The status has the reason and message of the deciding policy."""
+    """The actions to execute and the status to write. The status has the reason and message of the deciding policy."""
 
     policy: str
     """Name of the first policy that applied."""
     reason: str
-    """CamelCase, one of `resource.conditions.Reason`."""
+    """Reason in CamelCase, a value of `resource.conditions.Reason`."""
     message: str
     status: Manifest
     """The `.status` to persist if it differs from the stored one. A timestamp changes only with its fact."""
     actions: tuple[Action, ...] = ()
     healing: tuple[Action, ...] = ()
-    """The actions that are allowed while the status cannot be written: they replace missing and lost objects."""
+    """The actions that are allowed while the status cannot be written. They replace missing and lost objects."""
     objects: frozenset[ChildRef] = frozenset()
     """The objects that pods need and that the operator does not create. If the World lacks one, the caller reads it and
     decides again."""
     object_seconds: float = OBJECT_SECONDS
     """Interval at which these objects are read again."""
     attentive: bool = False
-    """Poll the coordinator faster: it reports the awaited change first."""
+    """Whether to poll the coordinator faster, because it is the first to report the awaited change."""
     requeue_after: float | None = None
-    """Seconds after which the decision may change without an event; None if it needs an event."""
+    """Seconds after which the decision may change without an event; None if only an event can change it."""

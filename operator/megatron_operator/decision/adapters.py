@@ -1,4 +1,4 @@
-"""The adapters of a resource: compares the lists of spec and coordinator, and reports errors in the status."""
+"""The adapters of a resource. Compares the spec's list with the coordinator's, and reports errors in the status."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from megatron_runtime.protocol.headers import ErrorCode
 
 _REASONS = {reason.value: reason for reason in (Reason.ADAPTER_FAILED, Reason.UNSUPPORTED_BY_BACKEND)}
 RETRY_SECONDS = 30.0
-"""Time after which a list that failed is set again, because a volume or a hub may be back."""
+"""Time after which a failed list is set again, because a volume or a hub may be available again."""
 
 
 @dataclass(frozen=True)
 class AdapterView:
-    """The adapters of a World as policies see them. operation: the operation of `status.lifecycle`, updated."""
+    """The adapters of a World, as policies see them.
+
+    operation: the operation of `status.lifecycle`, updated from the World.
+    """
 
     world: World
     operation: Operation | None
@@ -35,7 +38,7 @@ class AdapterView:
 
     @cached_property
     def entries(self) -> list[dict[str, Any]]:
-        """`status.adapters`: each adapter of the spec, with its last error until it is loaded."""
+        """The value of `status.adapters`. Each adapter of the spec keeps its last error until it is loaded."""
         before = {(entry["name"], entry["source"]): entry for entry in self._recorded}
         return [self._entry(adapter, before.get((adapter.name, adapter.source), {})) for adapter in self.wanted]
 
@@ -71,7 +74,7 @@ class AdapterView:
 
     @cached_property
     def _failure(self) -> Operation | None:
-        """The last operation, if it failed to set a list."""
+        """The last operation, if it failed to set a list of adapters; otherwise None."""
         last = self.operation
         if last is None or last.signal is not SignalKind.SET_ADAPTERS or last.phase is not LifecyclePhase.FAILED:
             return None
@@ -79,9 +82,12 @@ class AdapterView:
 
     @cached_property
     def _causes(self) -> Mapping[Adapter, str | None]:
-        """The error of each adapter in the list that the last operation failed to set; None: the adapter has no error.
+        """The error of each adapter in the list that the last operation failed to set.
 
-        If the engines reported no error per adapter, each adapter that is not loaded has the error of the operation.
+        None means that the adapter has no error.
+
+        If the engines reported no error for any adapter, each adapter that is not loaded has the error of the
+        operation.
         """
         failed = self._failure
         tried = adapter_lists(self.world, self._recorded).get((failed and failed.adapters) or "")
@@ -95,14 +101,14 @@ class AdapterView:
 
     def _reason(self, failed: Operation | None, *, before: str | None) -> str:
         report = self.world.coordinator.operations.get(failed.id) if failed is not None else None
-        if report is None:  # the coordinator has forgotten it: keep the recorded reason
+        if report is None:  # the coordinator has forgotten the operation, so keep the recorded reason
             return before or Reason.ADAPTER_FAILED.value
         unsupported = report.code == ErrorCode.UNSUPPORTED
         return (Reason.UNSUPPORTED_BY_BACKEND if unsupported else Reason.ADAPTER_FAILED).value
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until a list that failed is set again; None if none failed, or it may be set now."""
+        """Seconds until a failed list is set again, or None if no list failed, or if the list may be set now."""
         times = [entry["failedAt"] for entry in self.entries if "error" in entry]
         if not times:
             return None
@@ -111,9 +117,9 @@ class AdapterView:
 
     @cached_property
     def due(self) -> str | None:
-        """Digest of the list that SET_ADAPTERS should set now; None if it is set already, or has just failed.
+        """Digest of the list that SET_ADAPTERS should set now, or None if the list is already set, or has just failed.
 
-        It is the list of the spec, or the list without the adapters that cannot be loaded.
+        The list is the list of the spec, or this list without the adapters that cannot be loaded.
         """
         coordinator, failed = self.world.coordinator, self._failure
         if coordinator.adapters is None or not any(engine.serving for engine in coordinator.engines):

@@ -1,4 +1,4 @@
-"""Causes of a wait for a component, from its pods and from rejected children."""
+"""Determines from pods and rejected children why a component is not ready."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDB
 
 @dataclass(frozen=True)
 class Blockers:
-    """Determines what each component of a World waits for, as a reason and a message."""
+    """The conditions that each component of a World waits for, as reasons and messages."""
 
     world: World
     ctx: RenderContext
@@ -27,7 +27,7 @@ class Blockers:
     losses: Losses
 
     def rejection(self, *, name: str | None = None) -> Finding | None:
-        """Return the first rejected child, of all or of this name."""
+        """Return the first rejected child. name: consider only the child of this name; None means all children."""
         unrendered = self.rendered.template_error if name is None else self.rendered.shared[1].get(name)
         if unrendered is not None:
             return unrendered
@@ -46,7 +46,7 @@ class Blockers:
         return self.rendered.engine_manifest(engine.index, role=engine.role, pods=self.engines.pods_for(engine))
 
     def component(self, component: str) -> Finding | None:
-        """Return the error of the pods of a coordinator, its standby or the servers, or why none can be created."""
+        """Return why the pods of a coordinator, its standby or the servers fail or cannot be created."""
         pods = self.world.component_pods(component)
         diagnosis = first_diagnosis(pods, self.references)
         if diagnosis is not None:
@@ -64,7 +64,7 @@ class Blockers:
         return None
 
     def coordinator(self) -> Finding:
-        """Return why the coordinator does not answer, as reason and what is waited for."""
+        """Return why the coordinator does not answer, as a reason and a description of what the operator waits for."""
         finding = self.rejection(name=self.ctx.coordinator_name)
         pods = [pod for pod in self.world.component_pods(COORDINATOR, STANDBY) if not pod.deleting]
         finding = finding or self.component(COORDINATOR)
@@ -76,7 +76,7 @@ class Blockers:
         return Reason.COORDINATOR_STARTING, "the coordinator's pod to become ready"
 
     def server(self) -> Finding | None:
-        """Return why no OpenAI server is ready; None if a server is ready."""
+        """Return why no OpenAI server is ready, or None if a server is ready."""
         pods = self.world.component_pods(SERVER)
         if any(pod.ready and not pod.deleting for pod in pods):
             return None
@@ -86,7 +86,7 @@ class Blockers:
         return Reason.SERVER_STARTING, "a front end's pod to become ready"
 
     def engine(self, engine: EngineView) -> Finding | None:
-        """Return the error of one engine; None while it starts or serves."""
+        """Return the error of one engine, or None while it starts or serves."""
         if engine.budget.exhausted is not None:
             return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
         manifest = self._manifest(engine)
@@ -111,7 +111,10 @@ class Blockers:
         return None
 
     def desired_engines(self, *roles: str) -> Finding:
-        """Return why engines that should serve do not, as reason and what is waited for. roles: only of these roles."""
+        """Return why desired engines do not serve, as a reason and a description of what the operator waits for.
+
+        roles: consider only engines of these roles; without roles, all engines.
+        """
         if self.rendered.engine_error is not None:
             reason, message = self.rendered.engine_error
             return reason, f"the engines: {message}"

@@ -1,4 +1,4 @@
-"""Table from termination and scheduler messages to the probable cause and the remedy."""
+"""Table that maps termination messages and scheduler messages to the probable cause and the remedy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
         "raise resources.limits.memory in podTemplate, or lower batching.kvCacheMemory",
     ),
 )
-"""Texts of vLLM and of its backend. They come first, because they contain words of other patterns."""
+"""Messages of vLLM and of its backend. They come first, because they contain words of other patterns."""
 
 TERMINATION_MESSAGE: tuple[Cause, ...] = (
     *VLLM_MESSAGE,
@@ -128,7 +128,7 @@ TERMINATION_MESSAGE: tuple[Cause, ...] = (
         "set spec.engine.image or the chart's runtime.image to an image with triton and a C compiler",
     ),
 )
-"""The first match applies, so specific patterns come first."""
+"""Causes by pattern of the termination message. The first match applies, so specific patterns come first."""
 
 SCHEDULING: tuple[Cause, ...] = (
     Cause(
@@ -208,12 +208,14 @@ CREATION: tuple[Cause, ...] = (
         "correct {pod_template}",
     ),
 )
-"""Causes of a pod that the API server rejected; `{pod_template}` is the field of its podTemplate."""
+"""Causes for which the API server rejects a pod. `{pod_template}` is the spec field with its podTemplate."""
 
 MALFORMED_OBJECT = "failed to create typed patch object"
-"""The API server answers a server-side apply of an object with a wrong type or an unknown field with 500 and this."""
+"""Text that the API server returns with status 500 for a server-side apply of an object with a wrong type or an unknown
+field.
+"""
 FAILED_WEBHOOK = "failed calling webhook"
-"""The API server answers with 500 and this if an admission webhook is down."""
+"""Text that the API server returns with status 500 if an admission webhook is down."""
 
 EXIT_CODES: dict[int, str] = {
     126: "the command cannot be executed",

@@ -1,4 +1,4 @@
-"""Turns a World into a Decision: upkeep, the first policy that applies, the status, and Events for changes."""
+"""Turns a World into a Decision, from the upkeep, the first policy that applies, the status, and Events for changes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,19 @@ from megatron_operator.resource.spec import MegatronInferenceSpec
 from megatron_operator.resource.text import printable, printable_data, stamp_seconds
 
 CONNECT_SECONDS = 10.0
-"""After the creation of a coordinator's pod, the time until the operator has connected to it."""
+"""Time after the creation of a coordinator's pod within which the operator connects to it."""
 Report = TypeVar("Report", OperationReport, CanaryReport)
 OBSERVED_KINDS = ("Deployment", "Pod", "Secret", "Service", "StatefulSet")
-"""Nothing is decided without their objects. Objects of other kinds are only applied, and not changed if unknown."""
+"""Kinds without whose objects no decision is made. Objects of other kinds are only applied, and are not changed if
+unknown.
+"""
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MAX_TEXT = 2048
-"""Limit of characters of a string in a status, after escaping."""
+"""Maximum number of characters of a string in a status, after escaping."""
 
 
 def decide(world: World) -> Decision:
-    """Return the decision for a world. Pure: equal worlds give equal decisions."""
+    """Return the decision for a world. The function is pure, so equal worlds give equal decisions."""
     if any(kind in world.unwatched for kind in OBSERVED_KINDS) and not world.resource.deleting:
         return _unobserved(world)
     scene = Scene(quotable(world))
@@ -81,14 +83,17 @@ def decide(world: World) -> Decision:
 
 
 def _object_seconds(scene: Scene) -> float:
-    """Return the interval at which the objects that pods need are read. It is shorter if an object may be missing."""
+    """Return the interval in seconds at which the objects that pods need are read.
+
+    It is shorter if one may be missing.
+    """
     unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
     lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
     return MISSING_SECONDS if lacking else OBJECT_SECONDS
 
 
 def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> float | None:
-    """Return the seconds until the decision may change without an event; None if it needs an event."""
+    """Return the seconds until the decision may change without an event, or None if only an event can change it."""
     world = scene.world
     times = (
         verdict.requeue_after,
@@ -111,7 +116,10 @@ def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> flo
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Drop second actions on the same child: a policy's action replaces the action of upkeep."""
+    """Return the actions with at most one action per child.
+
+    A policy's action replaces the upkeep's action on the same child.
+    """
     last = {action.ref: index for index, action in enumerate(actions) if isinstance(action, ApplyChild | DeleteChild)}
     return tuple(
         action
@@ -121,7 +129,7 @@ def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _is_held(action: Action, world: World) -> bool:
-    """Return whether an action must wait: its child is unknown, or another program contests the apply."""
+    """Return whether an action must wait, because its child is unknown or another program contests the apply."""
     if isinstance(action, ApplyChild | DeleteChild) and action.ref.kind in world.unwatched:
         return True
     if not isinstance(action, ApplyChild) or action.ref not in world.contests:
@@ -130,7 +138,10 @@ def _is_held(action: Action, world: World) -> bool:
 
 
 def _change(action: Action, world: World) -> str:
-    """Return the child that an upkeep action changes; empty if the child already has the desired state."""
+    """Return a description of the change that an upkeep action makes.
+
+    The result is empty if the child already has the desired state.
+    """
     if not isinstance(action, ApplyChild | DeleteChild) or _is_held(action, world):
         return ""
     view = world.children.get(action.ref)
@@ -142,8 +153,7 @@ def _change(action: Action, world: World) -> str:
 
 
 def _heals(action: Action, world: World) -> bool:
-    """Return whether an action creates a missing object. Such an action does not require that the status is written
-    first."""
+    """Return whether an action creates a missing object. Such an action may run before the status is written."""
     return isinstance(action, CreateKeys) or (isinstance(action, ApplyChild) and action.ref not in world.children)
 
 
@@ -156,7 +166,7 @@ def _is_established(coordinator: PodView, world: World) -> bool:
 def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bool = False) -> list[EmitEvent]:
     """Return one Event for each state transition, each new error, and each request that crashes engines.
 
-    replaced: the coordinator's pod is being replaced, so it is absent as planned. Its crash has an Event of its own.
+    replaced: the coordinator's pod is being replaced, so its absence is expected. Its crash has an Event of its own.
     """
     events: list[EmitEvent] = []
     if before.get("state") != after["state"]:
@@ -187,7 +197,7 @@ def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, A
 
 
 def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
-    """Return the decision for a spec that this version cannot parse: report it, change nothing."""
+    """Return the decision for a spec that this version cannot parse. It reports the error and changes nothing else."""
     values = {ConditionType.READY: "False", ConditionType.PROGRESSING: "Unknown", ConditionType.DEGRADED: "True"}
     return _unchanged(
         {**status, "state": "Pending", "observedGeneration": generation},
@@ -200,7 +210,10 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
 
 
 def _unobserved(world: World) -> Decision:
-    """Return the decision if a kind of objects that decisions need cannot be read: report it, change nothing."""
+    """Return the decision if a kind of object that decisions need cannot be read.
+
+    It reports this and changes nothing else.
+    """
     unknown = (
         ConditionType.READY,
         ConditionType.COORDINATOR_READY,
@@ -229,8 +242,10 @@ def _unchanged(
     before: Mapping[str, Any],
     now: datetime,
 ) -> Decision:
-    """Return the decision to change only the status, in which these conditions report this finding. before: the
-    stored status."""
+    """Return the decision that changes only the status, in which these conditions report this finding.
+
+    before: the stored status.
+    """
     reason, message = finding[0], printable(finding[1])
     conditions = {entry["type"]: entry for entry in before.get("conditions") or ()}
     rewritten = {
@@ -253,11 +268,11 @@ def _unchanged(
 
 
 def quotable(world: World) -> World:
-    """Return the World without the messages of containers whose images may not be quoted: all but those of repositories
-    that the installation lists.
+    """Return the World without the messages of containers whose images may not be quoted.
 
-    A container of any other image can read Secrets and files and write them to its termination message, or send them to
-    its coordinator as an error. A user who may read the status could then read them without access to the pods' logs.
+    Only images of the repositories that the installation lists may be quoted. A container of any other image can read
+    Secrets and files and write them to its termination message, or send them to its coordinator as an error. A user who
+    may read the status could then read them without access to the pods' logs.
     """
     quotes = world.settings.quotes
     pods = tuple(
@@ -270,7 +285,7 @@ def quotable(world: World) -> World:
 
 
 def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
-    """Return every container image in the spec."""
+    """Yield every container image in the spec."""
     for image in (spec.engine.image, spec.engine.vllm.image if spec.engine.vllm else None):
         if image is not None:
             yield image
@@ -285,7 +300,7 @@ def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
 
 
 def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
-    """Remove texts. Numbers and states stay, because decisions depend on them."""
+    """Return the snapshot without texts. Numbers and states stay, because decisions depend on them."""
     operations = {name: _without_message(report) for name, report in snapshot.operations.items()}
     canaries = {name: _without_message(report) for name, report in snapshot.canaries.items()}
     engines = tuple(replace(engine, digest="", recomputes=None) for engine in snapshot.engines)

@@ -1,4 +1,4 @@
-"""The effective desired state of a resource, the operation towards it, and the desired generation of CURVE keys."""
+"""Computes a resource's effective desired state, the operation towards it, and the desired generation of CURVE keys."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from megatron_operator.resource.text import parse, seconds_since
 
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
-"""Time after the drain deadline in which a Stopped resource keeps its pods if the coordinator does not stop the
-engines. Then the pods are removed anyway: Stopped must not depend on a healthy coordinator."""
+"""Time after the drain deadline for which a Stopped resource keeps its pods if the coordinator does not stop the
+engines. The pods are then removed anyway, because Stopped must not depend on a healthy coordinator.
+"""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,11 @@ class Desired:
 
     @cached_property
     def state(self) -> DesiredState:
-        """`spec.desiredState`; zero replicas mean Suspended, and a request that wakes the resource means Running."""
+        """The effective desired state.
+
+        It is `spec.desiredState`, except that zero replicas mean Suspended, and that a request that wakes the resource
+        means Running.
+        """
         spec = self.world.resource.spec
         if spec.num_engines == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
             return DesiredState.SUSPENDED
@@ -35,10 +40,10 @@ class Desired:
 
     @cached_property
     def woken(self) -> bool:
-        """Whether a request woke the suspended resource, now or earlier, and it has not been idle since.
+        """Whether a request has woken the suspended resource, and the resource has not been idle since.
 
-        In the spec, only desiredState, zero replicas and wakeOnRequest end this earlier. Other changes do not, because
-        an autoscaler changes the spec too.
+        Only desiredState, zero replicas and wakeOnRequest end this state before the resource is idle. Other changes of
+        the spec do not, because an autoscaler changes the spec too.
         """
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
@@ -59,8 +64,10 @@ class Desired:
 
     @cached_property
     def idle_in(self) -> float | None:
-        """Seconds until a woken resource without queued requests or requests in flight is suspended again; None while
-        unknown."""
+        """Seconds until a woken resource is suspended again, if it has no queued requests and no requests in flight.
+
+        The value is None while this is unknown.
+        """
         coordinator, limit = self.world.coordinator, self.world.resource.spec.lifecycle.suspend.idle_seconds
         if not coordinator.reachable:
             return None
@@ -69,13 +76,13 @@ class Desired:
 
     @cached_property
     def requested_at(self) -> str | None:
-        """Time when the effective desired state was first seen; None if it is new."""
+        """Time at which the effective desired state was first observed, or None if the state is new."""
         lifecycle = self.world.resource.lifecycle
         return lifecycle.get("requestedAt") if lifecycle.get("desired") == self.state.value else None
 
     @cached_property
     def releases_pods(self) -> bool:
-        """Whether the engine pods are removed while suspended."""
+        """Whether the engine pods are removed while the resource is suspended."""
         spec = self.world.resource.spec
         if self.state is not DesiredState.SUSPENDED:
             return False
@@ -86,7 +93,7 @@ class Desired:
 
     @cached_property
     def escalation_in(self) -> float | None:
-        """Seconds until a suspended resource also releases its pods; None if it keeps them."""
+        """Seconds until a suspended resource also releases its pods, or None if it keeps them."""
         after = self.world.resource.spec.lifecycle.suspend.escalate_after_seconds
         history = self.world.resource.status.get("history") or []
         if after is None or not history or history[-1]["to"] != ResourceState.SUSPENDED.value:
@@ -95,7 +102,10 @@ class Desired:
 
     @cached_property
     def operation(self) -> Operation | None:
-        """The persisted operation, updated from this World; None if there is none, or another state is desired."""
+        """The persisted operation, updated from this World.
+
+        The value is None if there is none, or if another state is desired.
+        """
         return operations.resolve(operations.from_status(self.world.resource.lifecycle), self.world, self.state)
 
     def _over(self, signal: SignalKind) -> bool:
@@ -117,7 +127,10 @@ class Desired:
 
     @cached_property
     def overdue_in(self) -> float | None:
-        """Seconds until a stalled stop continues without the coordinator; None unless stopping."""
+        """Seconds until a stalled stop continues without the coordinator.
+
+        The value is None if the resource is not being stopped.
+        """
         if self.state is not DesiredState.STOPPED or self.requested_at is None:
             return None
         grace = STUCK_GRACE_SECONDS if self.world.coordinator.reachable else UNREACHABLE_GRACE_SECONDS
@@ -133,24 +146,25 @@ class Keys:
 
     @cached_property
     def server_generation(self) -> int:
-        """Generation of the coordinator's own key: from the Secret, or of the Secret that will be created."""
+        """Generation of the coordinator's own key, from the Secret or for the Secret that will be created."""
         if self.world.keys is not None:
             return self.world.keys.server_generation
         if ChildRef("Secret", f"{self.world.resource.name}-keys") in self.world.children:
-            # The Secret exists and cannot be read: do not restart anything because of that.
+            # The Secret exists but cannot be read, which must not restart anything.
             return int((self.world.resource.status.get("keys") or {}).get("generation", 1))
         return self.first_generation
 
     @cached_property
     def first_generation(self) -> int:
-        """Generation of the keys of a new Secret: higher than all earlier generations."""
+        """Generation of the keys of a new Secret. It is higher than all earlier generations."""
         lost = (self.world.resource.status.get("keys") or {}).get("generation", 0)
         return max(int(lost) + 1, self.world.resource.spec.keys.generation)
 
     @cached_property
     def wanted_generation(self) -> int | None:
-        """The desired generation of keys, from the spec or the age of the current keys. Never decreases. None without
-        keys.
+        """The desired generation of the keys, from the spec or the age of the current keys. It never decreases.
+
+        The value is None if there are no keys.
         """
         spec, keys = self.world.resource.spec.keys, self.world.keys
         if keys is None:

@@ -1,4 +1,4 @@
-"""Diagnosis of a pod: a reason and a sentence with a remedy, from the kubelet's or scheduler's messages.
+"""Diagnoses a pod from the messages of the kubelet or scheduler, as a reason and a sentence with a remedy.
 
 A message about a missing object is explained with the field of the spec that names the object.
 """
@@ -18,8 +18,9 @@ from megatron_runtime.process.gpu_failures import gpu_failure
 from megatron_runtime.protocol import strict_json as json
 
 References = Mapping[tuple[str, str], str]
-"""The field of the spec that names an object, by kind in lower case (`secret`, `persistentvolumeclaim`, …, or `volume`
-of a pod) and name."""
+"""The spec field that names an object. The key is the object's kind in lower case (`secret`, `persistentvolumeclaim`,
+…, or `volume` for a volume of the pod) and its name.
+"""
 
 NO_REFERENCES: References = {}
 _MISSING_OBJECT = re.compile(
@@ -35,7 +36,7 @@ _MISSING_VOLUME_KEY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class MissingObject:
-    """An object that a pod refers to and that does not exist, or lacks a key.
+    """An object that a pod refers to and that does not exist, or that lacks a required key.
 
     kind: kind of the object, in lower case; `volume` if the kubelet names only the volume of the pod.
     key: the missing key; empty if the object is missing.
@@ -60,12 +61,15 @@ _SECTIONS = {CHECK: ENGINE, STANDBY: COORDINATOR}
 
 
 def pod_template(component: str) -> str:
-    """Return the field of the spec that has the podTemplate of a component's pods."""
+    """Return the path of the spec field with the podTemplate of a component's pods."""
     return f"spec.{_SECTIONS.get(component, component)}.podTemplate"
 
 
 def missing_object(message: str) -> MissingObject | None:
-    """Return the missing object that a message of the kubelet or the scheduler names; None if it names none."""
+    """Return the missing object that a message of the kubelet or the scheduler names.
+
+    Returns None if the message names no object.
+    """
     match = _MISSING_OBJECT.search(message)
     if match is not None:
         return MissingObject(match["kind"].lower(), match["name"])
@@ -85,13 +89,15 @@ _FIELDS = (
     ("secret", "server.apiKeysSecretRef", "name", "spec.{}"),
     ("priorityclass", "coordinator", "priorityClassName", "spec.{}.priorityClassName"),
 )
-"""Kind of an object, the section of the spec and its key with the name, and how messages call the field."""
+"""For each kind of object, the section of the spec, its key that has the object's name, and the name of the field in
+messages.
+"""
 _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
-"""Volumes of pods by the section of the spec."""
+"""Volumes of pods, by the section of the spec that defines them."""
 
 
 def references(spec: Mapping[str, Any]) -> References:
-    """Return the objects that a spec references outside podTemplates. spec: as stored in the API."""
+    """Return the objects that a spec references outside podTemplates. spec: the spec as stored in the API."""
     names: dict[tuple[str, str], str] = {}
     for kind, section, key, shown in _FIELDS:
         value: Any = spec
@@ -120,12 +126,12 @@ _VOLUME = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume"})
 _BEFORE = (PREFLIGHT, FETCH)
 """Init containers that the operator renders. An engine waits for them, so their first error is reported."""
 _TERMINATION_MESSAGE = 400
-"""Limit of characters of a termination message in the status."""
+"""Maximum number of characters of a termination message in the status."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Termination:
-    """A termination message: one line of JSON from our own processes, or any text from other processes."""
+    """A termination message. Our own processes write one line of JSON; other processes can write any text."""
 
     text: str
     reason: str = ""
@@ -133,8 +139,9 @@ class _Termination:
     remedy: str = ""
 
     def quoted(self, cause: Cause | None) -> str:
-        """Return the text. A long text is cut: to the part that starts at the match of `cause`, or to its end without a
-        match.
+        """Return the text of the message. A long text is truncated.
+
+        The part that is kept starts at the match of `cause`. If nothing matches, the end of the text is kept.
         """
         text = " ".join(self.text.split())
         spare = len(text) - _TERMINATION_MESSAGE
@@ -161,7 +168,7 @@ def _termination_message(pod: PodView) -> _Termination:
 
 
 def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reason, str] | None:
-    """Return the error of a pod, or None while it starts or runs. `references`: the objects that the spec names."""
+    """Return the error of a pod, or None while the pod starts or runs. references: the objects that the spec names."""
     if pod.deleting or pod.ready:
         return None
     detail = f": {pod.message}" if pod.message else ""
@@ -194,7 +201,7 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
 
 
 def _without_repetition(message: str) -> str:
-    """Drop sentences that repeat the end of an earlier sentence, such as `claim "a" not found. not found`."""
+    """Remove sentences that repeat the end of an earlier sentence, as in `claim "a" not found. not found`."""
     kept: list[str] = []
     for part in message.split(". "):
         sentence = part.rstrip(".; ")
@@ -204,7 +211,7 @@ def _without_repetition(message: str) -> str:
 
 
 def termination(pod: PodView) -> tuple[Reason, str]:
-    """Return why the last terminated container of a pod terminated."""
+    """Return the reason and a message for the last container of a pod that terminated."""
     if pod.exit_reason == "OOMKilled":
         remedy = f"raise the limit of container {pod.ended} in {pod_template(pod.component)}"
         if pod.component == ENGINE and pod.ended == ENGINE:
@@ -237,7 +244,7 @@ def is_device_failure(pod: PodView) -> bool:
 
 
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:
-    """Return the first diagnosis of the pods, by name."""
+    """Return the diagnosis of the first pod, by name, that has one."""
     for pod in sorted(pods, key=lambda pod: pod.name):
         finding = diagnose(pod, references)
         if finding is not None:
@@ -246,7 +253,7 @@ def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Re
 
 
 def creation_error(what: str, error: str, *, component: str) -> tuple[Reason, str]:
-    """Return why pods of a component cannot be created, from the API server's message. `what` names the pods."""
+    """Return why pods of a component cannot be created, from the API server's message. what: name of the pods."""
     cause = find_cause(error, CREATION)
     remedy = f"; {cause.remedy.format(pod_template=pod_template(component))}" if cause else ""
     return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {error}{remedy}"

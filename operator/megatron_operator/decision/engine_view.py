@@ -1,4 +1,4 @@
-"""One engine as policies see it."""
+"""One engine, as policies see it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class EngineView:
     """One engine: its StatefulSet, its pods, and its state in the coordinator."""
 
     index: int
-    """Its index within its role."""
+    """Index of the engine within its role."""
     name: str
     surplus: bool
-    """Its index is beyond the number of engines of its role."""
+    """Whether the index exceeds the number of engines of the role."""
     held: bool
-    """Its revision differs from the desired one only because an update of the resource has not begun."""
+    """Whether the revision differs from the desired one only because an update of the resource has not begun."""
     statefulset: ChildView | None
     pods: tuple[PodView, ...]
     report: EngineReport | None
@@ -48,7 +48,10 @@ class EngineView:
 
     @property
     def serving_revision(self) -> str:
-        """Revision of the serving process; empty if none serves, or if its revision differs from the StatefulSet."""
+        """Revision of the serving process.
+
+        The value is empty if no process serves, or if its revision differs from the StatefulSet's.
+        """
         if not self.serving or self.statefulset is None or self.report is None:
             return ""
         if self.report.revision:
@@ -57,13 +60,13 @@ class EngineView:
 
     @property
     def superseded(self) -> bool:
-        """Whether the coordinator still reports a process of an earlier revision than the StatefulSet."""
+        """Whether the coordinator still reports a process of an earlier revision than the StatefulSet's."""
         reported = self.report.revision if self.report is not None else ""
         return not self.stale and self.statefulset is not None and reported not in ("", self.statefulset.revision)
 
     @property
     def scaled(self) -> int:
-        """`spec.replicas` of its StatefulSet."""
+        """`spec.replicas` of the engine's StatefulSet; 0 if the engine has no StatefulSet."""
         return self.statefulset.replicas if self.statefulset else 0
 
     @property
@@ -73,7 +76,7 @@ class EngineView:
 
     @property
     def starting(self) -> bool:
-        """Whether the engine has or will get pods, does not serve, and not all its pods are ready."""
+        """Whether the engine has or will get pods, does not serve, and has pods that are not ready."""
         found = self.statefulset
         return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas
 
@@ -84,13 +87,13 @@ class EngineView:
 
     @property
     def stale(self) -> bool:
-        """Whether the StatefulSet has another revision than the spec. A rollout will replace it."""
+        """Whether the StatefulSet has a revision other than the spec's, so that a rollout will replace the engine."""
         found = self.statefulset
         differs = found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
         return differs and not self.held
 
     @property
     def stale_pods(self) -> tuple[PodView, ...]:
-        """Pods created from a former template of their StatefulSet. Some may be terminating."""
+        """Pods that were created from a former template of their StatefulSet. Some may be terminating."""
         revision = self.statefulset.revision if self.statefulset else ""
         return tuple(pod for pod in self.pods if pod.revision not in ("", revision))

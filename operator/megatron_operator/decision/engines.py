@@ -1,4 +1,4 @@
-"""The engines of a resource: joins their StatefulSets, pods and reports, and computes their common state."""
+"""The engines of a resource. Joins StatefulSets, pods and the coordinator's reports, and computes a common state."""
 
 from __future__ import annotations
 
@@ -34,18 +34,19 @@ from megatron_operator.resource.text import seconds_since
 
 _ROLES = (DECODE, PREFILL)
 _ENGINE_KINDS = ("StatefulSet", "Service", "NetworkPolicy")
-"""Children of one engine, which remain if the operator is killed while it removes the engine."""
+"""Kinds of the children of one engine. They can remain if the operator is killed while it removes the engine."""
 MAX_STARTING = 256
-"""Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. The scheduler,
-the nodes and the source of the weights start this many engines of one resource in parallel."""
+"""Limit of engines that start at the same time, so that a mistaken number of replicas can be undone. It is also the
+load that the scheduler, the nodes and the source of the weights get from one resource.
+"""
 LOST, UNKNOWN, UNRESPONSIVE = "Lost", "Unknown", "Unresponsive"
-"""States of an engine in the status, in addition to the states that engines report."""
+"""States of an engine in the status that engines themselves do not report."""
 REPORTED_STATES = frozenset(state.value for state in EngineState)
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines of a World. ctx: context with the confirmed weights."""
+    """The engines of a World. ctx: the render context with the confirmed weights."""
 
     world: World
     ctx: RenderContext
@@ -55,7 +56,10 @@ class Engines:
 
     @cached_property
     def all(self) -> tuple[EngineView, ...]:
-        """Every engine that is desired or exists: those that spec.replicas counts by index, then prefill engines."""
+        """Every engine that is desired or exists.
+
+        The engines that spec.replicas counts come first, by index, then prefill engines.
+        """
         world = self.world
         reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}
         return tuple(self._engine(role, index, reports) for role in _ROLES for index in sorted(self._indexes(role)))
@@ -73,7 +77,7 @@ class Engines:
 
     @cached_property
     def wanted(self) -> tuple[EngineView, ...]:
-        """The engines that the spec counts."""
+        """The engines that the spec requests."""
         return tuple(engine for engine in self.all if not engine.surplus)
 
     def of_role(self, role: str) -> tuple[EngineView, ...]:
@@ -86,7 +90,7 @@ class Engines:
 
     @cached_property
     def old_model(self) -> tuple[EngineView, ...]:
-        """Engines with pods of another model than the spec's."""
+        """Engines with pods of a model other than the spec's."""
         return tuple(
             engine
             for engine in self.all
@@ -104,12 +108,12 @@ class Engines:
 
     @cached_property
     def empty(self) -> bool:
-        """Whether no engine has a pod, and none will get a pod without a further write."""
+        """Whether no engine has a pod, and no engine will get a pod without a further write."""
         return all(engine.empty for engine in self.all)
 
     @cached_property
     def absent(self) -> tuple[EngineView, ...]:
-        """The desired engines that should have pods and do not serve with their revision."""
+        """The desired engines that should have pods but do not serve with their revision."""
         return tuple(
             engine
             for engine in self.wanted
@@ -118,14 +122,14 @@ class Engines:
 
     @cached_property
     def suspended(self) -> bool:
-        """Whether the coordinator and all serving engines are SUSPENDED, and no operation is in progress."""
+        """Whether the coordinator and all serving engines are SUSPENDED and no operation is in progress."""
         operation = self.desired.operation
         steady = self.world.coordinator.steady is CoordinatorState.SUSPENDED
         return steady and not (operation is not None and operation.open)
 
     @cached_property
     def attempt(self) -> str:
-        """Digest of the inputs of the engines and the last restart command. A new digest resets the restart budgets."""
+        """Digest of the engines' inputs and of the last restart command. A new digest resets the restart budgets."""
         resource = self.world.resource
         manifest = self.rendered.engine_manifest(0)
         return digest(
@@ -139,31 +143,43 @@ class Engines:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until the next engine with an exhausted budget is started again; None if no budget is exhausted."""
+        """Seconds until the next engine with an exhausted restart budget is started again.
+
+        The value is None if no budget is exhausted.
+        """
         times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
 
     @cached_property
     def avoided_in(self) -> float | None:
-        """Seconds until the next engine may use the node of a failed device again; None if no engine avoids a node."""
+        """Seconds until the next engine may again use the node of a failed device.
+
+        The value is None if no engine avoids a node.
+        """
         times = [engine.budget.avoided_until for engine in self.wanted]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
 
     @cached_property
     def events_due_in(self) -> float | None:
-        """Seconds until Events are read again; None unless only an Event can explain why a pod is missing."""
+        """Seconds until Events are read again.
+
+        The value is None unless only an Event can explain why a pod is missing.
+        """
         incomplete = any(engine.incomplete for engine in self.all)
         return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
 
     def may_surge(self, role: str, index: int) -> bool:
-        """Return whether an index belongs to a surge engine."""
+        """Return whether an index belongs to a surge engine.
+
+        A rollout adds surge engines beyond the number of engines of the role.
+        """
         count = self.ctx.spec.engines_of(role)
         return role in self.ctx.roles and count <= index < count + self.ctx.spec.rollout.max_surge
 
     def is_drained(self, engine: EngineView) -> bool:
-        """Return whether an engine needs no DRAIN: it has no requests, or its DRAIN is complete.
+        """Return whether an engine needs no DRAIN, because it has no requests or its DRAIN is complete.
 
-        An engine that has restarted since its DRAIN gets requests again, so it needs another one.
+        An engine that has restarted since its DRAIN gets requests again, so it needs another DRAIN.
         """
         if engine.report is None or not engine.serving:
             return True
@@ -172,8 +188,11 @@ class Engines:
         return over and engine.report.draining
 
     def serves(self, engine: EngineView) -> bool:
-        """Return whether an engine serves and responds. While the coordinator does not know its engines, an engine
-        whose pods still run counts as before, for UNKNOWN_SECONDS."""
+        """Return whether an engine serves and responds.
+
+        While the coordinator does not know its engines, an engine whose pods still run keeps its last result for
+        UNKNOWN_SECONDS.
+        """
         if self.world.membership_known or engine.serving:
             return engine.responsive
         recent = self.world.coordinator.unknown_seconds < UNKNOWN_SECONDS
@@ -181,7 +200,7 @@ class Engines:
         return recent and engine.whole and state in REPORTED_STATES
 
     def pods_for(self, engine: EngineView) -> int:
-        """Return how many pods an engine should have: none, or all."""
+        """Return how many pods an engine should have. The number is either 0 or the number of all its pods."""
         full = self.ctx.spec.pods_per_engine
         if engine.budget.exhausted is not None:
             return 0
@@ -222,15 +241,15 @@ class Engines:
         )
 
     def _served(self, name: str, report: EngineReport | None) -> bool:
-        """Return whether an engine serves, or did when the status was last written."""
+        """Return whether an engine serves, or served when the status was last written."""
         serving = report is not None and report.serving and not report.suspect
         return serving or self.world.resource.engine_status(name).get("state") in REPORTED_STATES
 
     def _is_held(self, revision: str) -> bool:
         """Return whether engines keep this revision until the resource is updated.
 
-        They do if it differs from the desired revision only because this version of the operator renders pods in
-        another way.
+        They keep a revision if it differs from the desired revision only because this version of the operator renders
+        pods differently.
         """
         if not self.update.available:
             return False
@@ -238,8 +257,11 @@ class Engines:
         return record is not None and record.data is not None and has_inputs(self.ctx, record.data)
 
     def _canary(self, role: str, index: int, name: str) -> dict[str, Any]:
-        """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision, and
-        when an engine is added beyond the number of engines."""
+        """Return the canary fields of an engine.
+
+        A canary is due when a StatefulSet with pods changes its revision, and when an engine is added beyond the number
+        of engines of its role.
+        """
         before = self.world.resource.engine_status(name)
         statefulset = self.world.children.get(ChildRef("StatefulSet", name, APPS))
         if statefulset is None or statefulset.replicas == 0:
@@ -276,7 +298,7 @@ class Observed:
 
     @cached_property
     def state(self) -> ResourceState:
-        """The common state of coordinator, engines and pods, as reported by every rank."""
+        """The common state of coordinator, engines and pods, as every rank reports it."""
         engines, steady = self.engines, self.world.coordinator.steady
         if engines.wanted and all(engine.budget.exhausted for engine in engines.wanted):
             return ResourceState.FAILED
@@ -296,11 +318,14 @@ class Observed:
 
     @property
     def running(self) -> bool:
-        """Whether the resource runs as desired, so that single engines may be drained."""
+        """Whether the resource runs as desired, so that an engine may be drained."""
         return self.desired.state is DesiredState.RUNNING and self.state is ResourceState.RUNNING
 
     def state_with(self, operation: Operation | None) -> ResourceState:
-        """Return `status.state`: the verb that `operation` carries out, or the observed state."""
+        """Return the value of `status.state`.
+
+        It names the verb that `operation` executes, or otherwise the observed state.
+        """
         if self.state in (ResourceState.STOPPED, ResourceState.FAILED):
             return self.state
         if self.desired.state is DesiredState.STOPPED and (self.engines.serving or not self.engines.empty):

@@ -1,12 +1,12 @@
 """Detects lost engines, coordinators and nodes, and replaces pods earlier than Kubernetes would. Pure functions.
 
-Kubernetes marks a node as lost after 50 s, and servers stay ready for 30 s. The operator deletes the pod of a lost
-coordinator earlier, so that its Deployment creates another one. On a node that is alive, the kubelet ends the old
-process as after any deletion.
+Kubernetes marks a node as lost after 50 s, and its servers stay ready for 30 s. The operator deletes the pod of a lost
+coordinator earlier, so that its Deployment creates another pod. If the node is alive, its kubelet ends the old process
+as after any deletion.
 
-A StatefulSet creates a pod again only after the old one is deleted, which its kubelet confirms. The kubelet of a lost
-node never does. The operator deletes such pods of engines by force when the node is not ready or does not exist, and
-never while the node is ready.
+A StatefulSet re-creates a pod only after the kubelet has confirmed the deletion of the old pod. The kubelet of a lost
+node never confirms it. The operator force-deletes such pods of engines if the node is not ready or does not exist. It
+never does so while the node is ready.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDB
 from megatron_operator.resource.states import DesiredState
 
 REPLACE_SECONDS = 4.0
-"""Time without a connection after which a coordinator's pod is replaced. One that has restarted answers within 2 s."""
+"""Time without a connection after which a coordinator's pod is replaced. A restarted coordinator answers within 2 s."""
 ISOLATED_SECONDS = 5.0
-"""Interval at which an operator that suspects its own network looks again."""
+"""Interval at which an operator that suspects its own network checks again."""
 MANY_SILENT = 3
 """Number of coordinators that must be silent before the operator suspects its own network."""
 BACK_OFF = "CrashLoopBackOff"
 SERVED_SECONDS = 20.0
-"""A server that has run for this long has served."""
+"""Run time after which a server counts as having served."""
 NODE_SECONDS = 5.0
-"""Interval at which the node of a pod is read whose deletion is overdue."""
+"""Interval at which a node is read while the deletion of a pod on it is overdue."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Losses:
     engines: Engines
 
     def is_lost(self, engine: EngineView) -> bool:
-        """Return whether an engine has left its coordinator although no pod of it is being replaced."""
+        """Return whether an engine is no longer registered although none of its pods is being replaced."""
         world = self.world
         if not world.membership_known or engine.report is not None or self.desired.state is DesiredState.STOPPED:
             return False
@@ -60,20 +60,23 @@ class Losses:
         return known or world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
 
     def is_unknown(self, engine: EngineView) -> bool:
-        """Return whether an engine has served, its pods still run, and no coordinator has known it for a while."""
+        """Return whether an engine has served and its pods still run, but no coordinator has known it for a while."""
         if self.world.membership_known or engine.serving or self.engines.serves(engine) or not engine.whole:
             return False
         return self.world.resource.engine_status(engine.name).get("state") in (*REPORTED_STATES, UNKNOWN)
 
     @property
     def lost_in(self) -> float | None:
-        """Seconds until the next unregistered engine counts as lost; None if there is no such engine."""
+        """Seconds until the next unregistered engine counts as lost, or None if there is no such engine."""
         waits = [LOST_SECONDS - seconds for seconds in self.world.unregistered_seconds.values()]
         return min((left for left in waits if left > 0), default=None)
 
     @property
     def unknown_in(self) -> float | None:
-        """Seconds until the engine states that the lost coordinator had reported expire; None if there are none."""
+        """Seconds until the last reported states of engines expire after the loss of their coordinator.
+
+        The value is None if there are none.
+        """
         if self.world.membership_known or not any(self.engines.serves(engine) for engine in self.engines.all):
             return None
         return UNKNOWN_SECONDS - self.world.coordinator.unknown_seconds
@@ -87,7 +90,10 @@ class Losses:
 
     @property
     def finding(self) -> Finding | None:
-        """The error of a lost coordinator, until a new one knows the engines; None if it may recover automatically."""
+        """The error about a lost coordinator, until a new coordinator knows the engines.
+
+        The value is None if the coordinator may still recover automatically.
+        """
         if self.world.membership_known:
             return None
         if self.world.isolated:
@@ -101,12 +107,12 @@ class Losses:
 
 
 def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
-    """Return whether the operator lost many coordinators at the same time, so that its own network is the likely cause.
+    """Return whether the operator lost many coordinators at the same time, so its own network is the likely cause.
+
+    A lost node silences all coordinators on it, while the coordinators on other nodes still answer.
 
     silent: the nodes of the pods of each coordinator that was connected and is silent.
-    answering: number of the coordinators that answer.
-
-    A lost node makes all coordinators on it silent, and others answer.
+    answering: number of coordinators that answer.
     """
     nodes = frozenset[str]().union(*silent)
     many = len(silent) >= MANY_SILENT and len(silent) > answering
@@ -114,9 +120,10 @@ def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
 
 
 def replacement(world: World, ctx: RenderContext) -> list[Action]:
-    """Return the deletion of a lost coordinator's pod, and its Event; nothing while it may recover automatically.
+    """Return the deletion of a lost coordinator's pod and the Event about it.
 
-    Of a pair, both pods are lost: one of them would have become active.
+    Returns an empty list while the coordinator may recover automatically. If a coordinator of a pair is lost, so is the
+    other, because otherwise the other would have become active. Both pods are then deleted.
     """
     pods, lost = _lost_pods(world), world.coordinator.lost_seconds
     if not pods or lost is None or lost < REPLACE_SECONDS or world.isolated:
@@ -128,7 +135,7 @@ def replacement(world: World, ctx: RenderContext) -> list[Action]:
 
 
 def replacement_in(world: World) -> float | None:
-    """Return the seconds until the coordinator's pod is replaced; None if it is not lost."""
+    """Return the seconds until the coordinator's pod is replaced, or None if the coordinator is not lost."""
     lost = world.coordinator.lost_seconds
     if lost is None or not _lost_pods(world):
         return None
@@ -136,10 +143,10 @@ def replacement_in(world: World) -> float | None:
 
 
 def _lost_pods(world: World) -> list[PodView]:
-    """Return the pods that this operator has been connected to, if their kubelets still report them as ready.
+    """Return the coordinator pods that this operator was connected to and whose kubelets still report them as ready.
 
-    If it is not ready, the kubelet is alive and restarts it. A pod that never answered since its creation is not
-    replaced: the cause is not its node, and another pod would not answer either.
+    If a pod is not ready, its kubelet is alive and restarts the container. A pod that has never answered since its
+    creation is not replaced. The cause is then not its node, and another pod would not answer either.
     """
     lost = world.coordinator.lost_seconds
     if lost is None:
@@ -150,9 +157,10 @@ def _lost_pods(world: World) -> list[PodView]:
 
 
 def crashed_servers(world: World, ctx: RenderContext) -> list[Action]:
-    """Return the deletions of server pods that wait in the kubelet's back-off although they had served, and Events.
+    """Return the deletions of server pods that have served and now wait in the kubelet's back-off, with their Events.
 
-    The Deployment starts another pod at once. One that crashes while it starts stays: the next pod would, too.
+    The Deployment starts another pod immediately. A pod that crashes while it starts is not deleted, because the next
+    pod would crash too.
     """
     actions: list[Action] = []
     for pod in world.component_pods(SERVER):
@@ -165,7 +173,7 @@ def crashed_servers(world: World, ctx: RenderContext) -> list[Action]:
 
 
 def overdue_in(pod: PodView, world: World) -> float | None:
-    """Return the seconds until the deletion of an engine's pod is overdue; None if it is not being deleted."""
+    """Return the seconds until the deletion of an engine's pod is overdue, or None if the pod is not being deleted."""
     if pod.component != ENGINE or not pod.node or pod.ends_at is None:
         return None
     limit = timedelta(seconds=world.resource.spec.lifecycle.lost_node_seconds)
@@ -173,7 +181,7 @@ def overdue_in(pod: PodView, world: World) -> float | None:
 
 
 def forced_deletions(world: World) -> list[Action]:
-    """Return the forced deletions of pods that are overdue and whose nodes have been lost for as long, and Events."""
+    """Return the forced deletions, with Events, of pods whose deletion is overdue and whose nodes are lost."""
     actions: list[Action] = []
     for pod in world.pods:
         if _forced_in(pod, world) == 0:
@@ -186,7 +194,10 @@ def forced_deletions(world: World) -> list[Action]:
 
 
 def forced_in(world: World) -> float | None:
-    """Return the seconds until a pod may be deleted by force, or its node is read again; None if none is deleted."""
+    """Return the seconds until a pod may be force-deleted or its node is read again.
+
+    Returns None if no pod is being deleted.
+    """
     waits = [left for pod in world.pods if (left := _forced_in(pod, world)) is not None]
     return min((left for left in waits if left > 0), default=None)
 

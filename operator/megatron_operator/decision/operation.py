@@ -1,11 +1,12 @@
-"""One operation: a signal whose intent is persisted before it is sent, and whose result survives a restart.
+"""One operation, which is a signal whose intent is persisted before it is sent, and whose result survives a restart.
 
     Pending --persisted, then sent--> Submitted --coordinator remembers--> Confirmed | Failed
                                          |  ^
                            unreachable   v  |   reachable again, or sent again with the same id
                                         Unknown
 
-A Pending operation was never sent, so it may be dropped; a Submitted one is kept while it can still have an effect.
+A Pending operation was never sent, so it may be dropped. A Submitted operation is kept while it can still have an
+effect.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from megatron_runtime.protocol.adapters import Adapter
 Phase = LifecyclePhase
 
 REJECTIONS = frozenset({409, 412, 423, 424})
-"""Error codes without an effect: illegal in this state, stale fence, another in progress, engines missing."""
+"""Error codes of operations without an effect: illegal in this state, stale fence, another in progress, engines
+missing.
+"""
 
 UNSETTLED = frozenset({CoordinatorState.RECOVERING, CoordinatorState.STOPPING})
 
@@ -56,20 +59,20 @@ class Operation:
     total_ranks: int | None = None
     message: str | None = None
     weights: str | None = None
-    """UPDATE_WEIGHTS: revision of the weights; `source` and `epoch` are theirs, too."""
+    """UPDATE_WEIGHTS: revision of the weights. `source` and `epoch` belong to the same weights."""
     source: str | None = None
     epoch: int | None = None
     adapters: str | None = None
     """SET_ADAPTERS: digest of the list, which is one of adapter_lists() while the signal may be sent."""
     rejected: bool = False
-    """It failed without an effect."""
+    """Whether the operation failed without an effect."""
 
     @property
     def open(self) -> bool:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether the operation is this signal and its effect is complete."""
+        """Return whether the operation is this signal to this engine, and its effect is complete."""
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
 
@@ -80,11 +83,11 @@ class Operation:
 
 
 _KEYS = {field.name: "operationId" if field.name == "id" else to_camel(field.name) for field in fields(Operation)}
-"""Key of `status.lifecycle` by field."""
+"""Key in `status.lifecycle` of each field."""
 
 
 def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
-    """Return the operation that was persisted last."""
+    """Return the operation that was persisted last, or None if `status.lifecycle` has no operation."""
     if not lifecycle.get("operationId"):
         return None
     found = {name: lifecycle[key] for name, key in _KEYS.items() if key in lifecycle}
@@ -97,7 +100,10 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
 
 
 def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str | None = None) -> Operation:
-    """Return a new intent. A later decision, which finds it persisted, sends it."""
+    """Return a new operation in phase Pending.
+
+    The next decision that finds the operation persisted sends its signal.
+    """
     return Operation(
         id=world.new_operation_id,
         signal=signal,
@@ -110,7 +116,10 @@ def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str |
 
 
 def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
-    """Return the persisted operation, updated from this snapshot; None if it does not serve the current goal."""
+    """Return the persisted operation, updated from this snapshot.
+
+    Returns None if it no longer serves the current goal.
+    """
     if operation is None:
         return None
     changed_goal = operation.goal is not desired
@@ -129,14 +138,16 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
         return None if obsolete else operation
     if operation.open:
         return _ask(operation, world)
-    # A DRAIN of all engines outlives its goal: until UNPAUSE they get no requests.
+    # A DRAIN of all engines outlives its goal, because the engines get no requests until UNPAUSE.
     drained_all = operation.signal is SignalKind.DRAIN and operation.engine is None
     return None if changed_goal and not drained_all else operation
 
 
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
-    """Return the lists that SET_ADAPTERS may set now, by digest: the list of the spec, and the list without the
-    adapters that have an error. The coordinator keeps what it has under their names.
+    """Return the lists that SET_ADAPTERS may set now, by digest.
+
+    These are the list of the spec, and the same list without the adapters that have an error. In the second list, an
+    adapter that the coordinator already has under the same name stays as the coordinator has it.
 
     entries: `status.adapters`.
     """
@@ -149,7 +160,7 @@ def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[st
 
 
 def _has_other_adapters(operation: Operation, world: World) -> bool:
-    """Return whether the list of the operation is obsolete."""
+    """Return whether the operation sets an obsolete list of adapters."""
     return operation.adapters is not None and operation.adapters not in _current_lists(world)
 
 
@@ -179,7 +190,7 @@ def _ask(operation: Operation, world: World) -> Operation | None:
 
 
 def _forgotten(operation: Operation, world: World) -> Operation | None:
-    """Handle an id that the coordinator does not know: the signal was lost, or the coordinator has restarted."""
+    """Return the operation if the coordinator does not know its id, because the signal was lost or it has restarted."""
     coordinator, now = world.coordinator, stamp(world.now)
     if coordinator.state in UNSETTLED:
         return replace(operation, phase=Phase.UNKNOWN)
@@ -198,7 +209,7 @@ def _forgotten(operation: Operation, world: World) -> Operation | None:
 
 
 def known(operation: Operation, coordinator: CoordinatorSnapshot) -> bool:
-    """Return whether the coordinator has the operation, so that it need not be sent again."""
+    """Return whether the coordinator knows the operation, so that its signal need not be sent again."""
     return operation.id in coordinator.operations
 
 

@@ -1,7 +1,7 @@
-"""Whether server-side apply would change a child, from the fields that the operator owns of it. Pure.
+"""Determines whether server-side apply would change a child, from the child's fields that the operator owns. Pure.
 
-A field that another program changes or removes leaves the entry of this operator in `managedFields`. So a child whose
-hash is current and whose owned fields include all fields of the manifest is unchanged.
+If another program changes or removes a field, the field is no longer in the operator's entry in `managedFields`. A
+child is therefore unchanged if its hash is current and the owned fields include all fields of the manifest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Fields = Mapping[str, Any]
 
 
 def covers(owned_fields: str, manifest: Manifest) -> bool:
-    """Return whether every field of a manifest is owned. owned_fields: see ChildView."""
+    """Return whether the operator owns every field of a manifest. owned_fields: see ChildView."""
     if not owned_fields:
         return False
     metadata = {key: value for key, value in manifest["metadata"].items() if key not in ("name", "namespace")}
@@ -25,12 +25,12 @@ def covers(owned_fields: str, manifest: Manifest) -> bool:
 
 
 def _covers(owned: Fields, value: Any) -> bool:
-    """Compare one level of `fieldsV1`. Scalars, and maps and lists that are owned as a whole, have no fields."""
+    """Compare one level of `fieldsV1`. Scalars, and maps and lists that are owned as a whole, have no subfields."""
     if not owned:
         return True
     if isinstance(value, Mapping):
         fields = ((owned.get(f"f:{key}"), each) for key, each in value.items())
-        # The server records no owner of an empty list, and may record one of an empty map.
+        # The server records no owner for an empty list, and may record an owner for an empty map.
         return all(_covers(below, each) if below is not None else each in ([], {}) for below, each in fields)
     if isinstance(value, list):
         return all(_has_item(owned, item) for item in value)
@@ -38,7 +38,10 @@ def _covers(owned: Fields, value: Any) -> bool:
 
 
 def _has_item(owned: Fields, item: Any) -> bool:
-    """Return whether an item of a list is owned. Maps are named by their keys, which may have defaults."""
+    """Return whether an item of a list is owned.
+
+    An item that is a map is named by its keys, which may have defaults.
+    """
     if not isinstance(item, Mapping):
         return f"v:{json.dumps(item)}" in owned
     for name, fields in owned.items():

@@ -1,4 +1,4 @@
-"""Converts objects of the API server to the views of a World. Pure."""
+"""Converts objects of the API server to the views of a World. All functions are pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Object = Mapping[str, Any]
 
 
 def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> ChildView:
-    """Return the view of a child. `apiVersion` and `kind` must be set (list items lack them)."""
+    """Return the view of a child. The object must have `apiVersion` and `kind`, which objects of a list lack."""
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     annotations = metadata.get("annotations") or {}
     template = spec.get("template") or {}
@@ -76,7 +76,7 @@ def _is_orphan(metadata: Object) -> bool:
 
 
 def _owned_fields(metadata: Object) -> str:
-    """Return the fields that this operator owns by its applies. Children of one kind share the text."""
+    """Return the fields that this operator owns through its applies. Children of one kind share the same string."""
     for entry in metadata.get("managedFields") or ():
         applied = entry.get("operation") == "Apply" and not entry.get("subresource")
         if applied and entry.get("manager") == FIELD_MANAGER:
@@ -85,15 +85,18 @@ def _owned_fields(metadata: Object) -> str:
 
 
 def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
-    """Return whether the status of a workload counts only pods that are ready, and of a Deployment only new ones. The
-    operator itself replaces the pods of a StatefulSet, and compares their revisions."""
+    """Return whether all replicas of a workload are ready.
+
+    With `updated`, which is for Deployments, they must also have the current template. The operator itself replaces the
+    pods of a StatefulSet and compares their revisions.
+    """
     wanted = int(spec.get("replicas", 1))
     names = ("replicas", "readyReplicas", *(["updatedReplicas"] if updated else []))
     return all(int(status.get(name) or 0) == wanted for name in names)
 
 
 def offer(pod: Object) -> tuple[str, str]:
-    """Return the scheme and the model name with which the servers of a pod's spec serve; empty for other pods."""
+    """Return the scheme and the model name of the OpenAI server in a pod spec. Both are empty for other pods."""
     container = next((entry for entry in pod.get("containers") or () if entry.get("name") == SERVER), None)
     if container is None:
         return "", ""
@@ -114,13 +117,13 @@ def _creation_error(status: Object) -> str:
 
 
 def _revision_data(obj: Object) -> Mapping[str, Any] | None:
-    """Return the data of our own ControllerRevisions, not of those that a StatefulSet creates."""
+    """Return the data of a ControllerRevision that the operator created, or None for one that a StatefulSet created."""
     ours = obj["kind"] == REVISION_KIND and ANNOTATION_HASH in (obj["metadata"].get("annotations") or {})
     return obj.get("data") if ours else None
 
 
 def owner_uid(obj: Object) -> str:
-    """Return the UID of the MegatronInference among the owner references, or an empty string."""
+    """Return the UID of the MegatronInference among the owner references. The result is empty if there is none."""
     for reference in obj["metadata"].get("ownerReferences") or ():
         if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
             return str(reference.get("uid", ""))
@@ -128,7 +131,10 @@ def owner_uid(obj: Object) -> str:
 
 
 def _controller(obj: Object) -> tuple[str, str]:
-    """Return kind and name of the controller of a pod; for a ReplicaSet, its Deployment. Empty without a controller."""
+    """Return kind and name of the controller of a pod. Both are empty without a controller.
+
+    If the controller is a ReplicaSet, return its Deployment.
+    """
     references = obj["metadata"].get("ownerReferences") or ()
     controller: Object = next((reference for reference in references if reference.get("controller")), {})
     kind, name = str(controller.get("kind", "")), str(controller.get("name", ""))
@@ -140,8 +146,11 @@ def _condition(status: Object, kind: str) -> Object | None:
 
 
 def _rendered_status(status: Object, component: str) -> Object:
-    """Return the status of a pod without the containers that the operator did not render: sidecars of podTemplates and
-    meshes. An init container of them stays while it keeps ours from starting."""
+    """Return the status of a pod without the containers that the operator did not render.
+
+    Such containers are sidecars of podTemplates and service meshes. Their init containers are kept while the pod is not
+    initialized, because they can keep the operator's containers from starting.
+    """
     names = CONTAINERS.get(component, ())
     initialized = _condition(status, "Initialized")
     blocked = initialized is not None and initialized.get("status") == "False"
@@ -158,7 +167,7 @@ def _containers(status: Object) -> list[Object]:
 
 
 def _ready(status: Object) -> bool:
-    """Return whether a pod is ready, apart from containers that the operator did not render."""
+    """Return whether a pod is ready if the containers that the operator did not render are ignored."""
     ready = _condition(status, "Ready")
     if ready is None or ready.get("status") == "True":
         return ready is not None
@@ -167,7 +176,10 @@ def _ready(status: Object) -> bool:
 
 
 def _phase(status: Object, component: str) -> str:
-    """Return the phase of a pod. A check pod ends with our container, even if a sidecar still runs."""
+    """Return the phase of a pod.
+
+    A check pod has ended when its main container has ended, even if a sidecar still runs.
+    """
     phase = str(status.get("phase") or "Pending")
     ends = [(entry.get("state") or {}).get("terminated") for entry in status.get("containerStatuses") or ()]
     if component != CHECK or not ends or not all(ends) or phase == "Pending":
@@ -176,7 +188,7 @@ def _phase(status: Object, component: str) -> str:
 
 
 def _waiting(status: Object) -> tuple[str, str]:
-    """Return reason and message of the first waiting container, or of the scheduler."""
+    """Return reason and message of the first waiting container, otherwise of the scheduler or the pod."""
     for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
@@ -206,7 +218,7 @@ def _succeeded(container: Object) -> bool:
 
 
 def _last_end(status: Object) -> Object | None:
-    """Return the most recent termination of any container."""
+    """Return the most recent termination of any container, or None if no container has terminated."""
     ends: list[Object] = []
     # Init containers end normally; after their success, earlier terminations are irrelevant.
     before = [entry for entry in status.get("initContainerStatuses") or () if not _succeeded(entry)]
@@ -219,7 +231,7 @@ def _last_end(status: Object) -> Object | None:
 
 
 def _time(value: object) -> datetime | None:
-    """Return a time of the API; None if it has none."""
+    """Return a time of the API as a datetime, or None if the API has no time."""
     try:
         return parse(str(value))
     except ValueError:
@@ -238,7 +250,7 @@ def _image_of(obj: Object, container: str) -> str:
 
 
 def reduce_pod(obj: Object) -> PodView:
-    """Return the view of a pod. Only the containers that the operator rendered count."""
+    """Return the view of a pod. The view ignores containers that the operator did not render."""
     metadata = obj["metadata"]
     labels = metadata.get("labels") or {}
     component = labels.get(LABEL_COMPONENT, "")
@@ -286,7 +298,10 @@ def reduce_pod(obj: Object) -> PodView:
 
 
 def lost_since(node: Object) -> datetime | None:
-    """Return the time since which a node is not ready, from its condition Ready; None if it is ready."""
+    """Return the time since which a node has not been ready, from its condition Ready.
+
+    Returns None if the node is ready.
+    """
     ready = _condition(node.get("status") or {}, "Ready")
     if ready is None:
         return _time(node["metadata"].get("creationTimestamp"))

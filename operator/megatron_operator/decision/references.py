@@ -22,15 +22,15 @@ _KINDS = {
     "configMapKeyRef": "ConfigMap",
     "persistentVolumeClaim": CLAIM,
 }
-"""Kinds of the objects that fields anywhere in a pod name."""
+"""Kinds of objects that fields anywhere in a pod can name."""
 _OF_PODS = {
     "serviceAccountName": ("ServiceAccount", "v1"),
     "priorityClassName": ("PriorityClass", "scheduling.k8s.io/v1"),
     "runtimeClassName": ("RuntimeClass", "node.k8s.io/v1"),
 }
-"""Kinds and API versions of the objects that the fields of a pod itself name."""
+"""Kinds and API versions of the objects that top-level fields of a pod's spec name."""
 _OF_CLAIMS = {"resourceClaimName": "ResourceClaim", "resourceClaimTemplateName": "ResourceClaimTemplate"}
-"""Kinds of the objects that the entries of `resourceClaims` of a pod name."""
+"""Kinds of the objects that entries of a pod's `resourceClaims` name."""
 _NAMES = ("name", "secretName", "claimName")
 
 
@@ -38,8 +38,8 @@ _NAMES = ("name", "secretName", "claimName")
 class PodReference:
     """An object that a pod refers to.
 
-    key:      key that the object must contain; empty if it needs none.
-    optional: pods start without the object.
+    key:      key that the object must contain; empty if it needs no key.
+    optional: whether the pod starts without the object.
     """
 
     ref: ChildRef
@@ -67,7 +67,10 @@ def _claims(pod: Manifest) -> Iterator[PodReference]:
 
 
 def _references(node: dict[str, Any] | list[Any]) -> Iterator[PodReference]:
-    """Walk a part of a pod. It may have any structure, because a podTemplate may have set it."""
+    """Yield the references in a part of a pod.
+
+    The part can have any structure, because a podTemplate may have set it.
+    """
     for field, value in node.items() if isinstance(node, dict) else enumerate(node):
         if field in _KINDS:
             for entry in value if field == "imagePullSecrets" and isinstance(value, list) else [value]:

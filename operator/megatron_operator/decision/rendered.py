@@ -30,7 +30,7 @@ REJECTION_RETRY_SECONDS = 15
 class Rendered:
     """The rendered children of a World's resource. Each manifest is rendered at most once.
 
-    ctx:        context with the current weights of the engines.
+    ctx:        render context with the current weights of the engines.
     model_hash: hash of the model of the spec.
     references: the objects that the fields of the spec name.
     """
@@ -42,9 +42,9 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The children that all engines share: those that can be rendered, and the errors of the others by name.
+        """The children that all engines share: the rendered manifests, and by name the errors of the other children.
 
-        The operator leaves the others unchanged.
+        The operator leaves a child that cannot be rendered unchanged.
         """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
@@ -63,9 +63,9 @@ class Rendered:
 
     @cached_property
     def front_door_waits(self) -> bool:
-        """Whether existing servers differ from the spec in scheme or model name, and no server that matches is ready.
+        """Whether existing servers differ from the spec in scheme or model name while no matching server is ready.
 
-        Until then, the operator does not change the objects by which clients reach the servers.
+        While this is true, the operator does not change the objects by which clients reach the servers.
         """
         wanted = (self.ctx.scheme, self.ctx.model_name)
 
@@ -78,7 +78,7 @@ class Rendered:
         return any(differs(offer) for offer in _offers(self.world))
 
     def missing(self, manifest: Manifest) -> Finding | None:
-        """Return the first missing object, or missing key of an object, that the pods of a manifest need."""
+        """Return an error if the pods of a manifest need an object, or a key of an object, that does not exist."""
         labels, name = manifest["metadata"]["labels"], manifest["metadata"]["name"]
         component, role = labels[LABEL_COMPONENT], labels.get(LABEL_ROLE, DECODE)
         index = int(name.rpartition("-")[2]) if component == ENGINE and engines_differ(self.ctx) else 0
@@ -110,8 +110,10 @@ class Rendered:
 
     @cached_property
     def workloads(self) -> list[Manifest]:
-        """The desired Deployments and engines: their pods refer to all objects that the spec names. The first engine of
-        a role is enough if all refer to the same objects."""
+        """The desired Deployments and engines. Their pods refer to all objects that the spec names.
+
+        If all engines of a role refer to the same objects, the list has only the first engine of the role.
+        """
         found: list[Manifest | None] = [manifest for manifest in self.shared[0] if manifest["kind"] == "Deployment"]
         for role in self.ctx.roles:
             count = self.ctx.spec.engines_of(role)
@@ -126,12 +128,15 @@ class Rendered:
 
     @property
     def server(self) -> Manifest | None:
-        """The Deployment of the OpenAI servers; None if it cannot be rendered."""
+        """The Deployment of the OpenAI servers, or None if it cannot be rendered."""
         return self._deployment(self.ctx.server_name)
 
     @property
     def standby(self) -> Manifest | None:
-        """The Deployment of the second coordinator; None if there is none, or it cannot be rendered."""
+        """The Deployment of the second coordinator.
+
+        The value is None if the spec has no second coordinator or it cannot be rendered.
+        """
         return self._deployment(self.ctx.standby_name)
 
     def _deployment(self, named: str) -> Manifest | None:
@@ -141,7 +146,10 @@ class Rendered:
 
     @cached_property
     def _server_ctx(self) -> RenderContext:
-        """Keep the template of running OpenAI servers if only the weights have changed."""
+        """The render context of the OpenAI servers.
+
+        It keeps the template of running servers if only the weights changed.
+        """
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
         view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
         weights = self.ctx.spec.weights
@@ -153,7 +161,7 @@ class Rendered:
         return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))
 
     def engine_manifest(self, index: int, *, role: str = DECODE, pods: int | None = None) -> Manifest | None:
-        """Return the StatefulSet of an engine. Without pods it never fails because of its podTemplate."""
+        """Return the StatefulSet of an engine. With `pods=0`, an invalid podTemplate does not make it fail."""
         count = self.ctx.spec.pods_per_engine if pods is None else pods
         key = role, index, count
         if key not in self._engine_manifests:
@@ -165,14 +173,14 @@ class Rendered:
         return {}
 
     def avoided(self, name: str) -> tuple[str, ...]:
-        """Return the nodes that pods of an engine avoid, because a device failed there."""
+        """Return the nodes that the pods of an engine avoid, because a device failed on them."""
         return avoided_in(self.world.resource.engine_status(name), self.world.now).get("avoided", ())
 
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
-        """Return the manifest of an engine that keeps its current revision, rendered from the inputs recorded for it.
+        """Return the manifest of an engine with its current revision, rendered from the revision's recorded inputs.
 
-        The engine has no pods, or all pods of that revision. Return None if the inputs are unknown, or if this operator
-        renders them to another revision. The engine is then left unchanged.
+        The engine has either no pods, or all pods of that revision. Return None if the inputs are unknown, or if this
+        operator renders them to another revision. The engine is then left unchanged.
         """
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
@@ -180,9 +188,9 @@ class Rendered:
         return self.recorded_manifest(engine, found.revision if found is not None else before, pods=pods)
 
     def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
-        """Return the manifest of an engine of the given revision, as own_manifest() does.
+        """Return the manifest of an engine with the given revision, as own_manifest() does.
 
-        None also if the revision has no engines of this role.
+        Also return None if the revision has no engines of this role.
         """
         stored = self._stored_context(revision)
         if stored is None or engine.role not in stored.roles:
@@ -192,7 +200,7 @@ class Rendered:
         return engine_statefulset(ctx, engine.index, pods=count, avoided=self.avoided(engine.name))
 
     def is_recorded(self, revision: str) -> bool:
-        """Return whether the inputs of a revision are recorded and still render to the same revision."""
+        """Return whether the inputs of a revision are recorded and still produce the same revision when rendered."""
         return self._stored_context(revision) is not None
 
     def _stored_context(self, revision: str) -> RenderContext | None:
@@ -228,12 +236,12 @@ class Rendered:
 
     @cached_property
     def template_error(self) -> Finding | None:
-        """The error of a podTemplate that cannot be merged or is not allowed."""
+        """The error of a podTemplate that cannot be merged or is not allowed. The value is None if there is none."""
         return next(iter(self.shared[1].values()), self.engine_error)
 
     @cached_property
     def engine_error(self) -> Finding | None:
-        """The error of engines that cannot be rendered."""
+        """The error that prevents the rendering of engines, or None if they can be rendered."""
         if self.ctx.spec.num_engines == 0 or self.engine_manifest(0) is not None:
             return None
         try:
@@ -243,12 +251,15 @@ class Rendered:
         return None
 
     def rejected(self, manifest: Manifest) -> Finding | None:
-        """Return the error of an object that the pods of a manifest need and lack, or the API server's rejection."""
+        """Return why a manifest cannot be applied.
+
+        Either an object that its pods need is missing, or the API server rejected the manifest.
+        """
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
         return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)
 
     def rejected_by_server(self, manifest: Manifest) -> Finding | None:
-        """Return the API server's last rejection of this manifest."""
+        """Return the API server's last rejection of exactly this manifest."""
         ref = ChildRef.of(manifest)
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
@@ -263,10 +274,10 @@ class Rendered:
         return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
-        """Return whether `manifest` may be applied: it was not rejected, or its retry is due.
+        """Return whether `manifest` may be applied, because it was not rejected or its retry is due.
 
         An existing Deployment is not updated while an object that its pods need is missing. A new Deployment may be
-        created before these objects.
+        created before such objects exist.
         """
         ref = ChildRef.of(manifest)
         if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
@@ -274,7 +285,7 @@ class Rendered:
         return self.rejected_by_server(manifest) is None or self.just_rejected(ref) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
-        """Return the last rejection of a child, until it may be applied again."""
+        """Return the last rejection of a child, or None once the child may be applied again."""
         rejection = self.world.rejections.get(ref)
         if rejection is None or (self.world.now - rejection.at).total_seconds() >= REJECTION_RETRY_SECONDS:
             return None
@@ -282,19 +293,25 @@ class Rendered:
 
     @cached_property
     def rejection_retry_in(self) -> float | None:
-        """Seconds until the next rejected child is applied again; None if none is rejected."""
+        """Seconds until the next rejected child is applied again, or None if no child waits for its retry."""
         ages = [(self.world.now - rejection.at).total_seconds() for rejection in self.world.rejections.values()]
         return min((REJECTION_RETRY_SECONDS - age for age in ages if age < REJECTION_RETRY_SECONDS), default=None)
 
 
 def former_scheme(world: World) -> str:
-    """Return the scheme of servers of an earlier spec that still exist, if the spec has another scheme."""
+    """Return the scheme of servers that still exist from an earlier spec.
+
+    The result is empty if the spec has the same scheme.
+    """
     wanted = "http" if world.resource.spec.server.tls is None else "https"
     return next((scheme for scheme, _ in sorted(_offers(world)) if scheme not in ("", wanted)), "")
 
 
 def former_downloads(world: World) -> bool:
-    """Return whether a recorded revision of the engines downloads its model. Records are deleted with the engines."""
+    """Return whether any recorded revision of the engines downloads its model.
+
+    Records are deleted with their engines.
+    """
     found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
     return any(revision_render.downloads(data) for data in found if data is not None)
 
@@ -317,4 +334,4 @@ _OPTIONAL = {
         "the Gateway API Inference Extension",
     ),
 }
-"""Reason, field and origin of kinds that a cluster may not have."""
+"""Reason, field and origin of each kind that a cluster may lack."""

@@ -1,23 +1,23 @@
-"""Container restarts: the budget of each engine, and one Event for each incident of a component.
+"""Container restarts. Computes the restart budget of each engine, and one Event for each incident of a component.
 
 The operator replaces pods and never restarts their containers, so every restart that a kubelet counts is a crash.
 
-An engine's budget limits its restarts, after which the operator removes its pods. The containers of all its pods
-restart together, so the highest restart count of a pod is the number of its restarts. Each one is forgiven after
-windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Time alone forgives no
-restart of an engine that has not served since: a kubelet's backoff can take longer. Restarts from before the budget do
-not count. Restarts of pods of another revision than the spec's do not count either, so that a reverted change costs
-nothing.
+An engine's budget limits its restarts. When it is exhausted, the operator removes the engine's pods. The containers of
+all its pods restart together, so the highest restart count of a pod is the number of restarts. Each restart is forgiven
+after windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. If an engine has
+not served since its restarts, time alone forgives none of them, because a kubelet's backoff can take longer. Restarts
+from before the budget do not count. Restarts of pods of a revision other than the spec's do not count either, so that a
+reverted change costs nothing.
 
-A failure of a device exhausts the budget at once: a container that restarts keeps its devices. The new pods of the
-engine avoid the node of the device for AVOID_SECONDS, counted from their creation.
+A failed device exhausts the budget immediately, because a container that restarts keeps its devices. The new pods of
+the engine avoid the node of the device for AVOID_SECONDS, counted from their creation.
 
-An engine with an exhausted budget has no pods. If the cause was in the infrastructure, the operator starts it again
-after a backoff. Otherwise it waits for other inputs of the engines or `kubectl megatron restart`, which begin new
-budgets (see `Engines.attempt`), as does desiredState Stopped.
+An engine with an exhausted budget has no pods. If the cause was in the infrastructure, the operator starts the engine
+again after a backoff. Otherwise the engine waits for other inputs or for `kubectl megatron restart`, which begin new
+budgets (see `Engines.attempt`). desiredState Stopped also begins new budgets.
 
-An incident starts with the first restart of a container of a component. It is reported after a few seconds, when the
-other ranks and engines that the same cause has ended are counted too. Later restarts within the window belong to it.
+An incident starts with the first restart of a container of a component. It is reported after a few seconds, so that it
+includes the other ranks and engines that the same cause has ended. Later restarts within the window belong to it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from megatron_operator.resource.text import parse, seconds_since, stamp
 FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 60, 1800
 AVOID_SECONDS = 1800
 MAX_AVOIDED = 3
-"""Limit of the nodes that an engine avoids; the last ones count."""
+"""Maximum number of nodes that an engine avoids. The most recent nodes are kept."""
 
 INFRASTRUCTURE = frozenset(
     {
@@ -55,31 +55,31 @@ INFRASTRUCTURE = frozenset(
         Reason.GPU_COMMUNICATION,
     }
 )
-"""Causes that may end without a change of the resource: by nodes, or by a change of a Secret or volume."""
+"""Causes that can end without a change of the resource, because nodes recover or a Secret or volume changes."""
 NODE_LOST = frozenset(
     {"ContainerStatusUnknown", "Evicted", "NodeLost", "NodeShutdown", "Preempting", "Terminated", "Unknown"}
 )
-"""Reasons of kubelets and container runtimes for pods and containers that ended with their node."""
+"""Reasons that kubelets and container runtimes give for pods and containers that ended with their node."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBudget:
-    """Incidents of an engine."""
+    """The restart budget of an engine."""
 
     restarts: int = 0
-    """Highest number of container restarts of one of its pods."""
+    """Highest restart count of the containers in any pod of the engine."""
     forgiven_at: str | None = None
-    """When all incidents are forgiven; None if there was none."""
+    """Time when all incidents are forgiven; None if there was none."""
     incidents: int = 0
     """Number of incidents since the engine last served."""
     retries: int = 0
     """Number of automatic restarts, until all incidents are forgiven."""
     exhausted: str | None = None
-    """The diagnosis when the budget was exhausted."""
+    """The diagnosis at the time when the budget was exhausted; None if it is not exhausted."""
     retry_at: str | None = None
-    """When an exhausted engine is restarted automatically; None if never."""
+    """Time when an exhausted engine is started again automatically; None if never."""
     avoided: tuple[str, ...] = ()
-    """Nodes where a device failed."""
+    """Nodes on which a device failed."""
     avoided_until: str | None = None
 
     def to_status(self) -> dict[str, Any]:
@@ -101,9 +101,9 @@ def engine_budget(
     """Return the budget of engine `name`, from its entry in the status and its current pods.
 
     Args:
-        revision: revision of the spec; every pod counts while it is unknown ("").
+        revision: revision of the spec; every pod counts while the revision is unknown ("").
         attempt: identifies the budgets; the status of another attempt does not count.
-        served: whether the engine serves, or did in the last pass.
+        served: whether the engine serves, or served in the last pass.
     """
     if revision:
         pods = tuple(pod for pod in pods if pod.revision in ("", revision))
@@ -137,7 +137,10 @@ def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
-    """Return an exhausted budget or, if its engine is due to start again, a budget that the next incident exhausts."""
+    """Return the budget of an engine whose budget was exhausted.
+
+    If the engine is due to start again, the returned budget lets it start, and the next incident exhausts it.
+    """
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
         return EngineBudget(
@@ -193,15 +196,15 @@ def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineB
 
 
 def _forgiving(limit: RestartBudget) -> timedelta:
-    """Return the time after which one incident is forgiven."""
+    """Return the time after which one restart is forgiven."""
     return timedelta(seconds=limit.window_seconds / max(1, limit.restarts))
 
 
 def _cause(pods: tuple[PodView, ...]) -> tuple[str, bool]:
     """Return the diagnosis of the pods, and whether only the infrastructure is the cause.
 
-    Ranks that exited because another rank was lost do not show the cause. If all ranks did, the pod of the lost rank is
-    gone, for example together with its node, so the infrastructure is the cause.
+    A rank that exited because another rank was lost does not show the cause. If all ranks exited for this reason, the
+    pod of the lost rank is gone, for example together with its node, so the infrastructure is the cause.
     """
     lost = [pod for pod in pods if is_rank_lost(pod)]
     found = [(pod, diagnosis) for pod in pods if pod not in lost and (diagnosis := diagnose(pod)) is not None]
@@ -219,13 +222,13 @@ def _by_infrastructure(pod: PodView, reason: Reason) -> bool:
 
 
 PODS = {COORDINATOR: (COORDINATOR, STANDBY), ENGINE: (ENGINE,), SERVER: (SERVER,)}
-"""The values of a pod's component label. A standby counts as a coordinator."""
+"""Values of the component label of each component's pods. A standby counts as a coordinator."""
 REPORT_SECONDS = 5.0
-"""Time from the first restart to the Event."""
+"""Time from the first restart of an incident to its Event."""
 WINDOW_SECONDS = 600.0
 """Length of an incident."""
 TOGETHER = timedelta(seconds=60)
-"""Containers that ended within this time of each other belong to one incident."""
+"""Maximum time between the ends of two containers that belong to one incident."""
 NAMED = 8
 EVENT_REASONS = {COORDINATOR: "CoordinatorCrashed", ENGINE: "EngineCrashed", SERVER: "ServerCrashed"}
 
@@ -250,7 +253,7 @@ class Restarts:
         return {"component": self.component, "count": self.count, **(incident if self.since is not None else {})}
 
     def report_in(self, now: datetime) -> float | None:
-        """Return the seconds until the incident is reported; None if there is nothing to report."""
+        """Return the seconds until the incident is reported, or None if there is nothing to report."""
         if self.since is None or self.reported:
             return None
         return REPORT_SECONDS - seconds_since(self.since, now)

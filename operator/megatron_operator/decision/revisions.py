@@ -1,6 +1,6 @@
-"""Engine revisions: the desired and the former revision, surge engines of a rollout, and the check of a new revision.
+"""Engine revisions: the desired and the former revision, a rollout's surge engines, and the check of a new revision.
 
-A rollout waits for the result of the check, as its pod reports it (see `render.check`).
+A rollout waits for the result of the check, which the check's pod reports (see `render.check`).
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ class Rollout:
 
     @cached_property
     def revision(self) -> str:
-        """The desired revision, even if no engine is desired; empty if its template cannot be rendered."""
+        """The desired revision, even if no engine is desired. The value is empty if the template cannot be rendered."""
         manifest = self.rendered.engine_manifest(0)
         return engine_revision(manifest) if manifest is not None else ""
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles in the order of their rollouts: prefill engines first, because they generate no answers."""
+        """The roles in rollout order. Prefill engines come first, because they generate no answers."""
         return tuple(reversed(self.engines.ctx.roles))
 
     @cached_property
     def outdated(self) -> tuple[EngineView, ...]:
-        """Desired engines that have another revision than the spec."""
+        """Desired engines whose revision differs from the spec's."""
         return tuple(engine for engine in self.engines.wanted if engine.stale)
 
     @cached_property
     def check_pods(self) -> tuple[PodView, ...]:
-        """The pods that check a revision of this resource."""
+        """The pods of this resource that check a revision."""
         return tuple(pod for pod in self.world.pods if pod.component == CHECK and pod.owner == self.world.resource.uid)
 
     @cached_property
     def verified(self) -> tuple[str, ...]:
-        """The last revisions whose check has passed or with which an engine has served; the newest one last."""
+        """The most recent revisions whose check has passed or with which an engine has served. The newest is last."""
         recent = {pod.revision for pod in self.check_pods if pod.phase == "Succeeded"}
         recent |= {engine.serving_revision for engine in self.engines.all} - {""}
         recorded = self.world.resource.status.get("verifiedRevisions") or ()
@@ -68,7 +68,7 @@ class Rollout:
     def check_due(self) -> bool:
         """Whether the desired revision must pass its check before an engine gets it.
 
-        It must while engines of another revision serve. It also must after its check has begun, because these engines
+        The check is due while engines of another revision serve. It stays due after it has begun, because these engines
         may restart meanwhile, or be scaled to zero and back.
         """
         if self.revision in self.verified:
@@ -83,7 +83,9 @@ class Rollout:
 
     @cached_property
     def former(self) -> str:
-        """Revision for an engine that starts before the desired revision may be used; empty if there is none.
+        """Revision for an engine that starts before the desired revision may be used.
+
+        The value is empty if there is no such revision.
 
         It is the revision of the other engines or, if there are no engines, the last verified revision.
         """
@@ -97,7 +99,7 @@ class Rollout:
     def paused(self) -> bool:
         """Whether engines keep an earlier revision because the rollout is paused.
 
-        If there are no engines, the earlier revision is the last one that served.
+        If there are no engines, the earlier revision is the last verified revision.
         """
         absent = not any(engine.statefulset for engine in self.engines.wanted)
         held = absent and self.former and self.verified[-1] != self.revision
@@ -105,14 +107,16 @@ class Rollout:
 
     @cached_property
     def keeps_former(self) -> bool:
-        """Whether engines keep an earlier revision, because the desired one must be checked first or the rollout is
-        paused.
+        """Whether engines keep an earlier revision.
+
+        They do if the rollout is paused or the desired revision must be checked first.
         """
         return self.check_due or self.paused
 
     def keeps_server(self, view: ChildView | None) -> bool:
-        """Return whether the servers' Deployment must wait, because an engine has or will get a model other than the
-        spec's.
+        """Return whether the servers' Deployment must wait.
+
+        It waits while an engine has or will get a model that differs from the spec's.
         """
         if view is None or view.ref.kind != "Deployment" or view.model_hash in ("", self.rendered.model_hash):
             return False
@@ -120,7 +124,7 @@ class Rollout:
 
     @cached_property
     def extras(self) -> tuple[EngineView, ...]:
-        """Engines beyond the number of engines of their role that a rollout added, or that it needs."""
+        """Engines that exceed the number of engines of their role, and that a rollout added or needs."""
         engines = self.engines
         added = [
             engine
@@ -146,8 +150,11 @@ class Rollout:
 
     @cached_property
     def all_draining(self) -> bool:
-        """Whether a DRAIN of all engines is in effect although its goal is done or obsolete. Only UNPAUSE ends it, also
-        for newly registered engines. Engines of another model are replaced first, if no check of the new one is due."""
+        """Whether a DRAIN of all engines is in effect although its goal is reached or obsolete.
+
+        Only UNPAUSE ends this DRAIN, which also applies to newly registered engines. If engines have another model than
+        the spec and no check of the new model is due, these engines are replaced before the DRAIN ends.
+        """
         operation = self.desired.operation
         if operation is not None and operation.open:
             return False
@@ -160,7 +167,10 @@ class Rollout:
         return (not self.engines.old_model or self.keeps_former) and not leaving
 
     def facts(self, engine: EngineView) -> EngineFacts:
-        """Return the rollout planner's view of an engine. Its process counts only if it runs the desired revision."""
+        """Return the rollout planner's view of an engine.
+
+        Its process counts only if it runs the StatefulSet's revision.
+        """
         report = engine.report
         return EngineFacts(
             name=engine.name,
@@ -202,8 +212,9 @@ class RevisionCheck:
 
     @property
     def obsolete_pods(self) -> list[PodView]:
-        """Check pods that are no longer needed: they check another revision, or a revision that is verified or that all
-        engines have.
+        """Check pods that are no longer needed.
+
+        Their revision is not the desired one, is verified, or all engines have it.
         """
         rollout = self.rollout
         needed = rollout.check_due or (rollout.revision not in rollout.verified and bool(rollout.outdated))
@@ -211,7 +222,7 @@ class RevisionCheck:
 
     @cached_property
     def finding(self) -> Finding | None:
-        """The error of the check that is due; None while the check runs, or if no check is due."""
+        """The error of the check that is due. The value is None while the check runs, or if no check is due."""
         if not self.rollout.check_due:
             return None
         pod = self.pod
@@ -230,7 +241,7 @@ class RevisionCheck:
 
     @property
     def failed(self) -> bool:
-        """Whether the check that is due has failed, and a retry does not help."""
+        """Whether the check that is due has failed with an error that a retry does not resolve."""
         pod = self.pod if self.rollout.check_due else None
         if pod is None or pod.phase != "Failed" or pod.exit_code not in FINAL_EXIT_CODES:
             return False
@@ -238,9 +249,9 @@ class RevisionCheck:
         return self.finding is None or self.finding[0] is not Reason.ACCESS_DENIED
 
     def retry_in(self, pod: PodView) -> float:
-        """Return the seconds until a failed check is repeated: the time between two checks doubles.
+        """Return the seconds until a failed check is repeated. The time between two checks doubles.
 
-        It is as long as the rollout has waited when this check began, so no number of tries needs to be stored.
+        The time equals the rollout's waiting time at the start of this check, so no number of tries needs to be stored.
         """
         if pod.created_at is None:
             return RETRY_MAX_SECONDS

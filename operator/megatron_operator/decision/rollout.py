@@ -1,20 +1,21 @@
-"""The rollout planner: the next single step, from the observed state of each engine. Pure and stateless.
+"""The rollout planner. It returns the next single step from the observed state of each engine. Pure and stateless.
 
 Invariants, which a test verifies in every reachable state (tests/unit/operator/test_rollout_model.py):
 
 - A step reduces capacity only by DRAIN, and only while more than `replicas - maxUnavailable` engines are available.
-  Surge engines count as available: engines of the desired revision beyond `replicas`, at most `maxSurge`. They are
-  removed when all others have the desired revision and serve, or another one is desired, unless their capacity is
-  needed.
+  Surge engines count as available. They are engines of the desired revision in excess of `replicas`, at most
+  `maxSurge`. They are removed when all other engines have the desired revision and serve, or when another revision is
+  desired, unless their capacity is needed.
 - An engine loses its pods only if it has another revision and either does not serve or was drained.
-- Until the desired revision is proven, at most `maxUnavailable` engines (at least one) get it, so a bad revision does
-  not spread and restarting engines are not replaced by it. Proven means: an engine of it serves and its canary passed.
-- No engine is drained for the desired revision or gets it before the check of the revision has passed, if engines of
-  another revision serve.
-- Engines that do not serve are replaced first, because that costs no capacity.
-- An engine of the desired revision is never changed, whatever revisions were desired in between: edits collapse into
-  the last one, and a revert keeps engines of the old revision.
-- The number of pods belongs to the revision: it changes together with the template, never before.
+- Until the desired revision is proven, at most `maxUnavailable` engines (at least one) get it. A bad revision then does
+  not spread, and does not replace engines that restart. A revision is proven when an engine of this revision serves and
+  has passed its canary.
+- If engines of another revision serve, no engine is drained for the desired revision or gets it before the check of
+  the desired revision has passed.
+- Engines that do not serve are replaced first, because their replacement costs no capacity.
+- An engine of the desired revision is never changed, whatever revisions were desired in between. Several edits
+  therefore collapse into the last one, and a revert keeps engines of the old revision.
+- The number of pods belongs to the revision. It changes together with the template, never before.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 
 class Canary(StrEnum):
-    """Verification of an engine that a rollout replaced, by a canary completion."""
+    """Result of the canary completion that verifies an engine after a rollout replaced it."""
 
     NONE = ""  # it was not replaced by a rollout
     PENDING = "Pending"
@@ -38,24 +39,24 @@ class Canary(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """The view of one engine that a rollout needs."""
+    """The facts about one engine on which the rollout planner depends."""
 
     name: str
     current: bool
-    """Its StatefulSet has the desired revision."""
+    """Whether the engine's StatefulSet has the desired revision."""
     leftover: bool = False
-    """Some of its pods are of an earlier revision than its StatefulSet."""
+    """Whether some of the engine's pods have an earlier revision than its StatefulSet."""
     serving: bool = True
-    """The coordinator routes to it, or would if it was not draining."""
+    """Whether the coordinator routes requests to the engine, or would if the engine were not draining."""
     draining: bool = False
-    """The coordinator dispatches no requests to it."""
+    """Whether the coordinator dispatches no requests to the engine."""
     drained: bool = False
-    """A DRAIN of it is unnecessary."""
+    """Whether the engine needs no DRAIN."""
     canary: Canary = Canary.NONE
     leaving: bool = False
-    """Pods of it are being deleted already."""
+    """Whether the engine's pods of an earlier revision are already being deleted."""
     responsive: bool = True
-    """It sends heartbeats."""
+    """Whether the engine sends heartbeats."""
 
     @property
     def available(self) -> bool:
@@ -63,7 +64,7 @@ class EngineFacts:
 
     @property
     def unproven(self) -> bool:
-        """Whether the engine has the desired revision and has not proven it yet."""
+        """Whether the engine has the desired revision and has not yet proven that this revision works."""
         return self.current and (not self.serving or self.leftover or self.canary in (Canary.PENDING, Canary.FAILED))
 
     @property
@@ -81,21 +82,21 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Step: apply the desired template of these engines and delete their old pods."""
+    """Step: apply the desired template to these engines and delete their old pods."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Recreate:
-    """Step: complete a Replace that was interrupted: delete the pods of these engines with an earlier template."""
+    """Step: complete an interrupted Replace by deleting the pods of these engines that have an earlier template."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """Step: add an engine of the desired revision before this engine is drained."""
+    """Step: add an engine of the desired revision before the named engine is drained."""
 
     name: str
 
@@ -114,7 +115,7 @@ class Prove:
 
 @dataclass(frozen=True, slots=True)
 class Await:
-    """Result: wait, because a step is in progress or the next one would reduce capacity too much."""
+    """Result: wait, because a step is in progress or the next step would reduce capacity too much."""
 
     names: tuple[str, ...]
     what: str
@@ -126,7 +127,7 @@ class Halt:
 
     name: str
     drain: bool
-    """It still gets requests and must not."""
+    """Whether the engine still gets requests, and must be drained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,12 +139,12 @@ Step = Check | Replace | Recreate | Surge | Drain | Prove | Await | Halt | Finis
 
 
 def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
-    """Return whether an engine keeps template and number of pods of its own revision, until a Replace step.
+    """Return whether an engine keeps the template and the number of pods of its own revision until a Replace step.
 
     Args:
-        current: its StatefulSet has the desired revision.
-        has_pods: its StatefulSet has pods, or creates them.
-        wants_pods: the lifecycle lets it have pods.
+        current: the engine's StatefulSet has the desired revision.
+        has_pods: the engine's StatefulSet has pods, or creates them.
+        wants_pods: the lifecycle allows the engine to have pods.
     """
     return has_pods and wants_pods and not current
 
@@ -151,14 +152,14 @@ def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
 def kept_extras(
     engines: Sequence[EngineFacts], extras: Sequence[EngineFacts], *, max_unavailable: int
 ) -> tuple[str, ...]:
-    """Return the names of the engines beyond `replicas`, within `maxSurge`, that are not to be removed now.
+    """Return the names of the engines in excess of `replicas` that must not be removed now.
 
-    Surge engines stay until every other engine is done; one whose canary failed stays as it is. Engines of another
-    revision stay while `replicas - maxUnavailable` engines are available only with them.
+    Surge engines stay until every desired engine is done. A surge engine whose canary failed stays too. Engines of
+    another revision stay while `replicas - maxUnavailable` engines are available only with them.
 
     Args:
         engines: every desired engine, by index.
-        extras: the engines beyond them, by index.
+        extras: the engines in excess of them, by index.
     """
     unfinished = not all(engine.done for engine in engines)
     available = sum(engine.available for engine in (*engines, *extras))
@@ -175,21 +176,22 @@ def kept_extras(
 
 @dataclass(frozen=True, kw_only=True)
 class Situation:
-    """What the rules of a rollout read."""
+    """The facts that the rules of a rollout read."""
 
     engines: Sequence[EngineFacts]
     """Every desired engine that has or should have pods, by index."""
     extras: Sequence[EngineFacts] = ()
-    """Engines beyond `replicas` that `kept_extras` keeps."""
+    """Engines in excess of `replicas` that `kept_extras` keeps."""
     max_unavailable: int
     max_surge: int = 0
     running: bool
-    """The resource runs, so that engines may be drained and get canaries."""
+    """Whether the resource runs, so that engines may be drained and get canaries."""
     checked: bool
-    """The desired revision needs no check: it has passed, an engine of it serves or served, or no engine of another
-    revision serves."""
+    """Whether the desired revision needs no check. It has passed its check, an engine serves or has served with it, or
+    no engine of another revision serves.
+    """
     paused: bool = False
-    """Engines of another revision are not changed."""
+    """Whether engines of another revision must not be changed."""
 
     @cached_property
     def every(self) -> Sequence[EngineFacts]:
@@ -206,7 +208,7 @@ class Situation:
 
     @cached_property
     def interrupted(self) -> tuple[str, ...]:
-        """Engines whose template was applied and whose old pods were not deleted."""
+        """Engines whose template was applied and whose old pods are not being deleted."""
         return _names(engine for engine in self.half_replaced if not engine.leaving)
 
     @cached_property
@@ -222,7 +224,7 @@ class Situation:
 
     @cached_property
     def down(self) -> tuple[str, ...]:
-        """Outdated engines that do not serve, within the quota, highest index first."""
+        """Outdated engines that do not serve, highest index first. Their number is limited by the quota."""
         return _names(engine for engine in reversed(self.outdated) if not engine.serving)[: self.quota]
 
     @cached_property
@@ -247,7 +249,7 @@ class Situation:
 
     @cached_property
     def half_drained(self) -> list[EngineFacts]:
-        """Engines that get no requests and whose DRAIN is not complete."""
+        """Engines that get no new requests and whose DRAIN is not complete."""
         return [engine for engine in self.serving if engine.draining and not engine.drained]
 
     @cached_property
@@ -263,7 +265,10 @@ class Situation:
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Engines that a rollout waits for: engines that do not serve; if all serve, engines that are not available."""
+        """Engines that a rollout waits for.
+
+        These are engines that do not serve; if all serve, engines that are unavailable.
+        """
         absent = _names(engine for engine in self.every if not engine.serving)
         return absent or _names(engine for engine in self.every if not engine.available)
 
@@ -285,7 +290,7 @@ def _prove(situation: Situation) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRule:
-    """One step of a rollout, and when it is taken."""
+    """One step of a rollout, and the condition under which the step is taken."""
 
     name: str
     when: Callable[[Situation], object]
@@ -325,7 +330,7 @@ RULES = (
         lambda now: Await(now.missing, "to register before the next engine is replaced"),
     ),
 )
-"""The rules of a rollout, in their order. The first that applies gives the step."""
+"""The rules of a rollout, in order. The first rule that applies determines the step."""
 
 
 def rule_for(situation: Situation) -> RolloutRule:

@@ -1,4 +1,4 @@
-"""A World, divided into the topics that policies read. Each topic is a frozen value of its own module."""
+"""A World, divided into the topics that policies read. Each topic is a frozen value from a module of its own."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megatron_operator.render.context import RenderContext
 
 @dataclass(frozen=True)
 class Scene:
-    """The topics of a World, each computed when it is first read. A topic depends only on topics above it."""
+    """The topics of a World. Each topic is computed when it is first read, and depends only on topics above it."""
 
     world: World
 
@@ -61,8 +61,12 @@ class Scene:
 
     @cached_property
     def ctx(self) -> RenderContext:
-        """The spec, with the current weights of the engines instead of the desired ones, and the settings of the
-        installation with the release of the resource."""
+        """The render context.
+
+        It has the spec with the current weights of the engines instead of the desired weights.
+
+        Its settings are the settings of the installation with the release of the resource.
+        """
         resource = self.world.resource
         spec, revision = resource.spec, self._confirmed_weights.revision
         if revision is not None and spec.weights is not None and spec.weights.revision is not None:
@@ -112,11 +116,11 @@ class Scene:
         return RevisionCheck(self.world, self.ctx, self.references, self.rollout)
 
     def read_by(self, policy: Callable[..., Any]) -> Any:
-        """Return what a policy decides from the topics that its signature names."""
+        """Call a policy with the topics that its parameters name, and return its result."""
         return policy(**{name: getattr(self, name) for name in topics(policy)})
 
 
 @cache
 def topics(policy: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of the topics that a policy reads: its parameters."""
+    """Return the names of the topics that a policy reads, which are its parameter names."""
     return tuple(inspect.signature(policy).parameters)

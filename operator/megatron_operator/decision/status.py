@@ -1,7 +1,7 @@
 """Composes `.status` from a scene and a verdict.
 
-Invariants: equal facts give equal bytes (a timestamp changes only with its fact), so that a pass without changes writes
-nothing; and the status has no values that change with traffic.
+Two invariants hold. Equal facts give equal bytes, and a timestamp changes only with its fact, so a pass without changes
+writes nothing. The status has no values that change with traffic.
 """
 
 from __future__ import annotations
@@ -28,22 +28,26 @@ from megatron_operator.resource.text import printable, seconds_since, stamp, sta
 
 T = ConditionType
 REACHED = {state: ResourceState(state.value) for state in DesiredState}
-"""The state of a resource that is as desired."""
+"""The state of a resource that has reached its desired state, by desired state."""
 STABLE = frozenset({*REACHED.values(), ResourceState.FAILED})
 
 NAMED_FIELDS = 8
 NO_FORMAT = "none"
 WAIT_SECONDS = 1800.0
-"""Deadline of every wait: large models load for many minutes. A download has none while it is in progress."""
+"""Deadline of every wait. It is long because large models load for many minutes. A download in progress has no
+deadline.
+"""
 LIMITS = {
     "maxSequenceLength": "max_sequence_length",
     "kvCacheBytes": "kv_cache_bytes",
     "maxRequests": "max_requests",
     "maxTokens": "max_tokens",
 }
-"""Fields of EngineReport by field of `status.limits`."""
+"""Field of EngineReport for each field of `status.limits`."""
 FULL_TEXTS = 64
-"""Limit of complete texts about single engines in a status; further ones are cut to SHORT_TEXT characters."""
+"""Maximum number of complete messages about single engines in a status. Further messages are truncated to SHORT_TEXT
+characters.
+"""
 ENGINE_TEXT, SHORT_TEXT = 1024, 80
 
 ConditionFinding = tuple[str, Reason, str]
@@ -51,12 +55,16 @@ ConditionFinding = tuple[str, Reason, str]
 
 
 def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, changing: str = "") -> dict[str, Any]:
-    """Return the status. operation: the one to record. changing: a change of a child that the decision makes."""
+    """Return the status.
+
+    operation: the operation to record.
+    changing: description of a child's change that the decision makes; empty if it makes none.
+    """
     world, ctx = scene.world, scene.ctx
     state = scene.observed.state_with(operation)
     progress = _progress(scene, verdict, changing)
     conditions = _conditions(scene, verdict, state, progress)
-    # A reader of the list of resources takes a reached state for a resource that is ready.
+    # A reader of the list of resources would take a reached state to mean that the resource is ready.
     shown = ResourceState.PENDING if _is_reached(scene, state) and not _is_ready(scene, state) else state
     epoch = world.coordinator.epoch if world.coordinator.reachable else scene.world.resource.status.get("epoch", 0)
     serving = [engine for engine in (*scene.engines.wanted, *scene.rollout.extras) if scene.engines.serves(engine)]
@@ -99,14 +107,14 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
 
 
 def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
-    """Return how many engines there are, without more engines of a role than the spec has."""
+    """Return the number of engines. Each role counts at most the number of engines that the spec has for the role."""
     counts = [sum(engine.role == role for engine in engines) for role in scene.ctx.roles]
     limits = map(scene.ctx.spec.engines_of, scene.ctx.roles)
     return sum(map(min, counts, limits))
 
 
 def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Return the number of engines of each role; empty if the spec has no roles."""
+    """Return the number of engines of each role. The result is empty if the spec has no roles."""
     return [
         {
             "name": role,
@@ -119,7 +127,7 @@ def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
-    """Return the formats of answers that the servers read. They are kept while no server reports them."""
+    """Return the formats of answers that the servers parse. Without a report, return the last recorded formats."""
     formats = scene.world.coordinator.formats
     if formats is None:
         return scene.world.resource.status.get("formats")
@@ -127,7 +135,7 @@ def _formats(scene: Scene) -> Mapping[str, str] | None:
 
 
 def _download(scene: Scene) -> dict[str, Any] | None:
-    """Return the progress of the download to the cache; absent if none is in progress."""
+    """Return the progress of the download to the cache, or None if no download is in progress."""
     download = scene.world.download
     if download is None:
         return None
@@ -139,7 +147,7 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 
 def _loading(scene: Scene) -> dict[str, Any] | None:
-    """Return the progress of the first engine that loads; absent as soon as an engine serves."""
+    """Return the progress of the first engine that loads, or None as soon as an engine serves."""
     loading = scene.world.loading
     if loading is None or not scene.world.loads:
         return None
@@ -152,7 +160,7 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return each limit as the minimum over the serving engines. They are kept while no engine reports any."""
+    """Return each limit as the minimum over the serving engines. Without a report, return the last recorded limits."""
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
     for field, name in LIMITS.items():
@@ -163,7 +171,10 @@ def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
 
 
 def _revision(scene: Scene) -> str:
-    """Return the revision that engines should have; while an update is held, the revision of the first engine."""
+    """Return the revision that engines should have.
+
+    While an update is held, return the revision of the first engine.
+    """
     if not scene.engines.wanted:
         return str(scene.world.resource.status.get("revision", ""))
     first = scene.engines.wanted[0]
@@ -179,8 +190,10 @@ def _has_release(scene: Scene) -> bool:
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
-    """Merge recorded failed requests with reported ones: records outlive the coordinator. Ordered by time, so that
-    equal reports give equal bytes."""
+    """Return the recorded and the reported failed requests. The records outlive the coordinator.
+
+    They are sorted by time, so that equal reports give equal bytes.
+    """
     entries = {entry["id"]: entry for entry in scene.world.resource.status.get("failedRequests") or ()}
     for failed in scene.world.coordinator.failed_requests:
         entry = {"id": failed.id, "engines": list(failed.engines), "time": stamp(failed.time)}
@@ -189,9 +202,11 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
 
 
 def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
-    """Return `status.weights`. It is recorded when the first engine serves, and then changes only by updates in place.
+    """Return `status.weights`.
 
-    While engines of an earlier model serve, their weights are kept, because the change may be reverted.
+    It is first recorded when the first engine serves. Only updates in place then change it.
+
+    While engines of an earlier model serve, the status keeps their weights, because the change may be reverted.
     """
     wanted = scene.world.resource.spec.weights
     if wanted is None:
@@ -246,7 +261,7 @@ def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
 
 
 def step_status(status: Mapping[str, Any], step: str, waiting_on: str, *, now: datetime) -> dict[str, Any]:
-    """Return `status.plan` for the current step; `status` is the stored one."""
+    """Return `status.plan` for the current step. status: the stored status."""
     before = status.get("plan") or {}
     since = before.get("since") if before.get("step") == step else None
     return {"step": step, "waitingOn": waiting_on, "since": since or stamp_seconds(now)}
@@ -274,7 +289,9 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 
 
 def _engines(scene: Scene) -> list[dict[str, Any]]:
-    """Return the entries of all engines. Their texts are bounded: etcd accepts objects of 1.5 MiB."""
+    """Return the entries of all engines. The size of their texts is limited, because etcd accepts objects of 1.5
+    MiB.
+    """
     entries = [_engine(scene, engine) for engine in scene.engines.all]
     texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]
     for number, (entry, name) in enumerate(texts):
@@ -354,7 +371,7 @@ def _conditions(
     }
     before = {entry["type"]: entry for entry in scene.world.resource.status.get("conditions") or ()}
     generation = scene.world.resource.generation
-    # kubectl wait must not take earlier pods that serve for the change of the spec.
+    # kubectl wait must not mistake serving pods of the earlier spec for the changed spec.
     ready_for = before.get(T.READY.value, {}).get("observedGeneration", generation) if progress else generation
     return [
         condition(
@@ -371,7 +388,7 @@ def _conditions(
 def condition(
     kind: ConditionType, finding: ConditionFinding, *, generation: int, before: dict[str, Any] | None, now: str
 ) -> dict[str, Any]:
-    """Return a condition; its transition time changes only with its status."""
+    """Return a condition. Its transition time changes only with its status."""
     status, reason, message = finding
     kept = before["lastTransitionTime"] if before is not None and before["status"] == status else now
     return {
@@ -413,10 +430,10 @@ def _is_reached(scene: Scene, state: ResourceState) -> bool:
 
 
 def _is_ready(scene: Scene, state: ResourceState) -> bool:
-    """Return whether the desired state is reached, a server is ready, and if it runs an engine; else no coordinator has
-    an error.
+    """Return whether the desired state is reached and a server is ready.
 
-    Tools that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
+    If the desired state is Running, an engine must also respond. Otherwise, the coordinator must have no error. Tools
+    that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
     """
     if not _is_reached(scene, state) or scene.blockers.server() is not None:
         return False
@@ -426,7 +443,7 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
-    """Return the condition Ready. The list of resources shows its reason, so an error, if any, is the reason."""
+    """Return the condition Ready. If there is an error, its reason is used, because the list of resources shows it."""
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):
         waits = scene.blockers.server()
@@ -461,7 +478,7 @@ def _engines_ready(scene: Scene) -> ConditionFinding:
 
 
 def _without_engines(scene: Scene) -> ConditionFinding | None:
-    """Return the finding of a condition of the engines if there are none as requested, or they are unknown."""
+    """Return the finding for a condition about engines if no engine is requested, or if the engines are unknown."""
     if scene.observed.state is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.desired.releases_pods and scene.engines.empty:
@@ -474,7 +491,7 @@ def _without_engines(scene: Scene) -> ConditionFinding | None:
 
 
 def _role_missing(scene: Scene) -> ConditionFinding:
-    """Return whether no engine of a role serves, so that engines of the other role have to do its work."""
+    """Return the condition that no engine of a role serves, so engines of the other role must do its work."""
     absence = _without_engines(scene)
     if absence is not None:
         return absence
@@ -505,8 +522,10 @@ def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> 
 
 
 def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, str, str] | None:
-    """Return the reason, the step and what the step waits for; None if nothing is to do and every child is up to date.
-    Controllers roll out the children while everything serves."""
+    """Return the reason, the current step and what the step waits for. Returns None if every child is up to date.
+
+    Children can also be out of date while everything serves, because their controllers are still rolling them out.
+    """
     if verdict.step:
         return verdict.reason, verdict.step, verdict.waiting_on
     unfinished = changing or _unfinished(scene)
@@ -519,10 +538,10 @@ def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, st
 
 
 def _unfinished(scene: Scene) -> str:
-    """Return which child differs from the spec or has pods that are outdated or not ready; empty if none does.
+    """Return a description of a child that differs from the spec, or whose pods are outdated or not ready.
 
-    Children that wait for an update of the resource, or for engines with another model, do not count. Nor do engines of
-    another revision, which wait for their rollout.
+    The result is empty if there is no such child. Children that wait for an update of the resource, or for engines with
+    another model, do not count. Engines of another revision, which wait for their rollout, do not count either.
     """
     rendered = scene.rendered
     for manifest in (*rendered.shared[0], *rendered.engine_policies):
@@ -548,8 +567,11 @@ def _unfinished(scene: Scene) -> str:
 
 
 def _progressing(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] | None) -> ConditionFinding:
-    """Return Progressing. It is False only if every child matches the spec, and Unknown while changes of the spec wait,
-    like the condition of a paused Deployment."""
+    """Return the condition Progressing.
+
+    It is False only if every child matches the spec. Like the condition of a paused Deployment, it is Unknown while
+    changes of the spec wait.
+    """
     if progress is not None:
         reason, step, on = progress
         return "True", reason, f"{step}: waiting for {on}"
@@ -563,7 +585,7 @@ def _progressing(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, st
 
 
 def _deferred(scene: Scene) -> list[str]:
-    """Return the engines and fields with changes that wait until the resource runs."""
+    """Return the engines and spec fields whose changes wait until the resource runs."""
     keys = scene.world.keys
     return [
         *(engine.name for engine in scene.engines.all if engine.surplus or engine.stale),
@@ -583,7 +605,7 @@ def _degraded(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] 
 
 
 def _degradation(scene: Scene) -> Finding | None:
-    """Return any error that waiting alone may not resolve."""
+    """Return the first error that may not resolve without an intervention, or None if there is no such error."""
     blockers = scene.blockers
     rejection = blockers.rejection()
     if rejection is not None:
@@ -607,7 +629,7 @@ def _degradation(scene: Scene) -> Finding | None:
 
 
 def unwatched(world: World) -> Finding:
-    """Return that the operator cannot watch some kinds."""
+    """Return the finding that the operator cannot watch some kinds."""
     kinds, why = sorted(world.unwatched), next(iter(world.unwatched.values()))
     return Reason.WATCH_DENIED, (
         f"the operator cannot watch {', '.join(kinds)} in namespace {world.resource.namespace} and changes nothing "
@@ -616,7 +638,7 @@ def unwatched(world: World) -> Finding:
 
 
 def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding | None:
-    """Return the finding that the operator has waited too long for one condition; None if it has not."""
+    """Return the finding that the operator has waited too long in one step, or None if it has not."""
     world = scene.world
     if progress is None or world.downloads or world.waiting_seconds < WAIT_SECONDS:
         return None
@@ -627,7 +649,7 @@ def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding 
 
 
 def _contested(scene: Scene) -> Finding | None:
-    """Return the finding that another program keeps changing a child; None if there is no such conflict."""
+    """Return the finding that another program keeps changing a child, or None if there is no such conflict."""
     for ref, contest in sorted(scene.world.contests.items(), key=lambda pair: str(pair[0])):
         opponent = f"field manager {contest.opponent}" if contest.opponent else "another program"
         return Reason.CHILD_CONTESTED, (

@@ -1,9 +1,9 @@
-"""The update of a resource to the release of its operator (`resource.release`).
+"""The update of a resource to the release of its operator (see `resource.release`).
 
 An upgrade of the operator restarts nothing. While the resource has an earlier release, its pods are rendered with the
-images of that release, and a Deployment or an engine that this operator renders differently is left as it is, unless
-its part of the spec changes. An update begins when it is requested, or under `spec.rollout.autoUpdate`, while at most
-a given number of resources are being updated.
+images of that release. If this operator renders a Deployment or an engine differently, the child stays unchanged until
+its part of the spec changes. An update begins when it is requested, or automatically with `spec.rollout.autoUpdate`.
+The operator limits how many resources are updated at the same time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class Update:
 
     @cached_property
     def recorded(self) -> Release | None:
-        """The release of the resource: from its status, else from a Deployment; None for a new resource."""
+        """The release of the resource, from its status or else from a Deployment.
+
+        The value is None for a new resource.
+        """
         backend = self.world.resource.spec.engine.backend
         deployments = (view for view in self.world.children.values() if view.owned and view.release)
         found = Release.from_status(self.world.resource.status.get("release"))
@@ -47,7 +50,10 @@ class Update:
 
     @cached_property
     def id(self) -> str:
-        """Id of the offered release. A request for an update contains it, so it never applies to a later release."""
+        """Id of the offered release.
+
+        A request for an update contains this id, so it never applies to a later release.
+        """
         return digest(self.offered.to_status())
 
     @cached_property
@@ -57,8 +63,10 @@ class Update:
 
     @cached_property
     def deferred(self) -> bool:
-        """Whether engines cannot be replaced now: the resource is paused or suspended and has pods of engines, or its
-        rollout is paused."""
+        """Whether engines cannot be replaced now.
+
+        The resource is paused or suspended and has pods of engines, or its rollout is paused.
+        """
         quiet = self.desired in (DesiredState.PAUSED, DesiredState.SUSPENDED)
         pods = any(pod.component == ENGINE for pod in self.world.pods)
         return self.world.resource.spec.rollout.paused or (quiet and pods)
@@ -71,28 +79,34 @@ class Update:
 
     @cached_property
     def release(self) -> Release:
-        """The release that children are rendered with."""
+        """The release with which children are rendered."""
         return self.offered if self.recorded is None or self.begins else self.recorded
 
     @cached_property
     def available(self) -> bool:
-        """Whether the operator has another release, to which no update has begun."""
+        """Whether the operator has another release, and no update to it has begun."""
         return self.release != self.offered
 
     @cached_property
     def begun(self) -> bool:
-        """Whether an update begins or has begun, and was not complete before."""
+        """Whether an update begins now, or has begun and is not yet complete."""
         return self.begins or (self.world.resource.status.get("update") or {}).get("phase") in BEGUN
 
     def holds(self, manifest: Manifest, view: ChildView | None) -> bool:
-        """Return whether a Deployment waits for the update: the spec did not change what this operator changes."""
+        """Return whether a Deployment waits for the update.
+
+        It waits if the operator's release changes it and the spec does not.
+        """
         if not self.available or view is None or manifest["kind"] != "Deployment":
             return False
         same_inputs = view.inputs == manifest["metadata"]["annotations"][ANNOTATION_INPUTS]
         return same_inputs and view.hash != manifest_hash(manifest)
 
     def status(self, *, complete: bool) -> Mapping[str, Any]:
-        """Return the part of the status. complete: all children have the release of the resource."""
+        """Return the fields of the status that describe the release and the update.
+
+        complete: all children have the release of the resource.
+        """
         phase: UpdatePhase | None = None
         if self.begun and not complete:
             phase = UpdatePhase.DEFERRED if self.deferred else UpdatePhase.RUNNING
@@ -103,7 +117,7 @@ class Update:
 
     @property
     def finding(self) -> tuple[str, Reason, str]:
-        """Status, reason and message of the condition."""
+        """Status, reason and message of the condition about updates."""
         if not self.available:
             return "False", Reason.UP_TO_DATE, f"release {self.release.version} is the release of the operator"
         name, oldest = self.world.resource.name, self.world.settings.oldest_secure_version

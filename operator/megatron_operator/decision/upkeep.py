@@ -1,8 +1,8 @@
-"""Upkeep of children: create missing ones, apply changes, delete obsolete ones.
+"""Upkeep of children. It creates missing children, applies changes and deletes obsolete children.
 
-An engine's template is the exception: it changes only in a rollout (`policies.rollout`), or while the engine has no
-pods. Until then its missing or changed objects are rendered from its current revision. Nothing here restarts an engine
-with pods.
+An engine's template is the exception. It changes only in a rollout (`policies.rollout`), or while the engine has no
+pods. Until then the engine's missing or changed objects are rendered from its current revision. Upkeep never restarts
+an engine that has pods.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from megatron_operator.resource.names import PREFILL
 
 
 def _due(scene: Scene, manifest: Manifest) -> bool:
-    """Return whether a child is missing or differs, and may be applied."""
+    """Return whether a child is missing or differs from its manifest, and may be applied."""
     view = scene.world.children.get(ChildRef.of(manifest))
     if not scene.rendered.may_offer(manifest):
         return False
@@ -55,10 +55,10 @@ def _due(scene: Scene, manifest: Manifest) -> bool:
 
 
 def upkeep(scene: Scene) -> list[Action]:
-    """Return applies and deletions that do not depend on the policy that decides."""
+    """Return the applies and deletions that are independent of the policy that decides."""
     actions: list[Action] = []
     actions += _keys(scene)
-    # Before the shared policies, which allow no connections within an engine.
+    # Apply these before the shared policies, which allow no connections within an engine.
     extras = scene.rollout.extras
     policies = [
         *scene.rendered.engine_policies,
@@ -76,8 +76,11 @@ def upkeep(scene: Scene) -> list[Action]:
 
 
 def _keys(scene: Scene) -> list[Action]:
-    """Create the Secret once or adopt it, replace keys that cannot be read, and let it accept the current admin key of
-    this operator, and a trainer."""
+    """Return the actions that create, adopt or repair the Secret with the keys.
+
+    They replace keys that cannot be read, make the Secret accept this operator's current admin key, and add a trainer's
+    keys.
+    """
     name, keys = scene.ctx.keys_name, scene.world.keys
     if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
@@ -95,7 +98,7 @@ def _keys(scene: Scene) -> list[Action]:
 
 
 def _try_again(scene: Scene) -> list[Action]:
-    """Retry the dry run of a rejected template periodically, because the cause may be gone."""
+    """Repeat the dry run of a rejected template periodically, because the cause of the rejection may be gone."""
     rendered = scene.rendered
     stale = [engine for engine in scene.engines.wanted if engine.stale]
     waiting = [rendered.engine_manifest(engine.index, role=engine.role) for engine in stale]
@@ -108,7 +111,7 @@ def _try_again(scene: Scene) -> list[Action]:
 
 
 def _record_revision(scene: Scene) -> list[Action]:
-    """Record the desired revision before any engine gets it. Records never change."""
+    """Return the action that records the desired revision before any engine gets it. Records never change."""
     try:
         manifest = revision_child(scene.ctx)
     except RenderError:
@@ -126,9 +129,9 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child may be applied.
 
     A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
-    another model waits until no engine has or gets the old one, and until the check of the new one has passed. Of a
-    pair of coordinators one is replaced at a time: the first one waits until the second one is ready. The
-    objects by which clients reach the servers wait for a ready server that matches the spec.
+    another model waits until no engine has or gets the old model, and until the check of the new model has passed. Of a
+    pair of coordinators, one is replaced at a time, so the first waits until the second is ready. The objects by which
+    clients reach the servers wait for a ready server that matches the spec.
     """
     ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
@@ -165,7 +168,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
-    """Re-create pods that wait for a node other than those that the engine no longer avoids."""
+    """Re-create waiting pods that avoid a node that the engine no longer avoids."""
     avoided = {*scene.rendered.avoided(engine.name)}
     pods = [pod for pod in engine.pods if not (pod.node or pod.deleting) and {*pod.avoided.split(",")} - avoided - {""}]
     if not pods:
@@ -179,10 +182,10 @@ def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
     """Return the StatefulSet of an engine.
 
-    Template and number of pods are those of the desired revision if the engine has this revision or has no pods.
-    Otherwise, or if the desired template is not allowed or cannot be merged, the engine keeps its own revision. Before
-    the desired revision has passed its check, and while its rollout is paused, an engine that loses its pods keeps its
-    revision, and an engine that gets pods gets the revision of the other engines.
+    If the engine has the desired revision or has no pods, it gets the template and number of pods of this revision.
+    Otherwise, or if the desired template is not allowed or cannot be merged, the engine keeps its own revision. Special
+    rules apply before the desired revision has passed its check, and while its rollout is paused. An engine that loses
+    its pods then keeps its revision, and an engine that gets pods gets the revision of the other engines.
     """
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:
@@ -203,13 +206,13 @@ def _desired(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
 
 
 def remove_engine(world: World, engine: EngineView, *, reason: str) -> list[Action]:
-    """Delete an engine's StatefulSet (its pods go with it), Service and NetworkPolicy."""
+    """Return the deletions of an engine's StatefulSet (with its pods), Service and NetworkPolicy."""
     refs = ChildRef("Service", engine.name), ChildRef("NetworkPolicy", engine.name, NETWORKING)
     return _deletions((engine.statefulset, *(world.children.get(ref) for ref in refs)), reason)
 
 
 def _deletions(views: Iterable[ChildView | None], reason: str) -> list[Action]:
-    """Return the deletions of children that exist, are this resource's, and are not being deleted."""
+    """Return the deletions of the children that exist, belong to this resource and are not being deleted."""
     found = (view for view in views if view is not None and view.owned and not view.deleting)
     return [DeleteChild(view.ref, view.uid, reason) for view in found]
 
@@ -221,7 +224,7 @@ def _children(scene: Scene, kind: str) -> list[ChildView]:
 
 
 def _leftover_revisions(scene: Scene) -> list[Action]:
-    """Delete records of revisions that no engine has, last had, or will get."""
+    """Delete the records of revisions that no engine has or will get, and that no engine last had."""
     if scene.rendered.template_error is not None:
         return []
     kept = {engine.rendered_revision for engine in scene.engines.all}
@@ -235,8 +238,7 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
 
 
 def _leftover_objects(scene: Scene) -> list[Action]:
-    """Delete the second coordinator of a pair, the Ingress, the HTTPRoute and the InferencePool that the spec no longer
-    has."""
+    """Delete a second coordinator, Ingress, HTTPRoute or InferencePool that the spec no longer has."""
     ctx, server = scene.ctx, scene.ctx.spec.server
     single = "spec.coordinator.replicas is 1"
     objects = (

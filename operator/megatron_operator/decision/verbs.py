@@ -1,8 +1,8 @@
-"""The verb path: the next legal signal from the observed to the desired state.
+"""The path of a verb. Returns the next legal signal from the observed to the desired state.
 
-A verb is a path in the graph of the coordinator's states. Invariants, which an exhaustive test verifies: all signals
-are in LEGAL_SIGNALS; a signal is sent only while the coordinator and all serving engines are in the same settled
-state; the goal is reached from every state by a shortest path.
+A verb is a path in the graph of the coordinator's states. An exhaustive test verifies three invariants. All signals are
+in LEGAL_SIGNALS. A signal is sent only while the coordinator and all serving engines are in the same settled state. The
+goal is reached from every state by a shortest path.
 
     RUNNING --PAUSE--> PAUSED --SUSPEND--> SUSPENDED        RUNNING --DRAIN, PAUSE, STOP--> (RUNNING, no engines)
     RUNNING <-UNPAUSE- PAUSED <--RESUME--- SUSPENDED
@@ -19,26 +19,26 @@ from megatron_runtime.protocol.lifecycle import NEXT_SIGNAL, STEADY_ENGINE_STATE
 C, D, S = CoordinatorState, DesiredState, SignalKind
 
 GOAL = {state: C.STOPPING if state is D.STOPPED else C[state.name] for state in D}
-"""Coordinator state of each desired state, for the protocol's NEXT_SIGNAL."""
+"""Coordinator state for each desired state, as the goal of the protocol's NEXT_SIGNAL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send this signal."""
+    """Step: send this signal."""
 
     signal: SignalKind
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Wait: the coordinator or an engine is changing its state."""
+    """Step: wait, because the coordinator or an engine is changing its state."""
 
     on: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Coordinator and engines are in the desired state; for Stopped: the engine pods may be removed."""
+    """Step: the coordinator and the engines are in the desired state. For Stopped, the engine pods may be removed."""
 
 
 Step = Send | Wait | Reached
@@ -61,7 +61,7 @@ def next_step(
         drained: a DRAIN of all engines for this goal is complete or past its deadline.
         all_draining: a DRAIN of all engines is in effect; only UNPAUSE ends it.
         stopped: STOP for this goal is complete.
-        engines_expected: engine pods exist or should exist, so an empty list means that none has registered yet.
+        engines_expected: engine pods exist or should exist, so an empty list means that no engine has registered yet.
     """
     if desired is D.STOPPED and stopped:
         return Reached()

@@ -20,13 +20,16 @@ from megatron_runtime.protocol.published_weights import is_published
 from megatron_runtime.protocol.text import printable
 
 WEIGHTS_REPORT_SECONDS = 30
-"""Time in which engines report the weights of an update. Then a wrong report leads to another update."""
+"""Time within which engines report the weights of an update. A wrong report after this time leads to another update."""
 _EQUAL_FILES = "make the files of the weights equal on all nodes"
 
 
 @dataclass(frozen=True)
 class ConfirmedWeights:
-    """The weights that every engine confirmed last. operation: the resolved operation."""
+    """The weights that every engine last confirmed.
+
+    operation: the resolved operation.
+    """
 
     world: World
     operation: Operation | None
@@ -47,8 +50,11 @@ class ConfirmedWeights:
 
     @cached_property
     def revision(self) -> str | None:
-        """Revision of the weights that engines serve; None with a trainer, and before the first engine served, when
-        pods use the spec's."""
+        """Revision of the weights that engines serve.
+
+        The value is None with a trainer. It is also None before the first engine has served, when pods use the revision
+        of the spec.
+        """
         if self.world.resource.spec.has_trainer:
             return None
         if self._update is not None:
@@ -58,7 +64,10 @@ class ConfirmedWeights:
 
     @cached_property
     def epoch(self) -> int:
-        """Epoch of the last confirmed update of the weights of this model; 0 if there was none, or with a trainer."""
+        """Epoch of the last confirmed update of this model's weights.
+
+        The value is 0 if there was no update, or with a trainer.
+        """
         if self.world.resource.spec.has_trainer:
             return 0
         if self._update is not None:
@@ -69,7 +78,11 @@ class ConfirmedWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a World. ctx: context with the confirmed weights. operation: the resolved operation."""
+    """The weights of a World.
+
+    ctx: render context with the confirmed weights.
+    operation: the resolved operation.
+    """
 
     world: World
     ctx: RenderContext
@@ -78,11 +91,11 @@ class Weights:
     engines: Engines
 
     def of(self, engine: EngineView) -> str | None:
-        """Return the revision of the weights that a serving engine reports.
+        """Return the revision of the weights that a serving engine reports, or None if the revision is unknown.
 
-        Empty if the weights have another source than the spec's; None if the revision is unknown. An engine that was
-        not updated in place has the weights for which its pod was created. So does an engine whose container restarts
-        while no coordinator remembers the update.
+        The result is empty if the weights have a source other than the spec's. An engine that was not updated in place
+        has the weights for which its pod was created. The same is true if its container restarts while no coordinator
+        remembers the update.
         """
         report, revision = engine.report, self.confirmed.revision
         if report is None or not report.serving or revision is None:
@@ -103,9 +116,10 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Digests of weights that differ between engines of one revision: they loaded different files.
+        """Digests of weights that differ between engines of one revision, which loaded different files.
 
-        With a trainer, only engines of the same epoch are compared: an update reaches their reports at different times.
+        With a trainer, only engines of the same epoch are compared, because an update reaches their reports at
+        different times.
         """
         has_trainer = self.world.resource.spec.has_trainer
         digests: dict[tuple[str, int], set[str]] = {}
@@ -119,7 +133,7 @@ class Weights:
 
     @cached_property
     def mixed_after_update(self) -> tuple[str, ...]:
-        """The digests that still differ between engines after the weights were loaded again; empty if none differ."""
+        """The digests that still differ after the weights were loaded again. The value is empty if none differ."""
         last, stored = self.operation, (self.world.resource.status.get("weights") or {}).get("differentDigests")
         updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
         recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
@@ -127,9 +141,9 @@ class Weights:
 
     @cached_property
     def due(self) -> str | None:
-        """Revision of the weights that engines should load in place; None if they serve this revision.
+        """Revision of the weights that engines should load in place, or None if they serve this revision.
 
-        Different digests lead to an update only after an earlier one, which shows that the engines can update.
+        Different digests cause an update only if an earlier update has shown that the engines can update.
         """
         wanted, revision = self.world.resource.spec.weights, self.confirmed.revision
         if wanted is None or revision is None:
@@ -139,8 +153,11 @@ class Weights:
 
     @cached_property
     def published(self) -> Mapping[str, Any]:
-        """Source, epoch and digest of published weights: the weights that all serving engines have, or the last weights
-        that they had; empty if there were none for this model."""
+        """Source, epoch and digest of published weights.
+
+        These are the weights that all serving engines have, or the last weights that they had. The value is empty if
+        there were none for this model.
+        """
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         found = {(report.source, report.epoch, report.digest) for report in reports}
         if len(found) == 1:
@@ -153,7 +170,7 @@ class Weights:
 
     @cached_property
     def _lost(self) -> Finding | None:
-        """The error if engines serve the weights of the model's source again, although a trainer published weights."""
+        """The error if engines serve the weights of the model's source again after a trainer has published weights."""
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         names = ", ".join([report.name for report in reports if report.source == ""][:8])
@@ -166,7 +183,7 @@ class Weights:
 
     @cached_property
     def finding(self) -> Finding | None:
-        """The error if engines serve other weights than requested, or weights that differ between engines."""
+        """The error if engines serve weights other than requested, or weights that differ between engines."""
         if self.world.resource.spec.has_trainer and self._lost is not None:
             return self._lost
         if self.wrong:

@@ -1,6 +1,6 @@
-"""The input of a decision: one frozen snapshot of everything that was observed, without I/O and clock.
+"""The input of a decision: one frozen snapshot of everything that was observed. It uses no I/O and no clock.
 
-`World` is the snapshot that `decide` reads, `Decision` (actions.py) is its result. The caller, in this order,
+`decide` reads a `World` and returns a `Decision` (see actions.py). The caller proceeds in this order:
 
     world = observe()                 # one consistent snapshot
     decision = decide(world)
@@ -8,7 +8,7 @@
                                       # if that fails, act(decision.healing) instead of what follows
     act(decision.actions)             # in order; stop at the first that fails; the outcome is the next observation
 
-makes the intent of a verb durable before it sends the signal.
+This order makes the intent of a verb durable before its signal is sent.
 """
 
 from __future__ import annotations
@@ -28,28 +28,34 @@ if TYPE_CHECKING:  # explain() runs without pydantic
     from megatron_operator.resource.spec import MegatronInferenceSpec
 
 MAX_FENCE_JUMP = 1_000_000
-"""Largest accepted distance of a reported fence above this leader's: leaders of an earlier Lease sent it."""
+"""Maximum accepted amount by which a reported fence may exceed this leader's fence. Leaders of an earlier Lease have
+sent such a fence.
+"""
 
 LOST_SECONDS = 4.0
-"""Time after which an engine whose pods have started and that is not registered is lost. Within it, a kubelet reports
-the end of a container, and an engine registers with a coordinator that has restarted."""
+"""Time after which an unregistered engine whose pods have started counts as lost. Within this time, a kubelet reports
+the end of a container, and an engine registers with a restarted coordinator.
+"""
 UNKNOWN_SECONDS = 4.0
-"""Time without a coordinator that knows its engines, after which they no longer count as before. A coordinator that has
-restarted knows them earlier. Shorter than a takeover by a standby: 3 s of silence and 1.5 s of recovery."""
+"""Time without a coordinator that knows its engines, after which the engines no longer keep their last state. A
+restarted coordinator knows them earlier. It is shorter than a takeover by a standby, which takes 3 s of silence and 1.5
+s of recovery.
+"""
 POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
-"""Reasons of Events that say why the containers of a pod are not created."""
+"""Reasons of Events that explain why the containers of a pod are not created."""
 UNCONFIGURED = "CreateContainerConfigError"
 """Reason of a container whose Secret or ConfigMap is missing."""
 OPTIONAL_SECONDS = 10.0
-"""Interval at which the HTTPRoute and InferencePool of a spec are read: a cluster may not have their kinds, so they are
-not watched."""
+"""Interval at which the HTTPRoute and InferencePool of a spec are read. They are not watched, because a cluster may
+lack their kinds.
+"""
 EVENT_SECONDS = 5.0
 """Interval at which Events of pods and StatefulSets are read, while only an Event can explain why a pod is missing."""
 
 OBJECT_SECONDS, MISSING_SECONDS = 60.0, 10.0
-"""Intervals at which the objects that pods need are read: always, and while one may be missing."""
+"""Intervals at which the objects that pods need are read: normally, and while an object may be missing."""
 ANY_KEY = "*"
-"""No key of a Secret or ConfigMap."""
+"""Stands for all keys. It is not a valid key of a Secret or ConfigMap."""
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
@@ -61,7 +67,7 @@ def has_optional_children(spec: MegatronInferenceSpec) -> bool:
 
 
 def manifest_hash(manifest: Manifest) -> str:
-    """Return the hash of a rendered manifest, which `render.context.seal` wrote."""
+    """Return the hash that `render.context.seal` wrote into a rendered manifest."""
     return str(manifest["metadata"]["annotations"][ANNOTATION_HASH])
 
 
@@ -74,14 +80,14 @@ class ResourceSnapshot:
     uid: str
     generation: int
     spec: MegatronInferenceSpec
-    """The fields that this version knows."""
+    """The fields of the spec that this version knows."""
     unknown_fields: tuple[str, ...] = ()
-    """Paths of the other fields, which belong to a later release."""
+    """Paths of the fields that this version does not know, which belong to a later release."""
     status: Mapping[str, Any] = field(default_factory=dict)
     """`.status` as stored; empty before the first write."""
     deleting: bool = False
     changed_by: str = ""
-    """Field manager that last wrote `spec.desiredState`, if known; for the history."""
+    """Field manager that last wrote `spec.desiredState`, if known. It is shown in the history."""
     restarted_at: str = ""
     """Annotation `inference.megatron.dev/restarted-at`: time of the last `kubectl megatron restart`."""
     update_to: str = ""
@@ -116,18 +122,23 @@ class ChildRef:
 
 @dataclass(frozen=True, slots=True)
 class ChildView:
-    """A child as observed, reduced to the fields of decisions (see `decision.reduce.reduce_child`)."""
+    """A child as observed, reduced to the fields that decisions read (see `decision.reduce.reduce_child`)."""
 
     ref: ChildRef
     uid: str
     owned: bool = True
-    """It has an owner reference with the UID of this resource, or is an orphan that the operator adopts. Other objects
-    are never written or deleted."""
+    """Whether the child has an owner reference with this resource's UID, or is an orphan that the operator adopts.
+    Other objects are never written or deleted.
+    """
     orphan: bool = False
-    """It has no owner, and the operator's label: its resource was deleted without it, or it is from a backup."""
+    """Whether the child has no owner but has the operator's label. Its resource was deleted without it, or it is from a
+    backup.
+    """
     deleting: bool = False
     hash: str = ""
-    """Annotation `inference.megatron.dev/hash`: of the last applied manifest, without `spec.replicas` of engines."""
+    """Annotation `inference.megatron.dev/hash`: hash of the last applied manifest, without `spec.replicas` of
+    engines.
+    """
     revision: str = ""
     """Label `inference.megatron.dev/revision` of the pod template; engines only."""
     model_hash: str = ""
@@ -136,27 +147,33 @@ class ChildView:
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
     release: str = ""
-    """Annotation `inference.megatron.dev/release` of a Deployment: the release that it was rendered with."""
+    """Annotation `inference.megatron.dev/release` of a Deployment: the release with which it was rendered."""
     inputs: str = ""
-    """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the fields of the spec in its template."""
+    """Annotation `inference.megatron.dev/inputs` of a Deployment: digest of the spec fields that its template uses."""
     rolled_out: bool = True
-    """All pods of a Deployment are of its current template, and ready; all pods of a StatefulSet are ready."""
+    """Whether all pods of a StatefulSet are ready, or all pods of a Deployment are ready and have its current
+    template.
+    """
     unobserved: bool = False
-    """That was so for an earlier generation; the workload's controller has not seen the current one yet."""
+    """Whether `rolled_out` was true for an earlier generation, and the workload's controller has not yet seen the
+    current one.
+    """
     stuck: str = ""
     """Why the rollout of a Deployment makes no progress: the message of its condition Progressing."""
     creation_error: str = ""
     """Why the pods of a Deployment cannot be created: the message of its condition ReplicaFailure."""
     offer: tuple[str, str] = ("", "")
-    """Scheme and name of the model in the template of the servers' Deployment (see `decision.reduce.offer`)."""
+    """Scheme and model name in the template of the servers' Deployment (see `decision.reduce.offer`)."""
     data: Mapping[str, Any] | None = None
-    """`data` of a ControllerRevision: the inputs of the engines of that revision."""
+    """`data` of a ControllerRevision, which has the inputs of that revision's engines."""
     owned_fields: str = ""
-    """The fields that this operator's last apply owns, as JSON (`fieldsV1`). Another program that changes one of them
-    becomes its owner."""
+    """The fields that this operator's last apply owns, as JSON (`fieldsV1`). A program that changes one of these fields
+    becomes its owner.
+    """
     verified: bool = True
-    """This process has applied this object since its start, and owns the same fields as then. Otherwise the child is
-    applied again even if its hash is current, unless `owned_fields` has every field of the manifest."""
+    """Whether this process has applied this object since its start and still owns the same fields. Otherwise the child
+    is applied again even if its hash is current, unless `owned_fields` has every field of the manifest.
+    """
 
 
 DOWNLOAD_SECONDS = 10.0
@@ -169,15 +186,15 @@ class Download:
 
     pod: str
     bytes: int
-    """Bytes in the cache, including earlier downloads."""
+    """Number of bytes in the cache, including earlier downloads."""
     total_bytes: int
     bytes_per_second: int
-    """Rate of the last half minute; 0 if unknown."""
+    """Average rate of the last 30 seconds; 0 if unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress of an engine that does not serve yet, as its probes report it. None: unknown."""
+    """Progress of an engine that does not serve yet, as its probes report it. None means unknown."""
 
     pod: str
     stage: str
@@ -189,65 +206,69 @@ class Loading:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """A pod of the resource, reduced (see `decision.reduce.reduce_pod`)."""
+    """A pod of the resource, reduced to the fields that decisions read (see `decision.reduce.reduce_pod`)."""
 
     name: str
     uid: str
     component: str
     """`coordinator`, `server`, `engine` or `check`."""
     engine: str = ""
-    """Name of the engine (of its StatefulSet); empty for the other components."""
+    """Name of the pod's engine and StatefulSet; empty for the other components."""
     index: int = 0
-    """Ordinal within the engine."""
+    """Ordinal of the pod within the engine."""
     phase: str = "Pending"
     """The kubelet's phase: `Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`."""
     ready: bool = False
     started: bool = False
-    """Its containers run and have passed their startup probes: it has been ready."""
+    """Whether the pod's containers run and have passed their startup probes, so that the pod has been ready."""
     deleting: bool = False
     revision: str = ""
     weights: str = ""
-    """Revision of the weights that it started with; empty if the spec has none."""
+    """Revision of the weights with which the pod started; empty if the spec has none."""
     restarts: int = 0
     reason: str = ""
-    """The kubelet's or scheduler's reason: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty. While
-    the pod's status has none, that of its last Event about a volume or its sandbox, such as `FailedMount`."""
+    """Reason of the kubelet or scheduler, such as `ImagePullBackOff`, `Unschedulable` or `CrashLoopBackOff`, or empty.
+    If the pod's status has no reason, it is the reason of the last Event about a volume or the pod's sandbox, such as
+    `FailedMount`.
+    """
     message: str = ""
     ended: str = ""
     """Name of the container that terminated last; empty if none did."""
     image: str = ""
-    """Image of that container, from the pod's spec."""
+    """Image of the container that terminated last, from the pod's spec."""
     exit_code: int | None = None
-    """Its exit code."""
+    """Exit code of the container that terminated last."""
     exit_reason: str = ""
-    """Reason of its termination: `OOMKilled`, `Error`, `Completed`."""
+    """Reason of the last termination: `OOMKilled`, `Error`, `Completed`."""
     last_message: str = ""
-    """Its termination message."""
+    """Termination message of the container that terminated last."""
     ended_at: datetime | None = None
-    """Time of its termination, by the clock of its node."""
+    """Time of the last termination, by the clock of the node."""
     ran_seconds: float = 0.0
-    """For how long it had run."""
+    """Run time of the container that terminated last."""
     created_at: datetime | None = None
     owner: str = ""
-    """UID of the resource that owns it itself; empty for the pods of a Deployment or StatefulSet."""
+    """UID of the resource that directly owns the pod; empty for the pods of a Deployment or StatefulSet."""
     controller: tuple[str, str] = ("", "")
-    """Kind and name of its Deployment, StatefulSet or other controller; empty without one."""
+    """Kind and name of the pod's Deployment, StatefulSet or other controller; both are empty without one."""
     node: str = ""
-    """Name of its node; empty before it is scheduled."""
+    """Name of the pod's node; empty before the pod is scheduled."""
     ends_at: datetime | None = None
-    """End of the grace period of its deletion; None if it is not being deleted, or was deleted by force."""
+    """End of the grace period of the pod's deletion; None if it is not being deleted, or was force-deleted."""
     fetching_at: str = ""
-    """Its IP address while its init container `fetch` runs, else empty."""
+    """IP address of the pod while its init container `fetch` runs, otherwise empty."""
     loading_at: str = ""
-    """Its IP address while its container `engine` runs and is not ready, else empty."""
+    """IP address of the pod while its container `engine` runs and is not ready, otherwise empty."""
     offer: tuple[str, str] = ("", "")
-    """Scheme and name of the model of a server (see `decision.reduce.offer`)."""
+    """Scheme and model name of a server's pod (see `decision.reduce.offer`)."""
     avoided: str = ""
-    """Nodes that it must not use because a device failed there, separated by commas."""
+    """Nodes that the pod must not use because a device failed there, separated by commas."""
 
     @property
     def unexplained(self) -> bool:
-        """Whether its containers are not created and its status has no reason, so that only Events explain why."""
+        """Whether the pod's containers are not created and only Events explain why, because the status has no
+        reason.
+        """
         return self.phase == "Pending" and not (self.ready or self.deleting) and self.reason in ("", *POD_EVENTS)
 
 
@@ -260,40 +281,40 @@ class KeysView:
     server_generation: int
     """Generation of the coordinator's own key."""
     since: str | None
-    """Time of creation of the generation."""
+    """Time at which the generation was created."""
     old: frozenset[str] = frozenset()
     """Public keys of engines and clients that a rotation removes; empty when settled."""
     new: frozenset[str] = frozenset()
-    """Public keys of engines and clients of the generation."""
+    """Public keys of engines and clients in the current generation."""
     server: str = ""
-    """Public half of the coordinator's own key; at Restarting, of the next one."""
+    """Public half of the coordinator's own key. In stage Restarting, the public half of its next key."""
     admin_admitted: bool = True
     """Whether the admin port accepts this operator's admin key."""
     has_trainer: bool = False
-    """Whether there is a pair for a trainer."""
+    """Whether there is a key pair for a trainer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApplyRejection:
-    """The API server's last error for the apply of a child."""
+    """The API server's last rejection of an apply to a child."""
 
     hash: str
     """Hash of the rejected manifest (`ApplyChild.hash`)."""
     code: int
-    """HTTP status."""
+    """HTTP status of the rejection."""
     message: str
     at: datetime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A conflict with another program over a child: each overwrites the changes of the other."""
+    """A conflict with another program over a child, in which each overwrites the changes of the other."""
 
     uid: str
     hash: str
     """Hash of the manifest that the operator applies."""
     replicas: int
-    """Its replicas, of a StatefulSet."""
+    """Replicas in the manifest of a StatefulSet."""
     opponent: str
     """Field manager of the other program; empty if unknown."""
     retry_in: float
@@ -315,52 +336,58 @@ class World:
     now: datetime
     """Current time in UTC, with a time zone."""
     new_operation_id: str
-    """A new random id, used if this decision starts an operation."""
+    """A new random id, which is used if this decision starts an operation."""
     term: int = 1
-    """Term of this leader: number of the Lease's acquisition. The same for all resources."""
+    """Term of this leader, the number of the Lease's acquisition. All resources have the same term."""
     children: Mapping[ChildRef, ChildView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     coordinator: CoordinatorSnapshot = UNREACHABLE
     keys: KeysView | None = None
-    """None without security, or before the Secret exists."""
+    """The keys of the resource; None without security, or before the Secret exists."""
     rejections: Mapping[ChildRef, ApplyRejection] = field(default_factory=dict)
     vetted: Mapping[ChildRef, str] = field(default_factory=dict)
-    """Hash of the manifest of each child that the API server last accepted in a dry run of this process."""
+    """For each child, the hash of the manifest that the API server last accepted in a dry run of this process."""
     failed_creations: Mapping[str, str] = field(default_factory=dict)
-    """Why the pods of a StatefulSet cannot be created: the message of its last Event, by its name."""
+    """For each StatefulSet, why its pods cannot be created, from the message of its last Event."""
     unregistered_seconds: Mapping[str, float] = field(default_factory=dict)
-    """For how long this process has observed that an engine is not registered with a coordinator that knows its
-    engines, by name of the engine."""
+    """For each engine name, how long this process has observed that the engine is not registered with a coordinator
+    that knows its engines.
+    """
     lost_nodes: Mapping[str, datetime | None] = field(default_factory=dict)
-    """Nodes of engines' pods whose deletion is overdue, which are not ready, and since when, or do not exist (None)."""
+    """Nodes with engines' pods whose deletion is overdue, if the node is not ready or does not exist. The value is the
+    time since which it is not ready, or None if it does not exist.
+    """
     download: Download | None = None
-    """Progress of the download to spec.model.cache; None if none is in progress, or if it is unknown."""
+    """Progress of the download to spec.model.cache; None if none is in progress, or if the progress is unknown."""
     loading: Loading | None = None
     """Progress of the first engine that loads, while none serves; None if it is unknown."""
     objects: Mapping[ChildRef, frozenset[str] | None] = field(default_factory=dict)
-    """The keys of the objects that pods need and that the operator does not create; None: it does not exist. ANY_KEY
-    stands for all keys: the operator may not read the object. Those that are absent were not read yet."""
+    """For each object that pods need and that the operator does not create, its keys; None if it does not exist. The
+    value ANY_KEY means that the operator may not read the object. An object that was not yet read is absent.
+    """
     contests: Mapping[ChildRef, Contest] = field(default_factory=dict)
-    """Children that another program changes as often as this operator applies them."""
+    """Children that another program changes back each time this operator applies them."""
     manager: str = ""
-    """Namespace and name of this operator's Lease, which the status names."""
+    """Namespace and name of this operator's Lease, which the resource's status names."""
     unwatched: Mapping[str, str] = field(default_factory=dict)
-    """Kinds of which the operator cannot watch the objects in the namespace, or read the keys, and why."""
+    """Kinds whose objects in the namespace the operator cannot watch, with the reasons. Also contains the keys' kind if
+    the keys cannot be read.
+    """
     isolated: bool = False
-    """Whether this operator lost many coordinators at the same time: its own network is the likely cause."""
+    """Whether this operator lost many coordinators at the same time, so that its own network is the likely cause."""
     waiting: tuple[str, str] = ("", "")
-    """Step of the last decision of this process, and what it waits for."""
+    """Step of the last decision of this process, and the condition that it waits for."""
     waiting_seconds: float = 0.0
-    """For how long that has been the same, by the monotonic clock of this process."""
+    """Time for which `waiting` has not changed, by the monotonic clock of this process."""
     may_update: bool = True
-    """Whether the operator's limit of concurrent updates allows that this resource begins one."""
+    """Whether the operator's limit of concurrent updates allows this resource to begin an update."""
 
     def component_pods(self, *components: str) -> list[PodView]:
         return [pod for pod in self.pods if pod.component in components]
 
     @property
     def downloads(self) -> bool:
-        """Whether an init container downloads the model, or waits for another pod that does."""
+        """Whether an init container downloads the model, or waits for another pod that downloads it."""
         return any(pod.fetching_at and not pod.deleting for pod in self.pods)
 
     @property
@@ -371,26 +398,36 @@ class World:
 
     @property
     def membership_known(self) -> bool:
-        """Whether the coordinator answers and knows its engines: it does not while it recovers from a restart."""
+        """Whether the coordinator answers and knows its engines.
+
+        It does not know them while it recovers from a restart.
+        """
         return self.coordinator.reachable and self.coordinator.state is not CoordinatorState.RECOVERING
 
     @property
     def fence(self) -> int:
-        """Fence of this leader's signals to this resource: its term plus the resource's offset.
+        """Fence of this leader's signals to this resource: the leader's term plus the resource's offset.
 
-        A later leader has a higher term, and the offset never decreases: it is written with the status, on the version
-        of the resource that was read, before a signal is sent. So the fences of leaders are ordered for each resource.
+        A later leader has a higher term. The offset never decreases, because it is written with the status before a
+        signal is sent, on the version of the resource that was read. The fences of successive leaders are therefore
+        ordered for each resource.
         """
         return self.term + self.fence_offset
 
     @property
     def fence_offset(self) -> int:
-        """The offset of the status, raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence."""
+        """The offset of the status.
+
+        It is raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence.
+        """
         return self._stored_offset + self._jump if self.rejected_fence is None else self._stored_offset
 
     @property
     def rejected_fence(self) -> int | None:
-        """The fence that the coordinator reports, if it is too far above this leader's to be accepted."""
+        """The fence that the coordinator reports, if it exceeds this leader's fence by too much to be accepted.
+
+        The value is None if the fence is acceptable.
+        """
         fence = self.coordinator.fence
         return fence if self._jump > MAX_FENCE_JUMP or (self._jump and fence >= MAX_FENCE) else None
 

@@ -1,1 +1,1 @@
-"""The connection to the admin port of a coordinator: status and signals."""
+"""The connection to a coordinator's admin port, for status and signals."""

@@ -1,4 +1,4 @@
-"""Resolves the address of a coordinator's admin port. Injectable for tests."""
+"""Resolves the address of a coordinator's admin port. Tests can inject another resolver."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megatron_operator.resource.names import PORT_ADMIN
 from megatron_runtime.transport.zmtp.dealer import AddressError, parse_address
 
 Resolver = Callable[[str, str, str], str | None]
-"""(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None without one."""
+"""Maps (name, namespace, cluster IP of `NAME-coordinator` or empty) to a ZeroMQ endpoint, or to None without one."""
 
 
 class AddressTemplateError(ValueError):
@@ -16,7 +16,7 @@ class AddressTemplateError(ValueError):
 
 
 def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
-    """Return the cluster IP of the Service, which needs no DNS and is reachable from nodes and pods."""
+    """Return the address with the Service's cluster IP, which needs no DNS and is reachable from nodes and pods."""
     if not cluster_ip:
         return None
     host = f"[{cluster_ip}]" if ":" in cluster_ip else cluster_ip
@@ -27,7 +27,7 @@ def template_resolver(template: str) -> Resolver:
     """Return a resolver that fills in `{name}` and `{namespace}`. Defaults: scheme `tcp://`, the admin port.
 
     Raises:
-        AddressTemplateError: another placeholder or scheme.
+        AddressTemplateError: the template has another placeholder or scheme.
     """
     try:
         template.format(name="name", namespace="namespace")

@@ -1,4 +1,4 @@
-"""Canaries: one short greedy completion by one engine, and the check of its answer."""
+"""Canaries. A canary is one short greedy completion by one engine, followed by a check of its answer."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
 MAX_TOKENS = 64
-"""A longer answer is not quoted in full."""
+"""Maximum number of tokens of an answer that a message quotes in full."""
 DEADLINE_SECONDS = 60.0
 ANY_PROMPT = (1, 2, 3, 4)
 """Token ids that every vocabulary has."""
 UNSUPPORTED = frozenset({ErrorCode.WRONG_ROLE, ErrorCode.MALFORMED})
 PASSING = frozenset({ErrorCode.UNKNOWN_PEER, ErrorCode.ENGINES_MISSING, ErrorCode.UNAVAILABLE, ErrorCode.QUEUE_FULL})
-"""The engine or the coordinator was unavailable, so there is no verdict. The canary is sent again."""
+"""Error codes of an engine or coordinator that was unavailable, so that there is no verdict. The canary is sent
+again.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
     """A prompt whose greedy continuation is the same at any precision.
 
-    The log-probability of each other token is lower by at least 3.5.
+    At each position, the log-probability of every other token is lower by at least 3.5.
     """
 
     prompt: tuple[int, ...]
@@ -48,12 +50,12 @@ KNOWN: dict[str, Expectation] = {
         tokens=(216, 40, 28, 216),
     ),
 }
-"""By `--model`."""
+"""Expectations by the value of `--model`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentCanary:
-    """A canary that was sent."""
+    """A canary that was sent to an engine."""
 
     uid: bytes
     asked: AskCanary
@@ -66,7 +68,7 @@ def new_canary(asked: AskCanary, *, now: float) -> SentCanary:
 
 
 def frames_of(canary: SentCanary) -> list[bytes]:
-    """Return SUBMIT, pinned to the engine."""
+    """Return the frames of the canary's SUBMIT message, which pins the request to the engine."""
     known = KNOWN.get(canary.asked.model)
     prompt = np.asarray(known.prompt if known else ANY_PROMPT, dtype="<i4").tobytes()
     meta = RequestMeta(deadline_ms=int(DEADLINE_SECONDS * 1000), engine=canary.asked.engine)
@@ -75,7 +77,7 @@ def frames_of(canary: SentCanary) -> list[bytes]:
 
 
 def judge(canary: SentCanary, answer: Final | Error) -> CanaryReport | None:
-    """Return the verdict on the engine; None if its answer does not allow a verdict."""
+    """Return the verdict on the engine, or None if the answer allows no verdict."""
     revision = canary.asked.revision
     if isinstance(answer, Error):
         if answer.code in PASSING:
@@ -117,7 +119,7 @@ def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, cause: o
 
 
 class CanaryBook:
-    """The canaries of one link: the unanswered canaries, and the last verdict for each engine."""
+    """The canaries of one link. Has the unanswered canaries, and the last verdict for each engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -125,7 +127,10 @@ class CanaryBook:
         self.reports: dict[str, CanaryReport] = {}
 
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
-        """Send a canary, unless a canary to this engine and revision is unanswered. Return False if none was sent."""
+        """Send a canary, unless the same canary to this engine is unanswered.
+
+        Return False if the canary could not be sent.
+        """
         waiting = self._waiting.get(asked.engine)
         if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
             return True
@@ -136,9 +141,9 @@ class CanaryBook:
         return True
 
     def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
-        """Handle an answer. Return whether there is a verdict.
+        """Handle an answer. Return whether it led to a verdict.
 
-        uid: None for an ERROR without a uid, with which a coordinator that does not support canaries rejects them.
+        uid: None for an ERROR without a uid, by which a coordinator that does not support canaries rejects them.
         """
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
         if engine is None:

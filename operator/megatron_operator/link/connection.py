@@ -1,10 +1,11 @@
-"""One connection to the admin port of one coordinator, kept for the life of its resource.
+"""One connection to the admin port of one coordinator, kept for the lifetime of its resource.
 
-It polls STATUS, sends the signals that a pass decides on, and calls `on_change` for everything that needs a decision:
-coordinator reached or lost, status changed, signal answered. It takes no decision itself.
+The link polls STATUS, sends the signals that a pass decides on, and calls `on_change` for everything that needs a
+decision: the coordinator was reached or lost, its status changed, or it answered a signal. The link itself decides
+nothing.
 
-The coordinator may run any image. What it sends is bounded in bytes and in number, and is dropped if it is malformed.
-Nothing blocks: a signal is passed to the socket or rejected at once, and it is never sent again by the link itself.
+The coordinator may run any image. The link limits the size and number of its messages, and drops malformed messages.
+Nothing blocks. A signal is passed to the socket or rejected immediately, and the link never sends a signal again.
 """
 
 from __future__ import annotations
@@ -46,17 +47,19 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 PEER_NAME = "megatron-operator"
-"""Name that all operators use, so that the HELLO of a new leader replaces the registration of the old one."""
+"""Name that all operators use in HELLO, so that a new leader's registration replaces the old leader's."""
 DEFAULT_SIGNAL_SECONDS = 60.0
 MAX_MESSAGES_A_SECOND = 500
 MAX_BYTES_A_SECOND = 8 << 20
-"""A coordinator that sends more is disconnected for `flood_pause`, because reading it would delay other resources."""
+"""Limit of received bytes per second. A coordinator that sends more is disconnected for `flood_pause`, because reading
+the data would delay other resources.
+"""
 REMEMBERED_REJECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class LinkTimings:
-    """Seconds."""
+    """The timings of a link, in seconds."""
 
     hello_retry: float = 0.5
     """Interval of HELLO messages until the coordinator answers."""
@@ -65,21 +68,24 @@ class LinkTimings:
     status_interval_busy: float = 0.5
     """Interval of STATUS messages while a signal is unanswered or a change is expected."""
     answer_timeout: float = 3.0
-    """Without an answer to STATUS for this long the coordinator is lost, and a new socket is opened."""
+    """Time without an answer to STATUS after which the coordinator is lost and a new socket is opened."""
     refresh_timeout: float = 3.0
-    """The longest time that a pass waits for a new STATUS. The end of its connection shows that a coordinator is dead;
-    waiting for one that is only busy keeps the status stable on a loaded machine."""
+    """Maximum time that a pass waits for a new STATUS. The end of its connection shows that a coordinator is dead. If
+    the coordinator is only busy, waiting for it keeps the status stable on a loaded machine.
+    """
     first_contact: float = 3.0
-    """The longest time that a pass waits for an expected connection, counted from the assignment of the address."""
+    """Maximum time that a pass waits for an expected connection, counted from the assignment of the address."""
     other_key: float = 1.0
-    """A connection that is not established in this time is tried with the coordinator's other key or address, if there
-    is one."""
+    """Time in which a connection must be established. Otherwise the coordinator's other key or address is tried, if
+    there is one.
+    """
     silence: float = 3.0
-    """Without any message for this long the coordinator is lost, and a new socket is opened, to the other coordinator
-    of a pair. Coordinators send heartbeats every 0.5 s, so this is noticed before the next STATUS is unanswered.
-    Longer than `status_interval`."""
+    """Time without any message after which the coordinator is lost, and a new socket is opened, to the other
+    coordinator of a pair. Coordinators send heartbeats every 0.5 s, so a loss is detected before the next STATUS is
+    unanswered. It is longer than `status_interval`.
+    """
     ack_margin: float = 5.0
-    """Added to the deadline of a signal before it counts as unanswered."""
+    """Time that is added to the deadline of a signal before it counts as unanswered."""
     flood_pause: float = 10.0
     """Time without a connection to a coordinator that sent too much."""
 
@@ -88,7 +94,9 @@ class LinkTimings:
 class _InFlight:
     until: float
     asked: int
-    """Number of STATUS messages sent before the signal. The answer to a later one reports the signal, if it arrived."""
+    """Number of STATUS messages that were sent before the signal. If the signal arrived, the answers to later STATUS
+    messages report it.
+    """
 
 
 class CoordinatorLink:
@@ -110,7 +118,9 @@ class CoordinatorLink:
         self._task: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
         self._lost_at: float | None = None
-        """When the registration was lost without a cause on this side; None while registered and before."""
+        """Time when the registration was lost without a cause on this side; None while registered, and before the first
+        registration.
+        """
         self._answered = asyncio.Event()
         self._asked = 0
         self._answers = 0
@@ -120,17 +130,17 @@ class CoordinatorLink:
         self._in_flight: dict[str, _InFlight] = {}
         self._rejections: OrderedDict[str, OperationReport] = OrderedDict()
         self._busy_at: float | None = None
-        """When a request was last reported; None before the first answer."""
+        """Time when a request was last reported; None before the first answer."""
         self._known_at = clock()
-        """When the last message of a coordinator arrived that knew its engines; before the first, the creation."""
+        """Time of the last message from a coordinator that knew its engines. Before the first, the time of creation."""
         self._canaries = CanaryBook(clock)
         self._error = "no address yet"
         self._pointed_at = 0.0
         self._expected = False
         self._fault = ""
-        """The error of the last message that could not be read."""
+        """The error of the last message that could not be parsed."""
         self._second = (0.0, 0, 0)
-        """Received in the current second: its start, messages, bytes."""
+        """Data received in the current second: start of the second, number of messages, bytes."""
 
     @property
     def _address(self) -> str:
@@ -138,8 +148,9 @@ class CoordinatorLink:
         return "" if self._link is None else self._link.address
 
     def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
-        """Connect to the coordinator at the first address, or at another address while the first is silent or on
-        standby.
+        """Connect to the coordinator at the first address.
+
+        While it is silent or on standby, connect to another address.
 
         Without addresses, disconnect. Does nothing if both arguments are the same as in the last call.
         """
@@ -170,7 +181,7 @@ class CoordinatorLink:
             self._task = asyncio.create_task(self._poll(), name=f"link {addresses[0]}")
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the link. This method is idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
@@ -179,7 +190,7 @@ class CoordinatorLink:
 
     @property
     def snapshot(self) -> CoordinatorSnapshot:
-        """The last report of the coordinator, or the snapshot of an unreachable coordinator."""
+        """The last report of the coordinator. If the coordinator is unreachable, a snapshot that reports this."""
         if self._reply is None or not self._registered.is_set():
             lost = None if self._lost_at is None else self._clock() - self._lost_at
             return replace(self._unreachable(self._error), lost_seconds=lost)
@@ -205,15 +216,18 @@ class CoordinatorLink:
         return self._reply is not None and self._reply.state is not CoordinatorState.RECOVERING
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
-        """Return a snapshot that is not older than this call; unreachable if there is no answer in time.
+        """Return a snapshot that is not older than this call.
 
-        expected: the coordinator should be there. Waits for a connection that has just begun, so that a coordinator is
-                  not reported unreachable only because it, or this operator, has just started.
+        It reports an unreachable coordinator if no answer is in time.
+
+        expected: the coordinator should be reachable. The call then waits for a connection that has just begun. A
+            coordinator
+            is therefore not reported unreachable only because it, or this operator, has just started.
         """
         came_up, self._expected = expected and not self._expected, expected
         if expected and not self._registered.is_set():
             if came_up and self._link is not None:
-                # A new socket connects at once; the old one may wait for its next try.
+                # A new socket connects immediately, but the old one may wait for its next attempt.
                 self._link.reopen(f"connecting to {self._address}")
                 self._pointed_at = self._clock()
             await self._first_contact()
@@ -234,18 +248,18 @@ class CoordinatorLink:
             return
 
     def expect_change(self, expected: bool) -> None:
-        """Poll faster while the resource waits for a change that its coordinator reports first."""
+        """Poll faster while the resource waits for a change that the coordinator will report first."""
         if expected and not self._expects_change:
             self._nudge.set()
         self._expects_change = expected
 
     def awaits(self, operation_id: str) -> bool:
-        """Return whether this signal was sent and its answer may still come."""
+        """Return whether this signal was sent and its answer can still arrive."""
         waiting = self._in_flight.get(operation_id)
         return waiting is not None and waiting.until > self._clock()
 
     def signal(self, signal: Signal) -> bool:
-        """Send a signal, unless it is unanswered. Return False without a connection.
+        """Send a signal, unless the same signal is unanswered. Return False without a connection.
 
         The caller has checked its leadership. A signal is never queued for a later connection.
         """
@@ -272,9 +286,7 @@ class CoordinatorLink:
         return True
 
     def ask_canary(self, asked: AskCanary) -> bool:
-        """Send a canary, unless a canary to this engine and revision is unanswered. Return False if not
-        connected.
-        """
+        """Send a canary, unless the same canary to this engine is unanswered. Return False without a connection."""
         return self._registered.is_set() and self._canaries.ask(asked, self._send)
 
     # --- the connection -------------------------------------------------------------------------------------------
@@ -289,7 +301,10 @@ class CoordinatorLink:
         keys: PeerKeys | None,
         **_: object,
     ) -> Dealer:
-        """Open a DEALER with bounded memory. It sends on an open connection only: no signal is delivered later."""
+        """Open a DEALER socket with bounded memory.
+
+        It sends only on an open connection, so that no signal arrives late.
+        """
         receive = partial(self._receive, on_message)
         return Dealer(address, receive, on_open=on_open, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
 
@@ -300,7 +315,10 @@ class CoordinatorLink:
         self._forget_registration(error)
 
     def _forget_registration(self, error: str) -> None:
-        """Forget unanswered messages of the old connection. A repeated signal joins its operation by its id."""
+        """Forget the unanswered messages of the old connection.
+
+        A repeated signal joins its operation through its id.
+        """
         was = self._registered.is_set()
         self._registered.clear()
         self._reply = None
@@ -318,7 +336,7 @@ class CoordinatorLink:
         return self._link is not None and self._registered.is_set() and self._link.send(frames)
 
     def _receive(self, on_message: Callable[[Frames], None], frames: Frames) -> None:
-        """Count a message, and disconnect from a coordinator that sends too much."""
+        """Count a message and pass it on. Disconnect from a coordinator that sends too many messages."""
         if self._link is None:
             return
         begin, messages, size = self._second
@@ -335,7 +353,7 @@ class CoordinatorLink:
         logger.warning("coordinator disconnected", extra={"address": self._address, "error": self._fault})
         self._link.reopen(self._no_answer(), after_seconds=self._timings.flood_pause)
         self._error = self._no_answer()
-        self._lost_at = None  # it is alive
+        self._lost_at = None  # the coordinator is alive
 
     def _no_answer(self) -> str:
         fault = f"; what it sends cannot be read: {self._fault}" if self._fault else ""
@@ -349,7 +367,7 @@ class CoordinatorLink:
             await self._poll_once()
 
     async def _poll_once(self) -> None:
-        """Send one STATUS, then pause; a signal ends the pause."""
+        """Send one STATUS, then pause. A signal ends the pause."""
         if not await self._ask(self._timings.answer_timeout):
             if self._registered.is_set() and self._link is not None:
                 self._link.move(self._no_answer())
@@ -367,7 +385,10 @@ class CoordinatorLink:
             return
 
     async def _ask(self, timeout: float) -> bool:
-        """Send STATUS and wait for its answer. The coordinator answers in the order of the requests."""
+        """Send STATUS and wait for its answer.
+
+        The coordinator answers requests in the order in which it receives them.
+        """
         if not self._send(Status().to_frames()):
             return False
         self._asked += 1
@@ -384,7 +405,7 @@ class CoordinatorLink:
         return True
 
     def _drop(self, operation_ids: list[str]) -> None:
-        """Stop awaiting these signals, so that they may be sent again."""
+        """Stop waiting for the answers to these signals, so that they can be sent again."""
         for operation_id in operation_ids:
             del self._in_flight[operation_id]
         if operation_ids:
@@ -438,7 +459,7 @@ class CoordinatorLink:
             self._busy_at = self._clock()
         self._answers = min(self._answers + 1, self._asked)
         self._answered.set()
-        # A signal that was sent before the STATUS, and is not in its answer, was lost.
+        # A signal that was sent before the STATUS and is not in the answer was lost.
         known = {operation.operation_id for operation in reply.operations}
         sent = self._in_flight.items()
         self._drop([key for key, waiting in sent if self._answers > waiting.asked and key not in known])

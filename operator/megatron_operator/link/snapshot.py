@@ -1,7 +1,7 @@
 """Converts a coordinator's answers to the snapshot that decisions use.
 
-A coordinator may run any image. Its texts are shortened and unprintable characters escaped before they reach a status,
-a log or a terminal.
+A coordinator may run any image. Its texts are therefore shortened, and unprintable characters are escaped, before the
+texts reach a status, a log or a terminal.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def snapshot_of(
     idle_seconds: float = 0.0,
     unknown_seconds: float = 0.0,
 ) -> CoordinatorSnapshot:
-    """Return the snapshot of STATUS_REPLY.
+    """Return the snapshot that a STATUS_REPLY describes.
 
-    rejections: signals that the coordinator rejected at once and may not remember; operations in `reply` take
+    rejections: signals that the coordinator rejected immediately and may not remember; operations in `reply` take
                 precedence.
     canaries, idle_seconds, unknown_seconds: measured by the link.
     """
@@ -82,8 +82,8 @@ def printable(text: str, maximum: int) -> str:
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     """Return the part of a snapshot whose change wakes a task.
 
-    It leaves out counts that change with every request, but includes whether a request waits while the engines are
-    suspended.
+    The result leaves out counts that change with every request. It includes whether a request waits while the engines
+    are suspended.
     """
     engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
     waits = snapshot.queue_length > 0 and snapshot.state is CoordinatorState.SUSPENDED

@@ -1,1 +1,4 @@
-"""Pure manifest builders, one module per child kind: (resource, settings) -> manifest."""
+"""Pure functions that build manifests, with one module per child kind.
+
+Each function maps a resource and settings to a manifest.
+"""

@@ -1,6 +1,6 @@
-"""Names that the profile `restricted` of the pod policy allows: variables, labels and annotations, each with a reason.
+"""The variables, labels and annotations that the profile `restricted` of the pod policy allows, each with a reason.
 
-`pod_policy.py` applies them. A chart value adds further names.
+`pod_policy.py` applies these names. A chart value adds further names.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Names of one kind that the profile `restricted` allows, and why."""
+    """A group of names of one kind that the profile `restricted` allows, with the reason."""
 
     reason: str
     names: tuple[str, ...]
     """A name that ends in `*` matches every name with that prefix."""
     value: str | None = None
-    """Pattern of the values; a variable then has its value in the spec. None: any value."""
+    """Pattern that the value must match; the variable must then have its value in the spec. None allows any value."""
 
 
 def _group(reason: str, names: str, *, prefix: str = "", value: str | None = None) -> Group:
@@ -200,4 +200,6 @@ ANNOTATIONS: dict[str, Group] = {
 }
 """Annotations of pods, Services and Ingresses that configure no other component."""
 LABELS: dict[str, Group] = {name: ANNOTATIONS[name] for name in ("No mesh", "Schedulers")}
-"""Labels of pods. A Service could select by any other key, and `app.kubernetes.io/…` stays as rendered."""
+"""Labels of pods. Other keys are not allowed because a Service could select by them, and `app.kubernetes.io/…` stays as
+rendered.
+"""

@@ -1,7 +1,7 @@
-"""Pod `NAME-check-REVISION`: `megatron engine --check` with the settings of a new revision.
+"""The pod `NAME-check-REVISION`, which runs `megatron engine --check` with the settings of a new revision.
 
-It reads the metadata of the model and validates the settings, before any engine is drained for the revision. It loads
-no weights and needs no GPU.
+The pod reads the metadata of the model and validates the settings before any engine is drained for the revision. It
+loads no weights and needs no GPU.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron_operator.resource.names import CHECK, ENGINE, LABEL_COMPONENT, LAB
 
 _REQUESTS = {"cpu": "100m", "memory": "256Mi"}
 _MEMORY_LIMIT = "4Gi"
-"""Limit of the pod, unless engines have a lower one. vLLM takes 2 GiB to import."""
+"""Memory limit of the pod, unless engines have a lower limit. Importing vLLM takes 2 GiB."""
 _GRACE_SECONDS = 5
 _POD_FIELDS_OF_ENGINES = frozenset(
     {"affinity", "containers", "initContainers", "resourceClaims", "resources", "topologySpreadConstraints"}
 )
-"""Fields that are not copied from the template as they are."""
+"""Fields that are not copied unchanged from the template of engines."""
 _CONTAINER_FIELDS_OF_ENGINES = frozenset(
     {"lifecycle", "livenessProbe", "ports", "readinessProbe", "resizePolicy", "resources", "startupProbe"}
 )
@@ -41,9 +41,9 @@ def check_pod_name(ctx: RenderContext, revision: str) -> str:
 def check_pod(ctx: RenderContext) -> Manifest:
     """Return the pod that checks the engines of the spec.
 
-    It has the image, environment, volumes, node selection, security context and init containers of an engine's pod. It
-    has no GPUs and no rules about other pods, because engines occupy the nodes that it needs. A claim that belongs to
-    one engine may be mounted on another node, so the check has an empty volume instead.
+    The pod has the image, environment, volumes, node selection, security context and init containers of an engine's
+    pod. It requests no GPUs and has no affinity to other pods, because engines occupy the nodes that it needs. A claim
+    that belongs to one engine may be mounted on another node, so the check has an empty volume instead.
 
     Raises:
         RenderError: the spec cannot be rendered.
@@ -80,7 +80,7 @@ def check_pod(ctx: RenderContext) -> Manifest:
 def _grouping_keys(ctx: RenderContext) -> set[str]:
     """Return the labels and annotations that group the pods of an engine, and that the check's pod must not have.
 
-    These are labels of Kueue, whose queue may have quota for GPUs only, and texts that contain a placeholder.
+    These are labels of Kueue, whose queue may have quota only for GPUs, and labels or annotations with a placeholder.
     """
     metadata = (ctx.spec.engine.pod_template or {}).get("metadata") or {}
     found = [*(metadata.get("labels") or {}).items(), *(metadata.get("annotations") or {}).items()]
@@ -96,7 +96,7 @@ def _container(engine: Mapping[str, Any]) -> dict[str, Any]:
     requested = min(_REQUESTS["memory"], memory, key=quantity_bytes)
     # A quota may demand a limit of CPUs, and the number of threads is read from it.
     cpus = {"cpu": limits["cpu"]} if "cpu" in limits else {}
-    # The check sees no GPU. It must know that engines do; vLLM's image decides on the kind of device.
+    # The check has no GPU, but must know that engines have GPUs. vLLM's image determines the kind of device.
     has_device = {"--device", "--backend"} & {*engine["args"]}
     device = ["--device", "cuda"] if _has_accelerator(resources) and not has_device else []
     return {

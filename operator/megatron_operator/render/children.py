@@ -1,4 +1,6 @@
-"""Builds all children that the engines of a resource share, including the Services, in the order of application."""
+"""Builds all children that the engines of a resource share, including Services, in the order in which they are
+applied.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from megatron_operator.resource.names import (
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
-    """Return the shared children that have no pods and can always be rendered, except the keys."""
+    """Return the shared children, except the keys, that have no pods and can always be rendered."""
     standby = [coordinator_service(ctx, STANDBY)] if ctx.has_standby else []
     return [
         service_account(ctx),
@@ -36,7 +38,7 @@ def plain_children(ctx: RenderContext) -> list[Manifest]:
 
 
 def other_children(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
-    """Return the builders of the other shared children, by name. They raise RenderError."""
+    """Return the builders of the other shared children, by name. The builders raise RenderError."""
     standby = {ctx.standby_name: lambda: coordinator_deployment(ctx, STANDBY)} if ctx.has_standby else {}
     return {
         **front_door(ctx),
@@ -51,7 +53,7 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
-    """Return the children of a running resource, including all engines, except the keys."""
+    """Return all children of a running resource, including all engines but not the keys."""
     children = [*plain_children(ctx), *(build() for build in other_children(ctx).values()), revision_child(ctx)]
     for each in map(ctx.of_role, ctx.roles):
         for index in range(ctx.spec.engines_of(each.role)):
@@ -70,7 +72,10 @@ def coordinator_service(ctx: RenderContext, component: str = COORDINATOR) -> Man
 
 
 def engine_service(ctx: RenderContext, index: int) -> Manifest:
-    """Return the headless Service of an engine's ranks, which must resolve each other before any of them is ready."""
+    """Return the headless Service of an engine's ranks.
+
+    The ranks must resolve each other before any of them is ready.
+    """
     name = ctx.engine_name(index)
     spec = {
         "clusterIP": "None",

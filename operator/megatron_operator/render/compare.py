@@ -1,4 +1,6 @@
-"""Compares two specs and their renderings: changed fields of the spec and of each child, and engines that restart."""
+"""Compares two specs and their renderings: the fields that change in the spec and each child, and engines that
+restart.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ _DERIVED_FLAGS = ("--revision", "--model-hash")
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One child that a change of the spec creates, changes or deletes."""
+    """A child that a change of the spec creates, changes or deletes."""
 
     verb: str
     """`create`, `change` or `delete`."""
@@ -38,7 +40,7 @@ class Change:
     field: str = ""
     """The first field that differs, as `path: old -> new`."""
     restarts: bool = False
-    """Whether its pods are replaced."""
+    """Whether the child's pods are replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +55,9 @@ class Preview:
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Return each field whose value differs, depth first and in the manifest's order.
+    """Yield each field whose value differs, depth first and in the manifest's order.
 
-    If one side lacks a section, return the fields of the section.
+    If one side lacks a section, yield the fields of the section.
     """
     if isinstance(old, Mapping | None) and isinstance(new, Mapping | None) and (old or new):
         before, after = old or {}, new or {}
@@ -77,7 +79,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> Iterator[str]:
-    """Compare command lines flag by flag. Flags with hashes are ignored, because the hashes are derived."""
+    """Compare command lines flag by flag. Flags whose values are hashes are ignored, because hashes are derived."""
     left, right = _parsed(old), _parsed(new)
     for flag in [*left, *(flag for flag in right if flag not in left)]:
         if flag not in _DERIVED_FLAGS and left.get(flag) != right.get(flag):
@@ -85,7 +87,7 @@ def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> Iterator[str]:
 
 
 def _parsed(args: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each flag, which may be repeated."""
+    """Return the values of each flag. A flag can be repeated."""
     found: dict[str, list[str]] = {}
     flag = ""
     for arg in args:
@@ -98,7 +100,7 @@ def _parsed(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _values(values: list[str] | None) -> str:
-    """Return all values of a flag; "set" for a flag without a value."""
+    """Return all values of a flag as text. The text is "set" for a flag without a value."""
     if values is None:
         return _short(None)
     return ", ".join(map(_short, values)) or "set"
@@ -112,8 +114,8 @@ def _short(value: Any) -> str:
 def _by_name(ctx: RenderContext | None) -> dict[str, Manifest]:
     """Return the children by kind and name.
 
-    Records of revisions are left out, because they differ exactly if the engines do. The name of the configuration is
-    without its hash.
+    Records of revisions are left out, because they differ only if the engines differ. The name of the ConfigMap has its
+    hash removed.
     """
     if ctx is None:
         return {}
@@ -142,7 +144,9 @@ def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | N
 
 
 def preview(old: RenderContext | None, new: RenderContext) -> Preview:
-    """Return the effect of a change from `old` (None: nothing exists) to `new`, while the resource runs.
+    """Return the effect of a change from `old` to `new` while the resource runs.
+
+    `old` is None if no resource exists.
 
     Raises:
         RenderError: one of the two specs cannot be rendered.

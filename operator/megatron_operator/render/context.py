@@ -38,7 +38,7 @@ Manifest = dict[str, Any]
 T = TypeVar("T")
 
 MODEL_CACHE = "model-cache"
-"""Volume of spec.model.cache."""
+"""Name of the volume for spec.model.cache."""
 
 PORT_HUB = 443
 PORT_PLAIN_HTTP = 80
@@ -47,33 +47,33 @@ PORTS_DNS = (53, 5353)
 
 
 class RenderError(ValueError):
-    """A spec that cannot be rendered; the message names the field, the value and the remedy."""
+    """The spec cannot be rendered. The message names the field, the value and the remedy."""
 
     reason: ClassVar[Reason]
-    """Reason of the conditions of the resource."""
+    """Reason of the resource's conditions."""
 
 
 class InvalidPodTemplate(RenderError):
-    """A podTemplate that cannot be merged."""
+    """The podTemplate cannot be merged."""
 
     reason = Reason.INVALID_POD_TEMPLATE
 
 
 class NotAllowed(RenderError):
-    """A spec that the operator's pod policy does not allow."""
+    """The operator's pod policy does not allow the spec."""
 
     reason = Reason.NOT_ALLOWED
 
 
 class UnsupportedByBackend(RenderError):
-    """A spec that the backend of the engines cannot run."""
+    """The backend of the engines cannot run the spec."""
 
     reason = Reason.UNSUPPORTED_BY_BACKEND
 
 
 @dataclass(frozen=True, slots=True)
 class RenderContext:
-    """The part of a resource on which its children depend."""
+    """The facts about a resource on which its children depend."""
 
     name: str
     namespace: str
@@ -81,20 +81,20 @@ class RenderContext:
     spec: MegatronInferenceSpec
     settings: Settings
     server_key: int = 1
-    """Generation of the coordinator's own key. The coordinator reads it at its start, so a new one restarts it."""
+    """Generation of the coordinator's own key. The coordinator reads the key at its start, so a new key restarts it."""
     former_scheme: str = ""
-    """Scheme of servers of an earlier spec that still exist, if they have another one."""
+    """Scheme of servers that still exist from an earlier spec, if it differs from the scheme of the spec."""
     former_downloads: bool = False
     """Whether pods of an earlier revision of the engines may download their model."""
     role: str = DECODE
-    """Role of the engines that are rendered. Engines of a spec without roles are rendered like decode engines."""
+    """Role of the engines that are rendered. Engines of a spec without roles are rendered as decode engines."""
     resource: RenderContext | None = field(default=None, repr=False, compare=False)
-    """The context from which `of_role` made this one, with the spec as it is stored."""
+    """The context from which `of_role` made this context, with the spec as it is stored."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     """Cache of `once` and `of_role`."""
 
     def of_role(self, role: str) -> RenderContext:
-        """Return the context of the engines of a role: the spec has the overrides of the role."""
+        """Return the context of the engines of a role, in which the spec has the overrides of the role."""
         whole = self.resource or self
         if role == DECODE and whole.spec.engine.roles is None:
             return whole
@@ -148,7 +148,7 @@ class RenderContext:
         return f"{self.name}-prefill"
 
     def engine_name(self, index: int) -> str:
-        """Return the name of an engine of the role of this context."""
+        """Return the name of the engine with this index and the role of this context."""
         return f"{self.name}-engine-{index}" if self.role == DECODE else f"{self.prefill_name}-{index}"
 
     @property
@@ -157,7 +157,7 @@ class RenderContext:
 
     @property
     def scheme(self) -> str:
-        """Scheme of the servers, and name of their port."""
+        """Scheme of the servers (`http` or `https`), which is also the name of their port."""
         return "http" if self.spec.server.tls is None else "https"
 
     @property
@@ -170,18 +170,18 @@ class RenderContext:
 
 
 def release_annotations(ctx: RenderContext, inputs: Any) -> dict[str, str]:
-    """Return the annotations of a Deployment that record its release and the fields of the spec in its pod template.
+    """Return the annotations of a Deployment that record its release and the spec fields that its pod template uses.
 
-    An operator of another release renders the template differently. It must know whether the spec has changed, too.
+    An operator of another release renders the template differently, but must also know whether the spec has changed.
 
-    inputs: the fields, without those that have their defaults: a later operator may have further ones.
+    inputs: the fields, without fields that have their defaults, because a later operator may have further fields.
     """
     release = Release.of(ctx.settings, ctx.spec.engine.backend)
     return {ANNOTATION_RELEASE: release.to_annotation(), ANNOTATION_INPUTS: digest([ctx.settings.security, inputs])}
 
 
 def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:
-    """Cache the result of `work` in the context, because many children have the same parts."""
+    """Cache the result of `work` in the context, because many children share the same parts."""
 
     @wraps(work)
     def worked_out(ctx: RenderContext) -> T:
@@ -206,9 +206,9 @@ def pods_of(ctx: RenderContext, *components: str) -> dict[str, Any]:
 
 
 def decode_pods(ctx: RenderContext) -> dict[str, Any]:
-    """Return the label selector of the pods of engines that spec.replicas counts.
+    """Return the label selector of the pods of the engines that spec.replicas counts.
 
-    Pods that were created before the spec had roles have no label with a role.
+    Pods that were created before the spec had roles have no role label.
     """
     others: dict[str, Any] = {"matchLabels": selector(ctx, ENGINE)}
     if PREFILL in ctx.roles:
@@ -230,15 +230,17 @@ def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
 
 
 def scale_selector(ctx: RenderContext) -> str:
-    """Selector of the scale subresource: one pod of each engine that spec.replicas counts. The API server does not
-    accept != in it."""
+    """Return the selector of the scale subresource, which matches one pod of each engine that spec.replicas counts.
+
+    The API server does not accept != in this selector.
+    """
     wanted = {**selector(ctx, ENGINE), LABEL_POD_INDEX: "0"}
     parts = [f"{key}={value}" for key, value in sorted(wanted.items())]
     return ",".join([*parts, *([f"{LABEL_ROLE} notin ({PREFILL})"] if PREFILL in ctx.roles else [])])
 
 
 def owner_reference(ctx: RenderContext) -> dict[str, Any]:
-    """Return the reference of a child to its resource."""
+    """Return the owner reference from a child to its resource."""
     return {
         "apiVersion": API_VERSION,
         "kind": KIND,
@@ -252,7 +254,7 @@ def owner_reference(ctx: RenderContext) -> dict[str, Any]:
 def child(
     ctx: RenderContext, kind: str, name: str, *, api_version: str = "v1", component: str | None = None, **body: Any
 ) -> Manifest:
-    """Return the base of a child: identity, labels, and an owner reference that never blocks a deletion."""
+    """Return the base of a child. It has identity, labels, and an owner reference that never blocks a deletion."""
     return {
         "apiVersion": api_version,
         "kind": kind,
@@ -271,22 +273,25 @@ THREADS_ARGUMENT = "$(MEGATRON_THREADS)"
 
 
 def literal_args(args: Sequence[str]) -> list[str]:
-    """Escape container arguments so that the kubelet passes them on unchanged.
+    """Return container arguments escaped so that the kubelet passes them on unchanged.
 
-    Otherwise it replaces `$(NAME)` by a variable, whose value may come from a Secret and be quoted in an error.
+    Without escaping, the kubelet replaces `$(NAME)` by a variable. Its value may come from a Secret and be quoted in an
+    error.
     """
     return [arg if arg == THREADS_ARGUMENT else arg.replace("$", "$$") for arg in args]
 
 
 def digest(value: Any, *, length: int = 10) -> str:
-    """Return a short hash of plain data, the same in every process."""
+    """Return a short hash of plain data. The hash is the same in every process."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()[:length]
 
 
 def seal(manifest: Manifest) -> Manifest:
-    """Return the manifest with its hash as an annotation. The hash excludes the replicas of a StatefulSet, which follow
-    the lifecycle, not the spec."""
+    """Return the manifest with its hash as an annotation.
+
+    The hash excludes the replicas of a StatefulSet, which follow the lifecycle instead of the spec.
+    """
     hashed = manifest
     if manifest["kind"] == "StatefulSet":
         hashed = {**manifest, "spec": {key: value for key, value in manifest["spec"].items() if key != "replicas"}}

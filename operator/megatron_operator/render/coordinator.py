@@ -1,8 +1,8 @@
-"""Deployment `NAME-coordinator`: the process that routes requests, journals them and confirms verbs.
+"""Deployment `NAME-coordinator`, whose process routes requests, journals them and confirms verbs.
 
-With `replicas: 2` there is a second one, `NAME-standby`, with a Service of its own. The two are equal: each is the
-other's standby. When the node of the only coordinator is lost, its pod is replaced on another node (see
-`decision/losses.py`).
+With `replicas: 2` there is a second Deployment, `NAME-standby`, with its own Service. The two coordinators are equal,
+and each is the standby of the other. If the node of the only coordinator is lost, the operator replaces its pod on
+another node (see `decision/losses.py`).
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from megatron_operator.resource.names import (
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
 PORTS = (("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH))
 MEMORY_LIMIT = "4Gi"
-"""Open requests use at most 1 GiB (`journal_bytes`); send and receive buffers use as much again."""
+"""Memory limit. Open requests use at most 1 GiB (`journal_bytes`), and send and receive buffers use as much again."""
 GRACE_SECONDS = 15
-"""It exits when no request is open, or 5 s after SIGTERM."""
+"""Grace period. The coordinator exits when no request is open, or 5 s after SIGTERM."""
 TOLERATION_SECONDS = 5
 """Time after which Kubernetes evicts the pod from a node that it considers lost; 300 s by default."""
 NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 def _other_host(ctx: RenderContext, component: str) -> str | None:
-    """Return the host of the other coordinator of a pair."""
+    """Return the host of the other coordinator of a pair, or None without a pair."""
     other = ctx.standby_name if component == COORDINATOR else ctx.coordinator_name
     return f"{other}.{ctx.namespace}.svc" if ctx.has_standby else None
 
@@ -70,7 +70,7 @@ def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
 
 
 def lost_node_tolerations(given: list[Any]) -> list[Any]:
-    """Return these tolerations, plus the missing ones for a lost node."""
+    """Return these tolerations, plus any missing tolerations for a lost node."""
     keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
     missing = [key for key in NODE_TAINTS if key not in keys]
     effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}
@@ -81,7 +81,8 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
     """Return the Deployment of the coordinator, or of its standby if `component` is STANDBY.
 
     Raises:
-        InvalidPodTemplate, NotAllowed: the podTemplate in the spec is invalid, or not allowed.
+        InvalidPodTemplate: the podTemplate in the spec is invalid.
+        NotAllowed: the pod policy does not allow the podTemplate.
     """
     container = {
         "name": COORDINATOR,

@@ -1,12 +1,13 @@
-"""StatefulSet `NAME-engine-I`: one data-parallel engine, a pod for each group of its ranks. `NAME-prefill-I` is a
-prefill engine.
+"""StatefulSet `NAME-engine-I`, which is one data-parallel engine. It has one pod for each group of its ranks.
 
-The pods of an engine are replaced together and only by the operator (OnDelete). Nothing of `desiredState` or
-`replicas` is in the template, so no verb and no scaling ever restarts a pod.
+`NAME-prefill-I` is a prefill engine.
 
-`engine.podTemplate` may contain `$(ENGINE_INDEX)` and `$(ENGINE_NAME)`, so that a scheduler can group the pods of one
-engine, and each engine can have its own claims. The revision is the digest of the template before the
-placeholders are replaced, because it must be the same for all engines.
+The pods of an engine are replaced together, and only by the operator (OnDelete). The template does not depend on
+`desiredState` or `replicas`, so no verb and no scaling ever restarts a pod.
+
+`engine.podTemplate` may contain `$(ENGINE_INDEX)` and `$(ENGINE_NAME)`. A scheduler can then group the pods of one
+engine, and each engine can have its own claims. The revision is the digest of the template before the placeholders are
+replaced, because it must be the same for all engines.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ _PREFLIGHT_ENV = ("NODE_RANK", "NNODES", "MASTER_PORT")
 _REVISION_FLAG = "--revision"
 KUEUE = "kueue.x-k8s.io/"
 LABEL_QUEUE = f"{KUEUE}queue-name"
-"""Kueue groups the pods of a StatefulSet that has this label itself."""
+"""Label of Kueue. Kueue groups the pods of a StatefulSet with this label automatically."""
 _REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 _EVICTION = {PrefixEviction.LRU: "lru", PrefixEviction.REF_ZERO: "ref_zero"}
 INDEX_PLACEHOLDER, NAME_PLACEHOLDER = "$(ENGINE_INDEX)", "$(ENGINE_NAME)"
@@ -75,15 +76,19 @@ _CLAIM = "persistentVolumeClaim"
 _PER_ENGINE_FIELDS = frozenset(
     {"affinity", "nodeSelector", "resourceClaims", "schedulingGates", "topologySpreadConstraints"}
 )
-"""Fields of a pod in which placeholders are replaced. In containers, `$(NAME)` is a variable of the kubelet."""
+"""Fields of a pod in which placeholders are replaced. In containers, the kubelet would replace `$(NAME)` by a
+variable.
+"""
 _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
-"""NCCL logs failures, and uses any interface to other pods."""
+"""Settings of NCCL. NCCL logs failures, and uses any interface that connects to other pods."""
 
 
 def _device(ctx: RenderContext, _name: str) -> str | None:
-    """Return the value of `--device` for engines on GPUs. Without a working driver, they must exit, not use the CPU.
+    """Return the value of `--device` for engines on GPUs.
 
-    None for vLLM on other accelerators: each image of vLLM is built for one kind of device and uses no other.
+    With it, engines exit without a working driver and do not use the CPU.
+
+    Returns None for vLLM on other accelerators, because each image of vLLM is built for one kind of device.
 
     Raises:
         UnsupportedByBackend: native engines do not run on the accelerator.
@@ -104,7 +109,7 @@ def _device(ctx: RenderContext, _name: str) -> str | None:
 
 
 def _role(ctx: RenderContext) -> str | None:
-    """Return the role that engines get by their command line."""
+    """Return the role that the command line passes to engines, or None if no role is passed."""
     return ctx.role if ctx.role in ctx.roles and ctx.spec.engine.roles is not None else None
 
 
@@ -136,11 +141,11 @@ OPTIONS = (
     Option("--kv-port", lambda ctx, _: PORT_KV if _role(ctx) else None),
     *VLLM_OPTIONS,
 )
-"""Options of `megatron engine`, without its revision, which is a hash over them."""
+"""Options of `megatron engine`, except its revision, which is a hash of these options."""
 
 
 def engine_args(ctx: RenderContext, index: int) -> list[str]:
-    """Return the command line without its revision.
+    """Return the arguments of an engine's command line, without the revision.
 
     Raises:
         UnsupportedByBackend: the backend does not accept an argument of the spec.
@@ -149,9 +154,10 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
 
 
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Sequence[str] = ()) -> Manifest:
-    """Return engine `index` of the role of the context, scaled to `pods` (0, or all of `spec.pods_per_engine`).
+    """Return the StatefulSet of engine `index` in the role of the context, scaled to `pods`.
 
-    avoided: nodes that its pods do not use. They are not a part of its revision.
+    pods: 0, or all of `spec.pods_per_engine`.
+    avoided: nodes that the engine's pods do not use. They are not a part of its revision.
     """
     ctx = ctx.of_role(ctx.role)
     template = _template(ctx, index, overlay=_of_engine(ctx, index))
@@ -195,7 +201,7 @@ def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict
 
 
 def _without_nodes(affinity: Any, nodes: Sequence[str]) -> Any:
-    """Return the affinity of a pod, extended to exclude these nodes."""
+    """Return the affinity of a pod, extended by a rule that excludes these nodes."""
     near = (affinity or {}).get("nodeAffinity") or {}
     required = near.get(_REQUIRED) or {}
     excluded = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
@@ -211,11 +217,11 @@ def engine_revision(manifest: Manifest) -> str:
 
 @once
 def revision_of(ctx: RenderContext) -> str:
-    """Return the revision of all engines of a spec: the digest of the pod template of engine 0 of each role, without
-    the weights.
+    """Return the revision of all engines of a spec: the digest of the pod templates of engine 0 of each role.
 
-    Weights are updated in place, so new weights do not change the revision. Pods that start later load the new weights.
-    All roles have one revision, because only engines of the same revision exchange KV.
+    The digest excludes the weights. Weights are updated in place, so new weights do not change the revision, and pods
+    that start later load the new weights. All roles have one revision, because only engines of the same revision
+    exchange KV.
     """
     if ctx.resource is not None:
         return revision_of(ctx.resource)
@@ -228,7 +234,7 @@ def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None)
     """Return the pod template without its revision. overlay: `engine.podTemplate`, with or without placeholders."""
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = (*model_volumes(ctx), *cache_volumes(ctx)), (*model_mounts(ctx), *cache_mounts(ctx))
-    # The processes of an engine exchange data in shared memory. vLLM has several even for one rank.
+    # The processes of an engine exchange data in shared memory. vLLM has several processes even for one rank.
     if ctx.spec.ranks_per_pod > 1 or engine.backend is Backend.VLLM:
         volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
         mounts = (*mounts, {"name": "shm", "mountPath": "/dev/shm"})
@@ -299,7 +305,7 @@ def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
 
 
 def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
-    """Return the init container that verifies the connections between all pods of an engine before they load."""
+    """Return the init container that verifies the connections between all pods of an engine."""
     name = ctx.engine_name(index)
     return {
         "name": PREFLIGHT,
@@ -329,8 +335,11 @@ def _pod_claims(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 
 
 def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
-    """Return the default affinity of engines on GPUs: engines prefer different nodes, and the pods of one engine, which
-    communicate in every layer, prefer one zone."""
+    """Return the default affinity of engines on GPUs.
+
+    Different engines prefer different nodes. The pods of one engine prefer one zone, because they communicate in every
+    layer.
+    """
     if not ctx.spec.engine.gpus_per_pod:
         return {}
     spread = {
@@ -349,7 +358,7 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
 
 
 def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
-    """Return the affinity with the rule of `engine.topology.packBy`: all pods of the engine in one domain.
+    """Return the affinity extended by the rule of `engine.topology.packBy`: all pods of the engine in one domain.
 
     Raises:
         InvalidPodTemplate: the affinity of the podTemplate is not an Affinity.
@@ -368,8 +377,10 @@ def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
 
 
 def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
-    """Return `engine.podTemplate` with the placeholders of this engine replaced, in labels, annotations, claims of
-    volumes and the fields of its placement."""
+    """Return `engine.podTemplate` with the placeholders replaced by the values of this engine.
+
+    Placeholders are replaced in labels, annotations, claims of volumes and fields that affect placement.
+    """
     overlay = ctx.spec.engine.pod_template
     if overlay is None:
         return None
@@ -386,7 +397,7 @@ def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
 
 
 def _of_claim(volume: Any, values: dict[str, str]) -> Any:
-    """Replace placeholders in the claim of a volume.
+    """Return a volume with the placeholders in its claim replaced.
 
     The name of the volume stays unchanged, because the pod policy has checked the mounts of volumes by their names.
     """
@@ -407,7 +418,7 @@ def _filled(value: Any, values: dict[str, str]) -> Any:
 
 
 def engines_differ(ctx: RenderContext) -> bool:
-    """Return whether the pods of two engines may refer to different objects."""
+    """Return whether the pods of two engines can refer to different objects, because a podTemplate has placeholders."""
     templates = (ctx.of_role(role).spec.engine.pod_template for role in ctx.roles)
     return any(has_placeholder((template or {}).get("spec")) for template in templates)
 
@@ -419,5 +430,5 @@ def volumes_of_one_engine(ctx: RenderContext) -> set[str]:
 
 
 def has_placeholder(value: object) -> bool:
-    """Return whether a text, or an object of texts, contains a placeholder."""
+    """Return whether a string, or an object that contains strings, contains a placeholder."""
     return INDEX_PLACEHOLDER in str(value) or NAME_PLACEHOLDER in str(value)

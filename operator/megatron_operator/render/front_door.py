@@ -1,8 +1,8 @@
-"""Objects by which clients reach the OpenAI servers: Service `NAME`, and on request an Ingress, an HTTPRoute and an
-InferencePool.
+"""Objects by which clients reach the OpenAI servers.
 
-Servers name their port by its scheme, and each port of the Service leads to the servers that have its name. While the
-servers are replaced by others with or without TLS, the Service has both ports.
+These are Service `NAME` and, on request, an Ingress, an HTTPRoute and an InferencePool. Servers name their port by its
+scheme, and each port of the Service leads to the servers whose port has the same name. While servers with TLS replace
+servers without TLS, or the reverse, the Service has both ports.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ INFERENCE_GROUP = "inference.networking.k8s.io"
 INFERENCE = f"{INFERENCE_GROUP}/v1"
 INFERENCE_POOL = "InferencePool"
 FRONT_DOOR = ("Service", "Ingress", HTTP_ROUTE, INFERENCE_POOL)
-"""Kinds of the objects, which have the name of the resource."""
+"""Kinds of the objects, all of which have the name of the resource."""
 SERVICE_PORTS = {"http": 80, "https": 443}
 """Ports of the Service by the scheme of the servers."""
 MATCHES_PER_RULE = 64
-"""Limit of the Gateway API."""
+"""Maximum number of matches per rule in the Gateway API."""
 
 
 def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
-    """Return the builders of the objects that the spec wants, by kind and name. They raise NotAllowed."""
+    """Return the builders of the objects that the spec requests, by kind and name. The builders raise NotAllowed."""
     server = ctx.spec.server
     optional: tuple[tuple[str, Any, Callable[[RenderContext, Any], Manifest]], ...] = (
         ("Ingress", server.ingress, ingress),
@@ -79,8 +79,9 @@ def ingress(ctx: RenderContext, wanted: IngressSpec) -> Manifest:
 
 
 def http_route(ctx: RenderContext, wanted: HttpRouteSpec) -> Manifest:
-    """Return the HTTPRoute to the Service, or to the InferencePool if the spec defines one. With `modelHeader` it
-    matches the names of the model and of its adapters. Raises NotAllowed.
+    """Return the HTTPRoute to the Service, or to the InferencePool if the spec defines one. Raises NotAllowed.
+
+    With `modelHeader`, the route matches the names of the model and its adapters.
     """
     require_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
     path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
@@ -124,7 +125,7 @@ def inference_pool(ctx: RenderContext, wanted: InferencePoolSpec) -> Manifest:
 
 
 def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:
-    """Add annotations. Raises NotAllowed."""
+    """Return the manifest with annotations added. Raises NotAllowed."""
     require_annotations(ctx, wanted, field)
     if wanted:
         manifest["metadata"]["annotations"] = dict(wanted)

@@ -1,4 +1,4 @@
-"""Objects that protect the pods: ServiceAccount without token, PodDisruptionBudgets, NetworkPolicies."""
+"""Objects that protect the pods: a ServiceAccount without token, PodDisruptionBudgets and NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -37,15 +37,18 @@ from megatron_operator.resource.source import DEFAULT_TRAINER_PORT, TrainerSpec
 
 
 def service_account(ctx: RenderContext) -> Manifest:
-    """Return the service account of all pods. It has the pull secrets, so that a change of them restarts no pod."""
+    """Return the service account of all pods. It has the pull secrets, so that changing them restarts no pod."""
     account = child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False)
     secrets = [{"name": name} for name in ctx.settings.image_pull_secrets]
     return seal({**account, "imagePullSecrets": secrets} if secrets else account)
 
 
 def disruption_budgets(ctx: RenderContext) -> list[Manifest]:
-    """Return the budgets of engines (by role), servers, and a coordinator with a standby: one pod of each is evicted at
-    a time, and pods that are not ready do not block the drain of a node. A single coordinator needs no budget."""
+    """Return the PodDisruptionBudgets of engines (by role), servers, and a coordinator with a standby.
+
+    In each group, one pod may be evicted at a time. Pods that are not ready do not block the drain of a node. A single
+    coordinator needs no budget.
+    """
     budgets = [
         _disruption_budget(ctx, ctx.engines_name, ENGINE, pods=decode_pods(ctx)),
         _disruption_budget(ctx, ctx.server_name, SERVER),
@@ -78,7 +81,7 @@ def _coordinators(ctx: RenderContext) -> dict[str, Any]:
 
 
 def _engines_and_check(ctx: RenderContext) -> dict[str, Any]:
-    """Select engines and the pod that checks their settings, which reads the same source."""
+    """Return the selector of engines and of the pod that checks their settings, because both read the same source."""
     return {"podSelector": pods_of(ctx, CHECK, ENGINE)}
 
 
@@ -91,7 +94,7 @@ def _peers(trainer: TrainerSpec) -> list[dict[str, Any]]:
 
 
 def _tcp(port: int, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the TCP ports of a rule: one port, or all ports up to `last`."""
+    """Return the TCP ports of a rule. The ports are one port, or all ports from `port` to `last`."""
     return [{"protocol": "TCP", "port": port, **({} if last in (None, port) else {"endPort": last})}]
 
 
@@ -117,34 +120,41 @@ def _policy(
 
 
 def dns_egress() -> dict[str, Any]:
-    """Allow DNS to any address: DNS servers are pods, host processes or virtual addresses of the node."""
+    """Return the rule that allows DNS to any address. DNS servers can be pods, host processes or virtual addresses."""
     return {"ports": [{"protocol": protocol, "port": port} for port in PORTS_DNS for protocol in ("UDP", "TCP")]}
 
 
 def hub_egress() -> dict[str, Any]:
-    """Allow the HTTPS port on any address: a hub redirects to content delivery networks, and object stores have many
-    addresses."""
+    """Return the rule that allows the HTTPS port on any address.
+
+    A hub redirects to content delivery networks, and object stores have many addresses.
+    """
     return {"ports": _tcp(PORT_HUB)}
 
 
 def media_egress() -> dict[str, Any]:
-    """Allow the HTTP and HTTPS ports on any address: policies cannot name hosts, and the server checks the hosts."""
+    """Return the rule that allows the HTTP and HTTPS ports on any address.
+
+    A NetworkPolicy cannot name hosts, so the server checks the hosts.
+    """
     return {"ports": [*_tcp(PORT_PLAIN_HTTP), *_tcp(PORT_HUB)]}
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Return the policies of all components: allowed peers in both directions.
+    """Return the NetworkPolicies of all components. They define the allowed peers in both directions.
 
     - The operator's namespace, monitoring and the API server may connect to the health port. A node can always connect
       to the health port of its own pods.
     - A coordinator may open connections only to the other coordinator of its pair.
     - Engines with roles may connect to each other on the port for KV.
-    - A trainer may connect to the admin port. Engines may connect to its port, and to the ports on which other engines
-      offer its weights.
+    - A trainer may connect to the admin port. Engines may connect to the trainer's port, and to the ports on which
+        other
+      engines offer the trainer's weights.
     - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
       adapter is downloaded.
 
-    `engine_policy` adds the connections within an engine."""
+    `engine_policy` adds the connections within an engine.
+    """
     api_server = [{"ipBlock": {"cidr": cidr}} for cidr in ctx.settings.api_server_ranges]
     health: dict[str, Any] = {
         "from": [_operator(ctx), *ctx.settings.monitoring_peers, *api_server],
@@ -192,8 +202,8 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
 def engine_policy(ctx: RenderContext, index: int) -> Manifest:
     """Return the NetworkPolicy that lets the pods of one engine connect to each other, on all ports.
 
-    Ranks listen on arbitrary ports. torch's rendezvous store, the collectives and vLLM's channels, which unpickle,
-    authenticate no peer, so no other pod may connect.
+    Ranks listen on arbitrary ports. torch's rendezvous store, the collectives and vLLM's channels, which unpickle data,
+    do not authenticate peers. Therefore no other pod may connect.
     """
     name = ctx.engine_name(index)
     own = _pods(ctx, ENGINE, {LABEL_ENGINE: name})

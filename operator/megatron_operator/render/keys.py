@@ -1,8 +1,8 @@
-"""Secret `NAME-keys`: the CURVE key pairs of one resource; during a rotation, of two generations. Pure.
+"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations. Pure.
 
-A file has one key per line. A port accepts every key of its `.pub` file; a process uses the first line of its own
-`.key`, and tries the lines of `server.pub` in order. So a rotation writes the Secret in stages, each of which is
-compatible with processes that still have the previous one (see `resource.states.KeyStage`):
+A file has one key per line. A port accepts every key of its `.pub` file. A process uses the first line of its own
+`.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in stages. Each stage is
+compatible with processes that still have the previous stage (see `resource.states.KeyStage`):
 
     stage        engine.key, client.key,  their .pub   server.key   server.pub
                  trainer.key
@@ -24,7 +24,7 @@ from megatron_operator.resource.states import KeyStage
 
 KEY_NAMES = ("server.key", "server.pub", "engine.key", "engine.pub", "client.key", "client.pub", "admin.pub")
 TRAINER_KEY_NAMES = ("trainer.key", "trainer.pub")
-"""Entries of a resource with spec.weights.trainer. They stay in the Secret when the field is removed."""
+"""Entries for a resource with spec.weights.trainer. They stay in the Secret when the field is removed."""
 PEERS = ("engine", "client")
 ADMIN_SECRET = "megatron-operator-admin"
 """Secret of the admin pair, in the operator's namespace."""
@@ -36,14 +36,17 @@ ANNOTATION_SEAL = f"{GROUP}/keys-seal"
 
 _STAGES = tuple(KeyStage)
 AFTER = dict(zip(_STAGES, (*_STAGES[1:], KeyStage.SETTLED), strict=True))
-"""The stage after each."""
+"""The stage that follows each stage."""
 
 Files = Mapping[str, str]
 """Z85 text by entry name, one key per line."""
 
 
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
-    """Return a new Secret. data: entries for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer."""
+    """Return a new Secret `NAME-keys`.
+
+    data: entries for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer.
+    """
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
         generation, KeyStage.SETTLED, server=generation, since=since

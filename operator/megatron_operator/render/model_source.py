@@ -1,4 +1,4 @@
-"""Source of the weights: the `--model` argument, volumes and environment of engines and servers."""
+"""The source of the weights, as the `--model` argument, volumes and environment of engines and servers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OBJECT_STORE_VARIABLES = {
 }
 """Keys that are read from the Secret of an object store, by the scheme of its URL."""
 _VLLM_MODEL = ("hf_overrides", "quantization")
-"""Arguments of vLLM that make another model of the same files."""
+"""Arguments of vLLM that turn the same files into another model."""
 
 
 def _filled(ctx: RenderContext, path: str) -> str:
@@ -36,7 +36,10 @@ def _filled(ctx: RenderContext, path: str) -> str:
 
 
 def model_argument(ctx: RenderContext) -> str:
-    """Return `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, or a path in the pod."""
+    """Return the value of `--model`.
+
+    It is `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, an object store's URL, or a path in the pod.
+    """
     source = ctx.spec.model.source
     if source.builtin is not None:
         return f"builtin:{source.builtin}"
@@ -66,8 +69,8 @@ def model_mounts(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
     """Return the environment variables with credentials for the source of the model.
 
-    Each variable of an object store is read from the Secret by its key, and is unset if the key is missing. A whole
-    Secret (`envFrom`) could set any variable.
+    Each variable of an object store is read from one key of the Secret, and is unset if the key is missing. Importing
+    the whole Secret (`envFrom`) would let it set any variable.
     """
     source = ctx.spec.model.source
     if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
@@ -100,8 +103,10 @@ def cache_env(ctx: RenderContext) -> list[dict[str, Any]]:
 
 
 def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
-    """Return the init container that downloads the model to the cache, or waits while another pod does. It alone may
-    write there, and it has the operator's image, whatever image engines have."""
+    """Return the init container that downloads the model to the cache, or waits while another pod downloads it.
+
+    Only this container can write to the cache. It has the operator's image, whatever image the engines have.
+    """
     if ctx.spec.model.cache is None:
         return ()
     container = {
@@ -120,7 +125,7 @@ def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 
 @once
 def without_weights(ctx: RenderContext) -> RenderContext:
-    """Return the context without the revision of the weights, which are updated in place."""
+    """Return the context without the revision of the weights, because weights are updated in place."""
     return ctx if ctx.spec.has_trainer else replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
 
 
@@ -137,19 +142,21 @@ def model_adapters(spec: MegatronInferenceSpec) -> tuple[Adapter, ...]:
 
 
 def adapters_digest(adapters: Iterable[Adapter]) -> str:
-    """Return the hash of a list of adapters. Their order has no meaning."""
+    """Return the hash of a list of adapters. Their order does not change the hash."""
     return digest(sorted([adapter.name, adapter.source] for adapter in adapters))
 
 
 def weights_revision(ctx: RenderContext) -> str:
-    """Return the revision of the weights of `model_argument`; empty without a revision."""
+    """Return the revision of the weights in `model_argument`. The result is empty without a revision."""
     return ctx.spec.weights_revision
 
 
 @once
 def model_hash(ctx: RenderContext) -> str:
-    """Return the hash of the model. It changes exactly if the new model must not continue tokens of the old one. Other
-    weights of one model may continue them: epochs label the tokens."""
+    """Return the hash of the model. It changes exactly if the new model must not continue tokens of the old model.
+
+    Other weights of the same model may continue tokens, because epochs label the tokens.
+    """
     model, arguments = ctx.spec.model, vllm_arguments(ctx)
     changed = {name: arguments[name] for name in _VLLM_MODEL if name in arguments}
     return digest(

@@ -1,4 +1,4 @@
-"""Options of the runtime's commands that the operator sets: each is declared once, as flag, source and condition."""
+"""The options that the operator passes to the runtime's commands. Each option is declared once."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from megatron_operator.render.context import RenderContext
 class Option:
     """One option of a command line.
 
-    flag: its long name. One that begins with `--no-` is passed if its value is false, as `click` has it.
-    value: returns the value, given a resource and the name of the process: a coordinator's component or an engine
-        name. None: the option is not passed. A bool has no text of its own: the flag alone. A list repeats the option.
-    field: path of the field of the spec that has the value, by the names of the models; empty if it has another source.
-    write: text of a value of the field, if the command line has another than the spec.
+    flag: long name of the option. A flag that begins with `--no-` is passed if the value is false, as in `click`.
+    value: returns the value for a resource and the name of the process (a coordinator's component or an engine name).
+        None
+        omits the option. A bool passes only the flag, without a text. A list repeats the option for each element.
+    field: path of the spec field that has the value, by attribute names; empty if the value has another source.
+    write: converts the value to text, if the text on the command line differs from the text in the spec.
     """
 
     flag: str
@@ -39,9 +40,11 @@ class Option:
 
 
 def of_field(flag: str, field: str, *, write: Callable[[Any], str] = str, unless_default: bool = False) -> Option:
-    """Return the option that passes a field of the spec on. An absent field, or a part of its path, passes nothing.
+    """Return the option that passes on a field of the spec.
 
-    unless_default: the default of the field is not passed, so that a new field changes no pod.
+    If the field or a part of its path is absent, it is omitted.
+
+    unless_default: omit the option if the field has its default, so that a new field changes no pod.
     """
 
     def value(ctx: RenderContext, _process: str) -> Any:
@@ -64,5 +67,5 @@ SEQUENCE_LENGTH_OPTION = Option(
 
 
 def command_line(command: str, options: Iterable[Option], ctx: RenderContext, process: str) -> list[str]:
-    """Return the arguments of a container: the command and its options, in the order of their declaration."""
+    """Return the arguments of a container. They are the command and its options, in the order of declaration."""
     return [command, *(argument for option in options for argument in option.arguments(ctx, process))]

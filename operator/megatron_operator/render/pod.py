@@ -1,8 +1,7 @@
-"""Common parts of all pods: the restricted profile, writable volumes, environment, keys, probes, and the merge with a
-podTemplate.
+"""Parts that all pods share: the restricted profile, writable volumes, environment, keys, probes, and the podTemplate.
 
-ConfigMap `NAME-config-HASH` has the environment of all containers. Its name has the hash of its content, so a change
-reaches a pod only by a change of the pod's template.
+ConfigMap `NAME-config-HASH` has the environment of all containers. The name of the ConfigMap has the hash of its
+content, so a changed content reaches a pod only when the pod's template changes.
 """
 
 from __future__ import annotations
@@ -38,11 +37,14 @@ CONTAINER_SECURITY = {
     "capabilities": {"drop": ["ALL"]},
     "readOnlyRootFilesystem": True,
 }
-"""The pods of this project run in the profile `restricted` of the Pod Security Standards."""
+"""Security context of containers, for the profile `restricted` of the Pod Security Standards."""
 
 
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
-    """Return the security context of a pod. On OpenShift it has no IDs: admission assigns the IDs of the namespace."""
+    """Return the security context of a pod.
+
+    On OpenShift it has no IDs, because admission assigns the IDs of the namespace.
+    """
     return {
         "runAsNonRoot": True,
         **({} if ctx.settings.openshift else _FIXED_IDS),
@@ -52,10 +54,10 @@ def pod_security(ctx: RenderContext) -> dict[str, Any]:
 
 
 def secret_volume(ctx: RenderContext, name: str, *, secret: str, items: list[dict[str, str]]) -> dict[str, Any]:
-    """Return a volume with entries of a Secret, which only the containers that mount it can read.
+    """Return a volume with entries of a Secret. Only the containers that mount the volume can read it.
 
-    Without a fixed group the files belong to group root. A constraint such as anyuid adds no group to the process, so
-    the files are readable for every user in the pod.
+    Without a fixed group, the files belong to group root. A constraint such as anyuid adds no group to the process, so
+    the files are then readable for every user in the pod.
     """
     mode = 0o444 if ctx.settings.openshift else 0o440
     return {"name": name, "secret": {"secretName": secret, "defaultMode": mode, "items": items}}
@@ -63,7 +65,7 @@ def secret_volume(ctx: RenderContext, name: str, *, secret: str, items: list[dic
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
     """Return the environment of all containers. Caches are on the pod's writable cache volume."""
-    # The default is left out: it restarts no pod of a resource that an earlier release rendered.
+    # The default is left out, so that no pod of a resource that an earlier release rendered is restarted.
     log_format = ctx.settings.runtime_log_format
     logs = {} if log_format == "text" else {"MEGATRON_LOG_FORMAT": log_format}
     return {
@@ -104,17 +106,17 @@ def pod_template(
     """Return the pod template of a component, with the resource's podTemplate merged into it.
 
     Args:
-        container: name, args, env, ports, probes and resources of the container. Nothing in args is expanded by the
-            kubelet, except the operator's own `$(MEGATRON_THREADS)`.
-        init_containers: the same of the init containers.
+        container: name, args, env, ports, probes and resources of the container. The kubelet expands nothing in args
+            except the operator's own `$(MEGATRON_THREADS)`.
+        init_containers: the same fields of the init containers.
         claims: ResourceClaims of the pod.
         grace_seconds: time from SIGTERM to SIGKILL.
-        keys: entries of the keys Secret for this component.
+        keys: entries of the keys Secret that this component mounts.
         overlay: the component's `podTemplate`.
 
     Raises:
         InvalidPodTemplate: the podTemplate is not a valid pod template.
-        NotAllowed: the operator's pod policy does not allow it.
+        NotAllowed: the operator's pod policy does not allow the podTemplate.
     """
     settings = ctx.settings
     identity = {**labels(ctx, component), **(extra_labels or {})}
@@ -152,7 +154,7 @@ def pod_template(
     merged = merge_template(base, overlay, field=ctx.template_field(component))
     names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
     enforce(ctx, component, overlay, containers=names)
-    # Selectors match these labels: an overlay may add labels but not remove a pod from its owner. The policy rejects
+    # Selectors match these labels. An overlay may add labels but not remove a pod from its owner. The policy rejects
     # such an overlay, but not one that was recorded earlier.
     metadata = merged.setdefault("metadata", {})
     added = metadata.get("labels") or {}
@@ -167,7 +169,7 @@ _QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]{0,2})")
 
 
 def quantity_bytes(quantity: object) -> float:
-    """Return the bytes of a Kubernetes quantity; infinity for an unknown notation."""
+    """Return the number of bytes of a Kubernetes quantity, or infinity for an unknown notation."""
     found = _QUANTITY.fullmatch(str(quantity))
     return float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else math.inf
 
@@ -177,7 +179,7 @@ def bounded_memory(
 ) -> dict[str, Any]:
     """Return the resources of a container with a memory limit, which protects other pods on its node.
 
-    A memory limit of the podTemplate, or a request above `limit`, replaces `limit`.
+    A memory limit in the podTemplate, or a memory request above `limit`, replaces `limit`.
     """
     requests = {"cpu": cpu, "memory": request}
     spec = (overlay or {}).get("spec")
@@ -198,8 +200,9 @@ KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.s
 
 
 def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
-    """Return the entries of the keys Secret that identify the trainer to coordinator and engines; none without a
-    trainer.
+    """Return the entries of the keys Secret that identify the trainer to coordinator and engines.
+
+    The result is empty without a trainer.
     """
     return ("trainer.pub",) if ctx.spec.has_trainer else ()
 
@@ -209,11 +212,12 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
 
 
 def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return an affinity that prefers nodes without pods of these labels.
+    """Return an affinity that prefers nodes that run no pods with these labels.
 
     own:   labels of the replicas of the component itself.
-    other: labels of a component that must not be lost with it. Its pods have a higher weight: a pod of the component
-           itself may be terminating on the node that its successor should use.
+    other: labels of a component that must not be lost together with it. Avoiding these pods has a higher weight,
+        because a
+           pod of the component itself may be terminating on the node that its successor should use.
     """
     weighted = [
         {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}
@@ -235,14 +239,14 @@ MERGE_KEYS = {
     "volumeMounts": "mountPath",
     "ports": "containerPort",
 }
-"""Lists of objects that merge by a key. All other lists are replaced."""
+"""Lists of objects that are merged by a key. All other lists are replaced."""
 
 
 def merge_template(base: dict[str, Any], overlay: dict[str, Any] | None, *, field: str) -> dict[str, Any]:
     """Merge `overlay` into the pod template `base`, as `kubectl patch --type strategic` does.
 
-    Objects merge, keyed lists merge by key, null removes a field, all other values replace. A volume has one source, so
-    a volume with another source replaces the rendered one.
+    Objects are merged, and keyed lists are merged by key. null removes a field. All other values replace the old value.
+    A volume has one source, so a volume with another source replaces the rendered volume.
 
     Args:
         field: path of the overlay in the resource, for messages.

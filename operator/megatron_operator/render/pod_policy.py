@@ -1,9 +1,10 @@
-"""What the author of a resource may set, in two profiles. Pure.
+"""Limits what the author of a resource can set, with two profiles. Pure.
 
-`restricted` is an allow list: tables from the path of a field to its rule, and tables of names of variables, labels and
-annotations. What is not in the tables is rejected, whatever its value. One value of the operator's chart allows a
-further class (`resource.pod_policy.Switch`). `trusted` rejects only what the operator itself renders and depends on.
-Host names and TLS Secrets of the front door are limited in both.
+The profile `restricted` is an allow list. It consists of tables from the path of a field to its rule, and of tables of
+allowed names of variables, labels and annotations. A field outside the tables is rejected whatever its value. A value
+of the operator's chart can allow each further class of fields (`resource.pod_policy.Switch`). The profile `trusted`
+rejects only changes of what the operator itself renders and depends on. Both profiles limit host names and TLS Secrets
+of the front door.
 """
 
 from __future__ import annotations
@@ -35,42 +36,44 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments
 
 Path = tuple[str, ...]
-"""Field names; an entry of a list is `[]`."""
+"""Path of field names, in which an entry of a list is `[]`."""
 
 SHORTEST = 60
-"""Limit of characters of a rejected value in a message."""
+"""Maximum number of characters of a rejected value in a message."""
 
 
 OWN_LABELS = (LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT, LABEL_MANAGED_BY, LABEL_POD_INDEX)
 OWN_KEYS = (f"{GROUP}/", *OWN_LABELS)
 """Labels and annotations on which the operator depends, in both profiles."""
 FRAME = (("metadata",), ("spec",), *(("spec", field) for field in ("containers", "initContainers", "volumes")))
-"""Fields of a podTemplate that are merged in both profiles, and not removed."""
+"""Fields of a podTemplate that are merged in both profiles and must not be removed."""
 OWN_FIELDS = ("args", "envFrom")
-"""Fields of the operator's containers that it sets itself, in both profiles."""
+"""Fields of its own containers that the operator sets, in both profiles."""
 OWN_MOUNTS = ("/etc/megatron", "/cache", "/model", "/model-cache")
 """Mount paths of the operator's volumes, in both profiles."""
 MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev/hugepages")
-"""Mount paths of volumes in rendered containers, where images have no programs or settings."""
+"""Allowed parents of volume mount paths in rendered containers. Images have no programs or settings there."""
 WRITABLE = {"tmp": ("emptyDir",), "cache": ("emptyDir", "persistentVolumeClaim"), "shm": ("emptyDir",)}
-"""Rendered volumes that a podTemplate may change, and to which types."""
+"""Rendered volumes that a podTemplate may change, with the types that it may change them to."""
 FIXED_VOLUMES = ("keys", "model", MODEL_CACHE, "api-keys", "tls")
 VOLUME_TYPES = ("persistentVolumeClaim", "configMap", "emptyDir")
 NO_SWITCH = "remove it; no value of the operator's chart allows it"
 EXPANDED = "$("
-"""Kubernetes replaces `$(NAME)` by a variable, whose value may come from a Secret."""
+"""Start of text that Kubernetes expands. It replaces `$(NAME)` by a variable, whose value may come from a Secret."""
 
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One field that is not allowed."""
+    """A field that is not allowed."""
 
     path: str
     value: Any
     allowed: str
     """What is allowed instead, as a clause."""
     switch: Switch | None = Switch.PROFILE
-    """Value of the chart that allows it; None: no value does, because the operator depends on the field."""
+    """Value of the chart that allows the field. None if no value allows it, because the operator depends on the
+    field.
+    """
 
     def __str__(self) -> str:
         shown = repr(self.value)
@@ -81,7 +84,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One podTemplate and the input of its rules."""
+    """A podTemplate and the input of its rules."""
 
     policy: PodPolicy
     runtime_images: tuple[str, ...]
@@ -101,14 +104,14 @@ Rule = Callable[[Any, str, Request], Iterator[Violation]]
 def enforce(
     ctx: RenderContext, component: str, overlay: dict[str, Any] | None, *, containers: Mapping[str, Collection[str]]
 ) -> None:
-    """Reject a component's podTemplate, and the engines' image, if the policy does not allow it.
+    """Reject a component's podTemplate, or the engines' image, if the policy does not allow it.
 
     Args:
         overlay: the podTemplate, which has been merged without an error.
         containers: names of the rendered containers, by `containers` and `initContainers`.
 
     Raises:
-        NotAllowed: with the first field, its value, what is allowed and the remedy.
+        NotAllowed: the message has the first field, its value, what is allowed and the remedy.
     """
     if ctx.settings.pod_policy is not None:
         _require_none(violations(ctx, component, overlay, policy=ctx.settings.pod_policy, containers=containers))
@@ -117,13 +120,15 @@ def enforce(
 def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
     """Reject annotations of a Service or Ingress that the policy does not allow. Raises NotAllowed."""
     policy = ctx.settings.pod_policy
-    # Recorded templates, which are not checked, have none of the operator's own either.
+    # Recorded templates are not checked. They have none of the operator's own keys either.
     keys = _own_keys if policy is None or policy.trusted else _keys_in(ANNOTATIONS)
     _require_none(keys(annotations or {}, field, policy or PodPolicy()))
 
 
 def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
-    """Reject host names of the front door that the chart does not allow, in both profiles. Raises NotAllowed.
+    """Reject host names of the front door that the chart does not allow.
+
+    This applies to both profiles. Raises NotAllowed.
 
     hosts: None or empty means every host.
     """
@@ -136,7 +141,10 @@ def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -
 
 
 def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
-    """Reject a TLS Secret of the front door that the chart does not allow, in both profiles. Raises NotAllowed."""
+    """Reject a TLS Secret of the front door that the chart does not allow.
+
+    This applies to both profiles. Raises NotAllowed.
+    """
     policy = ctx.settings.pod_policy
     if policy is not None and name is not None:
         allowed = _named(policy.tls_secrets, ctx)
@@ -146,7 +154,7 @@ def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None
 
 
 def _named(entries: Sequence[str], ctx: RenderContext) -> tuple[str, ...]:
-    """Return entries of the chart with `{namespace}` and `{name}` of the resource."""
+    """Return entries of the chart with `{namespace}` and `{name}` replaced by the values of the resource."""
     return tuple(entry.replace("{namespace}", ctx.namespace).replace("{name}", ctx.name) for entry in entries)
 
 
@@ -266,14 +274,14 @@ def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -
 
 @dataclass(frozen=True)
 class Table:
-    """Rules by path, and the prefixes of these paths."""
+    """Rules by path of a field, and all prefixes of these paths."""
 
     what: str
     rules: Mapping[Path, Rule]
     inner: frozenset[Path]
 
     def names(self, fields: Path) -> str:
-        """Return the fields that are allowed at a path."""
+        """Return the names of the fields that are allowed below a path, as text."""
         depth = len(fields)
         known = {rule[depth] for rule in self.rules if len(rule) > depth and rule[:depth] == fields}
         return ", ".join(sorted(known)) or "nothing"
@@ -297,7 +305,7 @@ def _own_field(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _listed(name: str, names: Iterable[str]) -> bool:
-    """Return whether an entry of `names` matches a name: the same text, or a prefix if the entry ends in `*` or `/`."""
+    """Return whether an entry of `names` matches a name. An entry that ends in `*` or `/` matches as a prefix."""
     return any(
         name == entry or (entry.endswith(("*", "/")) and name.startswith(entry.removesuffix("*"))) for entry in names
     )
@@ -311,7 +319,7 @@ KeyRule = Callable[[Any, str, PodPolicy], Iterator[Violation]]
 
 
 def _own_keys(value: Any, path: str, policy: PodPolicy) -> Iterator[Violation]:
-    """Reject the labels and annotations on which the operator depends."""
+    """Yield a violation for each label or annotation on which the operator depends."""
     if not isinstance(value, dict):
         yield Violation(path, value, "give an object of strings", None)
         return
@@ -321,7 +329,7 @@ def _own_keys(value: Any, path: str, policy: PodPolicy) -> Iterator[Violation]:
 
 
 def _keys_in(groups: Mapping[str, Group]) -> KeyRule:
-    """Return the rule of labels or annotations that allows these groups, and what the chart adds."""
+    """Return the rule for labels or annotations that allows these groups and the names that the chart adds."""
 
     def rule(value: Any, path: str, policy: PodPolicy) -> Iterator[Violation]:
         yield from _own_keys(value, path, policy)
@@ -348,7 +356,7 @@ def _keys(groups: Mapping[str, Group]) -> Rule:
 
 
 def _variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check one variable of a rendered container."""
+    """Check one environment variable of a rendered container."""
     yield from _foreign_variable(value, path, request)
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or name in request.policy.environment:
@@ -377,7 +385,11 @@ _VARIABLE_FIELDS = ("name", "value", "valueFrom")
 
 
 def _foreign_variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check one variable of any container: its value is not expanded, and Secrets have names that take them."""
+    """Check one environment variable of any container.
+
+    Its value must not contain text that Kubernetes expands. Only a variable that is meant for a secret can take its
+    value from a Secret.
+    """
     if not isinstance(value, dict):
         yield Violation(path, value, "give an object with name and value")
         return
@@ -406,7 +418,7 @@ def _foreign_variable(value: Any, path: str, request: Request) -> Iterator[Viola
 
 
 def _literal(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Reject texts that Kubernetes would expand."""
+    """Yield a violation for each text that Kubernetes would expand."""
     if isinstance(value, dict):
         for key, each in value.items():
             yield from _literal(each, f"{path}.{key}", request)
@@ -418,7 +430,10 @@ def _literal(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterator[Violation]:
-    """Yield what the operator itself renders and depends on, the only limit of the profile `trusted`."""
+    """Yield each change of what the operator itself renders and depends on.
+
+    The profile `trusted` has no other limit.
+    """
     own = "the operator depends on it"
     for field in ("metadata", "spec"):
         if not isinstance(overlay.get(field, {}), dict):
@@ -453,7 +468,7 @@ def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterat
 
 
 def _is_own(path: object) -> bool:
-    """Return whether a normalized mount path equals or is below a mount path of the operator."""
+    """Return whether a normalized mount path is a mount path of the operator, or is below one."""
     return isinstance(path, str) and _below(posixpath.normpath(f"/{path.lstrip('/')}"), OWN_MOUNTS)
 
 
@@ -532,7 +547,7 @@ def _priority_class(value: Any, path: str, request: Request) -> Iterator[Violati
 
 
 def _below(path: object, roots: Collection[str]) -> bool:
-    """Return whether a path equals or is below a member of `roots`, and has no `.` or `..` parts."""
+    """Return whether a path has no `.` or `..` parts, and is a member of `roots` or below one."""
     if not isinstance(path, str) or posixpath.normpath(path) != (path.rstrip("/") or "/") or path.startswith("//"):
         return False
     clean = path.rstrip("/")
@@ -606,7 +621,7 @@ def _shared_mount(value: Any, path: str, request: Request) -> Iterator[Violation
 
 
 def _handler(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check a probe or lifecycle hook of a sidecar: it may only connect to its own pod."""
+    """Check a probe or lifecycle hook of a sidecar, which may connect only to its own pod."""
     yield from _literal(value, path, request) if isinstance(value, list | str) else ()
     if isinstance(value, dict):
         for key, each in value.items():

@@ -1,7 +1,7 @@
 """A Job that downloads the repository of a resource to a claim before engines need it.
 
-The user applies it and then sets the claim as the resource's source. Engines start without a download, share one copy,
-and a new revision can be downloaded while another one is in use.
+The user applies the Job and then sets the claim as the resource's source. Engines then start without a download and
+share one copy. A new revision can be downloaded while another revision is in use.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ FETCH = "prefetch"
 _TRIES = 10
 _KEPT_SECONDS = 24 * 3600
 _FINAL_EXIT_CODES = [1, 2]
-"""Exit code of `megatron fetch` after a permanent error. After any other one the next pod continues the download."""
+"""Exit codes of `megatron fetch` after a permanent error. After any other code, the next pod continues the download."""
 
 
 class NothingToPrefetch(ValueError):
-    """The resource has no pinned repository. The message names the field and the remedy."""
+    """The resource has no pinned repository, so there is nothing to download.
+
+    The message names the field and the remedy.
+    """
 
 
 def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
-    """Return `spec.model.source` and `spec.weights` of a resource that uses the claim."""
+    """Return `spec.model.source` and `spec.weights` for a resource that uses the claim."""
     repository, revision = _pinned(ctx)
     return {
         "model": {
@@ -90,7 +93,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
 
 
 def prefetch_policy(ctx: RenderContext) -> Manifest:
-    """Return a NetworkPolicy for the Job's pods: no ingress; egress to DNS and the hub."""
+    """Return a NetworkPolicy for the Job's pods. It allows no ingress, and egress only to DNS and the hub."""
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
@@ -104,7 +107,7 @@ def prefetch_policy(ctx: RenderContext) -> Manifest:
 
 
 def _labels(ctx: RenderContext) -> dict[str, str]:
-    """Return labels that the selectors of engines and servers do not match."""
+    """Return labels for the Job's pods that the selectors of engines and servers do not match."""
     return {LABEL_NAME: f"{APP_NAME}-{FETCH}", LABEL_INSTANCE: ctx.name}
 
 

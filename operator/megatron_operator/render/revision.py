@@ -1,6 +1,6 @@
-"""ControllerRevision `NAME-rev-HASH`: the inputs from which the engines of one revision are rendered.
+"""ControllerRevision `NAME-rev-HASH`, which records the inputs from which the engines of one revision are rendered.
 
-HASH is the revision: a digest of the rendered pod template with the resolved image. Until a rollout replaces an engine,
+HASH is the revision, a digest of the rendered pod template with the resolved image. Until a rollout replaces an engine,
 its missing objects are rendered from this record, never from the current spec.
 """
 
@@ -56,13 +56,13 @@ def revision_child(ctx: RenderContext) -> Manifest:
 def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
     inputs = spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE)
     if inputs["engine"]["roles"] is None:
-        # The default is left out: the records of earlier releases lack it.
+        # The default is left out, because the records of earlier releases lack it.
         del inputs["engine"]["roles"]
     return inputs
 
 
 def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:
-    """Return whether a stored revision is of the same spec, however its engines are rendered."""
+    """Return whether a stored revision has the inputs of the current spec, whatever its rendering is."""
     try:
         same_security = data["settings"]["security"] == ctx.settings.security
         return same_security and _inputs(parse_stored_spec(data["spec"])[0]) == _inputs(ctx.spec)
@@ -84,8 +84,11 @@ def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:
 
 
 def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) -> RenderContext | None:
-    """Return the context of a stored revision; None if this operator renders its inputs differently, as after an
-    upgrade that changed the template. Engines of such a revision are left unchanged until a rollout replaces them."""
+    """Return the context of a stored revision, or None if this operator renders its inputs differently.
+
+    The rendering differs, for example, after an upgrade that changed the template. Engines of such a revision are left
+    unchanged until a rollout replaces them.
+    """
     try:
         stored, _ = parse_stored_spec(data["spec"])
         # The policy accepted the inputs when they were recorded; a stricter policy does not affect running engines.

@@ -38,9 +38,11 @@ API_KEYS_DIR = "/etc/megatron/api-keys"
 TLS_DIR = "/etc/megatron/tls"
 TLS_FILES = ("tls.crt", "tls.key")
 MEMORY_LIMIT = "4Gi"
-"""A tokenizer uses up to some hundred MB; the rest is for held requests and slowly read streams."""
+"""Memory limit. A tokenizer uses up to several hundred MB. The rest is for held requests and slowly read streams."""
 VLLM_MEMORY_LIMIT = "8Gi"
-"""vLLM's renderer and parsers take 1 GiB, and their workers up to as much each while they handle a request."""
+"""Memory limit of servers for vLLM engines. vLLM's renderer and parsers take 1 GiB, and each worker takes up to 1 GiB
+while it handles a request.
+"""
 HELD_SECONDS = 30
 """Time for which a server holds requests while no coordinator answers."""
 _BACKEND = {"name": "MEGATRON_ENGINE_BACKEND", "value": "vllm"}
@@ -82,8 +84,10 @@ def server_args(ctx: RenderContext) -> list[str]:
 
 
 def server_deployment(ctx: RenderContext) -> Manifest:
-    """Return the Deployment. Without `spec.server.replicas` it has no number of replicas: the API server creates it
-    with 1, and an autoscaler may change that.
+    """Return the Deployment of the OpenAI servers.
+
+    Without `spec.server.replicas` it has no number of replicas. The API server then creates it with one replica, and an
+    autoscaler can change the number.
     """
     server, drain = ctx.spec.server, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
@@ -108,7 +112,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
             {"name": "health", "containerPort": PORT_HEALTH},
         ],
         "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request=request, limit=limit),
-        # On a separate port, so that clients which exhaust the connections of the other one do not restart the pod.
+        # The probes have a separate port, so that clients that exhaust the other port's connections restart no pod.
         "startupProbe": http_probe("/livez", periodSeconds=1, failureThreshold=300),
         # Ready for a while without a coordinator, because requests are held and new ones must be accepted.
         "readinessProbe": http_probe("/readyz", periodSeconds=2, failureThreshold=HELD_SECONDS // 2),
@@ -139,7 +143,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
     inputs = ctx.spec.model_dump(mode="json", include=_INPUTS, exclude=_NOT_IN_TEMPLATE, exclude_defaults=True)
     if ctx.spec.has_trainer:
         del inputs["weights"]
-    # A fixed default, which resources of earlier releases have stored, is no change of the spec.
+    # Resources of earlier releases have stored a fixed default, which must not count as a change of the spec.
     if ctx.spec.max_sequence_length == CPU_SEQUENCE_LENGTH:
         inputs["model"].pop("max_sequence_length", None)
     elif ctx.spec.max_sequence_length is None:
@@ -151,7 +155,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
 
 
 def _with_port(container: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a container whose server port has this name, by which the Service selects it.
+    """Return a container whose server port has this name, because the Service selects the port by its name.
 
     A podTemplate may have set another name.
     """

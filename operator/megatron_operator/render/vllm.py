@@ -1,4 +1,4 @@
-"""vLLM engines: image, command line, environment, and the checks of arguments that the API server cannot make. Pure."""
+"""vLLM engines: their image, command line and environment, and the argument checks that the API server cannot make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.vllm_arguments import code_arguments, problem_of
 
 MAX_CHARACTERS = 16_384
-"""Limit of the arguments as JSON, which are a part of the command line."""
+"""Maximum length of the arguments as JSON, because they are a part of the command line."""
 MAX_LEVELS = 16
 _METHODS = {
     SpeculativeMethod.NGRAM: "ngram",
@@ -30,11 +30,13 @@ _ENV = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
-"""The root file system is read-only, so compiled code is cached on the cache volume. vLLM sends no telemetry."""
+"""Environment of vLLM. The root file system is read-only, so compiled code is cached on the cache volume. vLLM sends no
+telemetry.
+"""
 
 
 def engine_image(ctx: RenderContext) -> str | None:
-    """Return the image of the engines; None if they use the image of the other components."""
+    """Return the image of the engines, or None if they use the image of the other components."""
     engine = ctx.spec.engine
     if engine.backend is Backend.NATIVE:
         return engine.image
@@ -42,10 +44,10 @@ def engine_image(ctx: RenderContext) -> str | None:
 
 
 def _arguments(ctx: RenderContext, _name: str) -> str | None:
-    """Return the engine arguments as JSON; None for native engines.
+    """Return the engine arguments as JSON, or None for native engines.
 
     Raises:
-        UnsupportedByBackend: with the first argument that vLLM engines do not accept.
+        UnsupportedByBackend: vLLM engines do not accept an argument; the message has the first such argument.
     """
     if ctx.spec.engine.backend is Backend.NATIVE:
         return None
@@ -80,7 +82,7 @@ VLLM_OPTIONS = (
 
 
 def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
-    """Return the environment of vLLM engines and their servers; empty for native engines."""
+    """Return the environment of vLLM engines and their servers. The result is empty for native engines."""
     if ctx.spec.engine.backend is Backend.NATIVE:
         return []
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in _ENV.items()]
@@ -97,7 +99,7 @@ def vllm_arguments(ctx: RenderContext) -> dict[str, Any]:
 
 
 def _of_fields(engine: EngineSpec) -> dict[str, dict[str, Any]]:
-    """Return the arguments by field."""
+    """Return the arguments that fields of the spec set, by field."""
     found: dict[str, dict[str, Any]] = {}
     if engine.kv_offload is not None:
         gib = quantity_bytes(engine.kv_offload.cpu_memory) / (1 << 30)

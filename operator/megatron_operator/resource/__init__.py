@@ -1,1 +1,1 @@
-"""The custom resource: typed models, its terms, and the generated CRD."""
+"""The custom resource: typed models, enumerations and the generated CRD."""

@@ -77,7 +77,7 @@ class AcceleratorSpec(ApiModel):
 
     @model_validator(mode="after")
     def _different_claims(self) -> Self:
-        """Reject a name that is listed twice, as the API server does for a list that is merged by a key."""
+        """Reject a name that is listed twice. The API server does the same for a list that is merged by a key."""
         names = [claim.name for claim in self.claims or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -88,8 +88,9 @@ class AcceleratorSpec(ApiModel):
 
     @property
     def is_nvidia(self) -> bool:
-        """Whether the devices are NVIDIA GPUs or partitions of them. False for resource claims, whose devices are
-        unknown.
+        """Whether the devices are NVIDIA GPUs or partitions of them.
+
+        The value is False for resource claims, because their devices are unknown.
         """
         return self.resource is not None and self.resource.startswith(_DOMAIN)
 

@@ -21,7 +21,7 @@ from pydantic_core.core_schema import CoreSchema, no_info_after_validator_functi
 
 T = TypeVar("T", bound=BaseModel)
 FIELD = "{field}"
-"""Stands for the path of a field in the message of a rule. The generator of the CRD replaces it."""
+"""Placeholder for the path of a field in the message of a rule. The generator of the CRD replaces it."""
 Name = Annotated[str, Field(min_length=1, max_length=253)]
 """Name of another object."""
 Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
@@ -29,7 +29,7 @@ Time = Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 @dataclass(frozen=True, slots=True)
 class SpecRule:
-    """A rule about several fields of an object: in CEL for the API server, in Python for the offline commands.
+    """A rule about several fields of an object, in CEL for the API server and in Python for the offline commands.
 
     cel, holds: the condition that a valid object fulfils, in CEL and in Python.
     message:    error with the field and the remedy.
@@ -55,7 +55,7 @@ def require(rules: Iterable[SpecRule], value: Any) -> None:
 
 
 class ApiModel(BaseModel):
-    """A part of the resource: frozen, camelCase in JSON; unknown keys are rejected."""
+    """A part of the resource. It is frozen, has camelCase keys in JSON, and rejects unknown keys."""
 
     RULES: ClassVar[tuple[SpecRule, ...]] = ()
 
@@ -84,10 +84,10 @@ class ApiModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Annotation of a string field: its pattern, with a sentence instead of a regular expression as the error.
+    """Annotation of a string field with its pattern. An invalid value is reported with a sentence.
 
-    A `pattern` of the schema would be reported as the expression. This is a rule in CEL, and a validator for the
-    offline commands.
+    A `pattern` in the schema would report the regular expression. This annotation is a rule in CEL instead, and a
+    validator for the offline commands.
 
     pattern: regular expression that must match the whole value.
     want:    description of valid values, which follows "must be" in the error.
@@ -116,7 +116,7 @@ class Matches:
 
 
 def section(model: type[T], description: str) -> Any:
-    """Return a field for an object with defaults of its own, in Python and (`default: {}`) in the CRD."""
+    """Return a field for an object that has its own defaults, both in Python and in the CRD (`default: {}`)."""
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 
@@ -126,7 +126,7 @@ def list_by(key: str) -> dict[str, Any]:
 
 
 def cel(rule: str, message: str, *, expression: str | None = None) -> dict[str, Any]:
-    """Return an entry of `x-kubernetes-validations`. `expression` is CEL for the message with the invalid value."""
+    """Return an entry of `x-kubernetes-validations`. expression: CEL for the message with the invalid value."""
     entry: dict[str, Any] = {"rule": rule, "message": message}
     if expression is not None:
         entry["messageExpression"] = expression
@@ -137,7 +137,7 @@ Selector = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
 ]
-"""A part of a peer of a NetworkPolicy, which the API server checks with the policy."""
+"""A part of a NetworkPolicy peer. The API server validates it with the policy."""
 PodTemplate = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),

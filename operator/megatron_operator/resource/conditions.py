@@ -1,4 +1,4 @@
-"""Conditions and reasons of the status, each with its documentation for the reference page."""
+"""Conditions and reasons of the status. Each has a line of documentation for the reference page."""
 
 from __future__ import annotations
 

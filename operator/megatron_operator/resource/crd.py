@@ -1,7 +1,8 @@
 """Generates the CustomResourceDefinition from the typed models.
 
-Structural schema rules (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/):
-no references, no unions, no additionalProperties next to properties.
+The rules of structural schemas
+(https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/) allow no references,
+no unions, and no additionalProperties next to properties.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SELECTABLE_FIELDS = (".spec.desiredState", ".spec.engine.backend", ".status.mode
 
 
 def structural_schema(model: type[BaseModel], path: str) -> Schema:
-    """Return the OpenAPI v3 structural schema of a model, whose object is at this path of the resource."""
+    """Return the OpenAPI v3 structural schema of a model. path: path of the model's object in the resource."""
     document = model.model_json_schema(by_alias=True, mode="validation")
     return _structural(document, document.get("$defs", {}), path)
 
@@ -73,7 +74,7 @@ def _structural(node: Schema, definitions: dict[str, Schema], path: str) -> Sche
 
 
 def custom_resource_definition() -> dict[str, Any]:
-    """Return the CRD, which has one version."""
+    """Return the CRD. It has one version."""
     schema = {
         "type": "object",
         "description": "A language model served by data-parallel engines, a coordinator and OpenAI servers.",

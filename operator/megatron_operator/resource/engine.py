@@ -1,4 +1,6 @@
-"""`spec.engine` and `spec.parallelism`: one data-parallel engine, its ranks, its backend and its limits."""
+"""`spec.engine` and `spec.parallelism`, which define one data-parallel engine, its ranks, its backend and its
+limits.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,7 @@ class Parallelism(ApiModel):
 
     @property
     def ranks(self) -> int:
-        """Ranks of one engine."""
+        """Number of ranks of one engine."""
         return self.tensor * self.pipeline * (self.data if self.data and self.data > 1 else self.expert)
 
 
@@ -348,7 +350,7 @@ class PrefillRole(RoleSpec):
     )
 
     def count(self, decode: int) -> int:
-        """Return the number of prefill engines next to this number of decode engines."""
+        """Return the number of prefill engines for this number of decode engines."""
         if self.per_decode is None:
             return 1 if self.replicas is None else self.replicas
         return min(MAX_ENGINES, math.ceil(Fraction(str(self.per_decode)) * decode))
@@ -362,7 +364,7 @@ class RolesSpec(ApiModel):
 
 
 def _role_rules(role: str) -> tuple[SpecRule, SpecRule]:
-    """Return the rules of `Batching` for the engines of a role, whose values replace those of all engines."""
+    """Return the rules of `Batching` for the engines of a role, whose values override the values of all engines."""
     own, common, field = f"self.roles.{role}.batching", "self.batching", f"spec.engine.roles.{role}.batching"
     absent = f"!has(self.roles) || !has(self.roles.{role}) || !has({own})"
 
@@ -523,7 +525,7 @@ class EngineSpec(ApiModel):
     )
 
     def of_role(self, role: str) -> EngineSpec:
-        """Return the settings of the engines of a role, with its overrides."""
+        """Return the settings of the engines of a role, including the role's overrides."""
         own = getattr(self.roles, role) if self.roles is not None else None
         if own is None:
             return self

@@ -1,4 +1,4 @@
-"""Names that other programs see: the API, labels and annotations, components and their ports. Imports nothing."""
+"""Names that other programs use: the API, labels and annotations, components and their ports. Imports no module."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ ANNOTATION_AVOIDED = f"{GROUP}/avoided-nodes"
 TERM_ANNOTATION = f"{GROUP}/term"
 NAMESPACES_ANNOTATION = f"{GROUP}/namespaces"
 SUCCESSOR_ANNOTATION = f"{GROUP}/lease"
-"""Of the Lease of an operator: its term, and the namespaces that it serves; of FORMER_LEASE, the Lease of the release
-that holds it."""
+"""The last three are annotations of Leases. An operator's Lease has its term and the namespaces that it serves.
+FORMER_LEASE names the Lease of the release that holds it.
+"""
 FORMER_LEASE = "megatron-operator"
-"""Lease of all releases before each had its own."""
+"""Name of the Lease that all releases used before each had its own Lease."""
 REVISION_KIND = "ControllerRevision"
 
 COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
 DECODE, PREFILL = "decode", "prefill"
-"""Roles of engines. Engines of a resource without roles are planned like decode engines: spec.replicas counts them."""
+"""Roles of engines. Engines of a resource without roles are handled as decode engines, and spec.replicas counts
+them.
+"""
 STANDBY = "standby"
-"""The second coordinator of a pair. Either of the two may be active."""
+"""The second coordinator of a pair. Either coordinator may be active."""
 PREFLIGHT = "preflight"
 CHECK = "check"
 FETCH = "fetch"
@@ -53,8 +56,9 @@ CONTAINERS = {
     ENGINE: (ENGINE, FETCH, PREFLIGHT),
     CHECK: (ENGINE, FETCH),
 }
-"""The containers that the operator renders, by the component of their pod. All others are those of podTemplates and
-webhooks."""
+"""The containers that the operator renders, by component of the pod. All other containers come from podTemplates and
+webhooks.
+"""
 
 PORT_CLIENT, PORT_ENGINE, PORT_ADMIN, PORT_KV = 5555, 5556, 5557, 5558
 PORT_WEIGHTS = 5560

@@ -1,4 +1,4 @@
-"""What the operator allows the authors of resources: a profile, and extensions of it."""
+"""Defines what authors of resources may set: a profile, and extensions of the profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOSTNAME = re.compile(r"\*|(\*\.)?[a-z0-9{]([a-z0-9{}.-]*[a-z0-9}])?")
 
 
 class Switch(Enum):
-    """Chart values of the pod policy: the profile, and one value per class of fields."""
+    """The chart values of the pod policy. They are the profile, and one value per class of fields."""
 
     PROFILE = (
         *("profile", "podPolicy.profile", "--pod-policy-profile", None),
@@ -81,7 +81,7 @@ class Switch(Enum):
     )
 
     def __init__(self, field: str, chart_value: str, option: str, argument: str | None, text: str) -> None:
-        """Describe one switch.
+        """Initialize the attributes of one switch.
 
         field:       name in PodPolicy.
         chart_value: name in values.yaml.
@@ -97,7 +97,7 @@ class Switch(Enum):
 
     @property
     def remedy(self) -> str:
-        """The remedy for a rejected field: a sentence that names the chart value and the flag."""
+        """The remedy for a rejected field, as a sentence that names the chart value and the flag."""
         value, flag = self.chart_value, self.option
         if self is Switch.PROFILE:
             value, flag = f"{value}={TRUSTED}", f"{flag} {TRUSTED}"
@@ -110,7 +110,7 @@ class Switch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The profile, and the classes of fields that are allowed in addition; see `Switch`."""
+    """The profile, and the classes of fields that are allowed in addition (see `Switch`)."""
 
     profile: str = RESTRICTED
     host_paths: tuple[str, ...] = ()
@@ -145,7 +145,7 @@ class PodPolicy:
 
 
 def repository_of(image: str) -> str:
-    """Return the repository of an image, with explicit registry and namespace, without tag and digest."""
+    """Return the repository of an image, with explicit registry and namespace but without tag and digest."""
     name = image.partition("@")[0]
     head, slash, last = name.rpartition("/")
     name = f"{head}{slash}{last.partition(':')[0]}"
@@ -158,8 +158,9 @@ def repository_of(image: str) -> str:
 
 
 def in_repositories(image: str, repositories: tuple[str, ...]) -> bool:
-    """Return whether an image is in one of the repositories. An entry that ends in `/` matches all repositories below
-    it.
+    """Return whether an image is in one of the repositories.
+
+    An entry that ends in `/` matches all repositories below it.
     """
     repository = repository_of(image)
     for entry in repositories:

@@ -1,6 +1,6 @@
-"""The release of a resource: the part of an operator installation on which the resource's pods depend.
+"""The release of a resource, which is the part of an operator installation on which the resource's pods depend.
 
-A resource keeps its release when the operator is upgraded, until the resource is updated.
+A resource keeps its release when the operator is upgraded, until the resource itself is updated.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Release(ApiModel):
 
     @classmethod
     def of(cls, settings: Settings, backend: Backend) -> Release:
-        """Return the release of these settings for a resource with engines of this backend."""
+        """Return the release that these settings define for a resource with engines of this backend."""
         return cls(
             version=settings.version,
             coordinator_image=settings.coordinator_image,
@@ -41,8 +41,10 @@ class Release(ApiModel):
 
     @classmethod
     def from_status(cls, stored: Any) -> Release | None:
-        """Return a recorded release; None if there is none, or if it is unreadable. Fields of later operators are
-        ignored."""
+        """Return a recorded release, or None if there is none or it is unreadable.
+
+        Ignores fields of later operators.
+        """
         if not isinstance(stored, Mapping):
             return None
         known = {field.alias for field in cls.model_fields.values()}
@@ -53,7 +55,7 @@ class Release(ApiModel):
 
     @classmethod
     def from_annotation(cls, text: str) -> Release | None:
-        """Return the release that a child was rendered with; None as in from_status()."""
+        """Return the release with which a child was rendered. Returns None as in from_status()."""
         try:
             return cls.from_status(json.loads(text))
         except ValueError:
@@ -66,7 +68,7 @@ class Release(ApiModel):
         return json.dumps(self.to_status(), sort_keys=True, separators=(",", ":"))
 
     def for_backend(self, backend: Backend, default: str) -> Release:
-        """Return this release for a resource whose backend may have changed since it was recorded.
+        """Return this release for a resource whose backend may have changed since the release was recorded.
 
         default: image for vLLM engines if this release has none.
         """
@@ -86,7 +88,7 @@ class Release(ApiModel):
 
 
 def is_older(version: str, than: str) -> bool:
-    """Return whether a version is older than another. Both are compared by their leading numbers."""
+    """Return whether a version is older than another version. Both are compared by their leading numbers."""
     return _numbers(version) < _numbers(than)
 
 

@@ -1,4 +1,4 @@
-"""What a user can do about each reason. `explain` and the troubleshooting guide use this table."""
+"""Table of what a user can do about each reason. `explain` and the troubleshooting guide use this table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Remedy:
     """The remedy for a reason of a condition.
 
     symptom: section of the troubleshooting guide.
-    action:  what the user does, in complete sentences.
+    action:  instructions for the user, in complete sentences.
     """
 
     symptom: Symptom

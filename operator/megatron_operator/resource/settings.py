@@ -10,7 +10,7 @@ from megatron_operator import __version__
 from megatron_operator.resource.pod_policy import PodPolicy, in_repositories
 
 IMAGE_REGISTRY = "ghcr.io/megatron-inference"
-"""Where releases publish the images and the chart. values.yaml of the chart has the same names."""
+"""Registry to which releases publish the images and the chart. values.yaml of the chart has the same names."""
 DEFAULT_OPERATOR_IMAGE = f"{IMAGE_REGISTRY}/megatron-operator:{__version__}"
 DEFAULT_COORDINATOR_IMAGE = DEFAULT_OPERATOR_IMAGE
 DEFAULT_RUNTIME_IMAGE = f"{IMAGE_REGISTRY}/megatron-runtime:{__version__}"
@@ -24,14 +24,14 @@ MONITORING_NAMESPACE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Installation-wide inputs of rendering and deciding."""
+    """Inputs of rendering and deciding that apply to the whole installation."""
 
     runtime_image: str
-    """Image of servers and native engines if the resource sets none."""
+    """Image of servers and native engines, unless the resource sets one."""
     vllm_runtime_image: str = DEFAULT_VLLM_RUNTIME_IMAGE
-    """Image of vLLM engines if the resource sets none."""
+    """Image of vLLM engines, unless the resource sets one."""
     coordinator_image: str = DEFAULT_COORDINATOR_IMAGE
-    """Image of coordinators: small, so that a node without it starts a coordinator in seconds."""
+    """Image of coordinators. It is small, so that a node that lacks it starts a coordinator in seconds."""
     operator_namespace: str = "megatron-system"
     """Namespace of the operator's pods and its admin key; NetworkPolicies allow connections from it."""
     version: str = __version__
@@ -40,35 +40,40 @@ class Settings:
     """Oldest version without a known vulnerability; an update of an older release is a security update."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
-    """Names of Secrets in the namespaces of the resources with which kubelets pull images, unless a podTemplate sets
-    others."""
+    """Names of Secrets in the resources' namespaces, with which kubelets pull images unless a podTemplate sets
+    others.
+    """
     runtime_log_format: str = "text"
     """Format of the logs of coordinators, servers and engines: "text" or "json"."""
     openshift: bool | None = None
-    """Whether the cluster assigns user and group IDs to pods and rejects fixed ones, as OpenShift's restricted-v2 does.
-    None: not known; `megatron-operator run` detects it."""
+    """Whether the cluster assigns user and group IDs to pods and rejects fixed IDs, as OpenShift's restricted-v2 does.
+    None means unknown, and `megatron-operator run` detects it.
+    """
     security: bool = True
-    """CURVE on every socket: keys are created, mounted and passed on the command lines."""
+    """Whether every socket uses CURVE. If so, keys are created, mounted and passed on the command lines."""
     pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
-    """Allowed fields of pod templates. None: no check, for recorded templates that were accepted earlier."""
+    """Allowed fields of pod templates. None disables the check, for recorded templates that were accepted earlier."""
     quoted_repositories: tuple[str, ...] = ()
-    """Repositories whose termination messages and errors the status quotes, in addition to `runtime_images`."""
+    """Repositories of images whose termination messages and errors the status quotes, in addition to
+    `runtime_images`.
+    """
     egress_policies: bool = True
-    "Create NetworkPolicies that limit the outgoing connections of the pods of a resource."
+    """Whether to create NetworkPolicies that limit the outgoing connections of the pods of a resource."""
     monitoring_peers: tuple[Mapping[str, Any], ...] = (MONITORING_NAMESPACE,)
     """NetworkPolicy peers that may read probes and metrics, in addition to the operator's namespace."""
     api_server_ranges: tuple[str, ...] = ()
     """Address ranges (CIDR) from which the API server connects to pods: its proxy reads metrics for kubectl."""
 
     installed_images: tuple[str, ...] = ()
-    """Images of the installation, if the images above are those of the release of a resource. The repositories of a
-    recorded release are not trusted: users may be able to write a status."""
+    """Images of the installation, if the images above belong to the release of a resource. The repositories of a
+    recorded release are not trusted, because users may be able to write a status.
+    """
 
     @property
     def runtime_images(self) -> tuple[str, ...]:
-        """The images of the pods of resources, whose repositories the pod policy allows."""
+        """The images that the operator uses for resources' pods. The pod policy allows their repositories."""
         return self.installed_images or (self.runtime_image, self.vllm_runtime_image, self.coordinator_image)
 
     def quotes(self, image: str) -> bool:
-        """Return whether the status may quote messages of containers of this image."""
+        """Return whether the status may quote messages of containers that run this image."""
         return in_repositories(image, (*self.runtime_images, *self.quoted_repositories))

@@ -37,7 +37,7 @@ class SecretKeyRef(ApiModel):
 
 _PATH_PART = r"([^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.[^/.\x00-\x1f\x7f][^/\x00-\x1f\x7f]*|\.\.[^/\x00-\x1f\x7f]+)"
 _PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
-"""An absolute path without `.` and `..` parts. It is joined to the mount path of the volume."""
+"""Pattern of an absolute path without `.` and `..` parts. The path is joined to the mount path of the volume."""
 VolumePath = Annotated[
     str,
     Matches(
@@ -177,7 +177,7 @@ class ModelSource(ApiModel):
 
     @property
     def path(self) -> str | None:
-        """The path in the volume, with `{revision}` not replaced; None if the source has no path."""
+        """The path in the volume, with `{revision}` not yet replaced. The value is None if the source has no path."""
         for source in (self.persistent_volume_claim, self.image):
             if source is not None:
                 return source.path
@@ -185,7 +185,10 @@ class ModelSource(ApiModel):
 
     @property
     def location(self) -> tuple[str, str] | None:
-        """The field, below the source, whose `{revision}` is replaced, and its value; None without such a field."""
+        """The field in the source whose `{revision}` is replaced, and its value.
+
+        The value is None without such a field.
+        """
         if self.object_store is not None:
             return "objectStore.url", self.object_store.url
         if self.path is None:
@@ -332,7 +335,7 @@ class ModelSpec(ApiModel):
 
     @model_validator(mode="after")
     def _different_adapters(self) -> Self:
-        """Reject a name that is listed twice, as the API server does for a list that is merged by a key."""
+        """Reject a name that is listed twice. The API server does the same for a list that is merged by a key."""
         names = [adapter.name for adapter in self.adapters or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -1,7 +1,7 @@
 """`MegatronInference`: the spec and all its defaults.
 
 A rule about several fields (`RULES`) has two forms: CEL for the API server, and Python for the offline commands
-(`render`, `plan`). Tests check that both give the same results.
+(`render`, `plan`). Tests verify that both forms give the same results.
 """
 
 from __future__ import annotations
@@ -87,14 +87,16 @@ class RolloutSpec(ApiModel):
 
     @property
     def unavailable(self) -> int:
-        """Effective maxUnavailable."""
+        """The effective value of maxUnavailable."""
         if self.max_unavailable is not None:
             return self.max_unavailable
         return 0 if self.max_surge else 1
 
 
 MAX_RANKS = 256
-"""Limit of ranks of one engine: rank 0 sends the plan of each step to every other rank."""
+"""Maximum number of ranks of one engine. The number is limited because rank 0 sends the plan of each step to every
+other rank.
+"""
 _PARSERS: Mapping[str, tuple[str, ...]] = {
     "tool_call_parser": TOOL_CALL_PARSERS,
     "reasoning_parser": REASONING_PARSERS,
@@ -103,7 +105,7 @@ _PARSERS: Mapping[str, tuple[str, ...]] = {
 
 
 def _parser_rule(field: str, names: tuple[str, ...]) -> SpecRule:
-    """Return the rule that native engines use our formats. vLLM servers check names against the installed vLLM."""
+    """Return the rule that native engines use built-in formats. vLLM servers check names against the installed vLLM."""
     path = f"server.{to_camel(field)}"
     return SpecRule(
         f"self.engine.backend == 'VLLM' || !has(self.{path}) || self.{path} in [{', '.join(map(repr, names))}]",
@@ -125,7 +127,7 @@ def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     absent = f"!has(self.model.source.{source})"
 
     def is_placed(spec: MegatronInferenceSpec) -> bool | None:
-        """Return whether the field contains {revision}; None without the field."""
+        """Return whether the field of the source contains {revision}, or None if the source has no such field."""
         location = spec.model.source.location
         return None if location is None or location[0] != field else "{revision}" in location[1]
 
@@ -268,7 +270,7 @@ class MegatronInferenceSpec(ApiModel):
         return self.engine.roles.prefill.count(self.replicas) if self.engine.roles is not None else 0
 
     def count_field(self, role: str) -> str:
-        """Return the field that gives the number of engines of a role."""
+        """Return the spec field that sets the number of engines of a role."""
         roles = self.engine.roles
         is_ratio = roles is not None and roles.prefill.per_decode is not None
         return "spec.replicas" if role == DECODE or is_ratio else "spec.engine.roles.prefill.replicas"
@@ -279,7 +281,7 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def weights_revision(self) -> str:
-        """Revision of the weights; empty if not set."""
+        """Revision of the weights. The value is empty if it is not set."""
         return (self.weights.revision if self.weights is not None else None) or ""
 
     @property
@@ -289,17 +291,20 @@ class MegatronInferenceSpec(ApiModel):
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Effective model.maxSequenceLength; None if the engines run on GPUs and choose it."""
+        """The effective model.maxSequenceLength, or None if the engines run on GPUs and choose the length."""
         return self.model.max_sequence_length or (None if self.engine.gpus_per_pod else CPU_SEQUENCE_LENGTH)
 
     @property
     def kv_cache_memory(self) -> str | None:
-        """Effective engine.batching.kvCacheMemory; None if the engines run on GPUs and measure it."""
+        """The effective engine.batching.kvCacheMemory.
+
+        The value is None if the engines run on GPUs and measure the free memory.
+        """
         return self.engine.batching.kv_cache_memory or (None if self.engine.gpus_per_pod else CPU_CACHE_MEMORY)
 
     @property
     def ranks_per_pod(self) -> int:
-        """Ranks in each pod of an engine."""
+        """Number of ranks in each pod of an engine."""
         return self.engine.gpus_per_pod or self.engine.ranks_per_pod
 
     @property
@@ -330,7 +335,7 @@ NAME_RULES = (
         value=repr,
     ),
 )
-"""Rules about the name of a resource, which would lead to invalid names of its children."""
+"""Rules about the name of a resource. A name that violates them leads to invalid names of its children."""
 ADAPTER_NAME_RULE = SpecRule(
     "has(self.spec.model.name) || !has(self.spec.model.adapters) || "
     "self.spec.model.adapters.all(adapter, adapter.name != self.metadata.name)",
@@ -338,21 +343,21 @@ ADAPTER_NAME_RULE = SpecRule(
     "spec.model.adapters: an adapter has the same name as the resource, which is also the name of the model; rename it",
     value=lambda named: repr(named[0]),
 )
-"""A rule about the name of a resource and its spec, as a pair."""
+"""A rule about the pair of a resource's name and its spec."""
 
 
 def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
     """Return the typed spec of a resource from the API server or a file.
 
     Raises:
-        pydantic.ValidationError: with the path of every invalid field.
+        pydantic.ValidationError: has the path of every invalid field.
     """
     return _parse_spec(json.dumps(spec))
 
 
 @lru_cache(maxsize=1024)
 def _parse_spec(text: str) -> MegatronInferenceSpec:
-    """Parse a spec. Cached, because consecutive passes over a resource mostly parse the same spec.
+    """Parse a spec. The result is cached, because consecutive passes over a resource mostly parse the same spec.
 
     Strict JSON mode rejects what the API server's schema rejects, such as "yes" for a boolean.
     """
@@ -362,10 +367,10 @@ def _parse_spec(text: str) -> MegatronInferenceSpec:
 def parse_stored_spec(spec: Mapping[str, Any]) -> tuple[MegatronInferenceSpec, tuple[str, ...]]:
     """Return the typed spec of a stored object, and the paths of its fields that this version does not know.
 
-    The CRD of a later release may have set them. They are left out, at every depth.
+    The CRD of a later release may have allowed such fields. They are omitted at every depth.
 
     Raises:
-        pydantic.ValidationError: as in parse_spec, for known fields.
+        pydantic.ValidationError: a known field is invalid, as in parse_spec.
     """
     return _parse_stored_spec(json.dumps(spec))
 

@@ -65,12 +65,12 @@ class LifecyclePhase(StrEnum):
 
 
 class KeyStage(StrEnum):
-    """`status.keys.stage`: content of `NAME-keys` during a rotation, and what the next stage waits for."""
+    """`status.keys.stage`: the content of `NAME-keys` during a rotation, and the condition for the next stage."""
 
     SETTLED = "Settled"  # one generation
-    ADMITTING = "Admitting"  # two are accepted, the old one is used; until the coordinator accepts the new one
-    SWITCHING = "Switching"  # engines and servers use the new one; until none of them is connected with the old one
-    RESTARTING = "Restarting"  # the coordinator is restarted with the new one; until it answers with it
+    ADMITTING = "Admitting"  # both are accepted and the old one is used, until the coordinator accepts the new one
+    SWITCHING = "Switching"  # engines and servers use the new one, until none is connected with the old one
+    RESTARTING = "Restarting"  # the coordinator is restarted with the new one, until it answers with the new one
 
 
 class UpdatePhase(StrEnum):

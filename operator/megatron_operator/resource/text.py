@@ -1,4 +1,4 @@
-"""Text of a status, an Event, a log or a terminal: untrusted text, which is escaped, and timestamps."""
+"""Text for a status, an Event, a log or a terminal. Escapes untrusted text and formats timestamps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def stamp(moment: datetime) -> str:
 
 
 def stamp_seconds(moment: datetime) -> str:
-    """Return RFC 3339 with seconds, for conditions."""
+    """Return a timestamp in RFC 3339 with seconds, as conditions use it."""
     return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
@@ -34,6 +34,6 @@ def parse(text: str | None) -> datetime | None:
 
 
 def seconds_since(text: str | None, now: datetime) -> float:
-    """Return the seconds from a timestamp to now; infinity without a timestamp."""
+    """Return the seconds from a timestamp to `now`, or infinity without a timestamp."""
     moment = parse(text)
     return (now - moment).total_seconds() if moment is not None else float("inf")

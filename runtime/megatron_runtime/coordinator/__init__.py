@@ -1,1 +1,3 @@
-"""The coordinator process: sockets, timers, keys and metrics around the state machine in `core`. No torch."""
+"""The coordinator process: sockets, timers, keys and metrics around the state machine in `core`. It imports no
+torch.
+"""

@@ -19,15 +19,17 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 PeerId: TypeAlias = tuple[int, bytes]
-"""Port number and routing id, which identify one connection."""
+"""Identifies one connection by port number and routing id."""
 MAX_TEXT_CHARACTERS = 512 * 1024
-"""Maximum length of a prompt that is sent as text. Other requests wait while a prompt is tokenized."""
+"""Maximum length of a prompt that is sent as text. It is limited because other requests wait while a prompt is
+tokenized.
+"""
 
 
 class Access:
-    """The keys of connections.
+    """The check of connections' keys.
 
-    This base class is for operation without encryption; Transport overrides it.
+    This base class is for operation without encryption. Transport overrides its methods.
     """
 
     def key_of(self, peer: PeerId) -> bytes:
@@ -35,32 +37,40 @@ class Access:
         return b""
 
     def admits(self, peer: PeerId, key: bytes) -> bool:
-        """Return whether the key of a connection is still accepted, so that the connection may stay open."""
+        """Return whether the key of a connection is still accepted, so that the connection can stay open."""
         return True
 
     def is_trainer(self, key: bytes) -> bool:
-        """Return whether this key is a trainer's. A trainer may send only some messages to the admin port."""
+        """Return whether this key belongs to a trainer. A trainer may send only some messages to the admin port."""
         return False
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
-        """Return the keys in use for STATUS, including the keys of `connected` peers; None without encryption."""
+        """Return the keys in use for STATUS, including the keys of `connected` peers.
+
+        Returns None without encryption.
+        """
         return None
 
     def rejected(self) -> int:
-        """Return the number of connections whose keys were not accepted."""
+        """Return the number of connections that were rejected because of their keys."""
         return 0
 
 
 class PromptTokenizer(Protocol):
-    """Tokenizes text prompts. If it also has `detokenize(tokens)`, answers to Megatron-Core's clients contain text."""
+    """A tokenizer of text prompts.
+
+    If it also has `detokenize(tokens)`, answers to Megatron-Core's clients contain text.
+    """
 
     def tokenize(self, text: str) -> list[int]: ...
 
 
 class PromptReader:
-    """Checks prompts, and converts text prompts and prompts of Megatron-Core's clients to tokens if needed.
+    """The reader of prompts.
 
-    tokenizer:    tokenizes text prompts; None: engines tokenize them.
+    Checks them, and converts text prompts and prompts of Megatron-Core's clients to tokens if needed.
+
+    tokenizer:    tokenizes text prompts; None if engines tokenize them.
     needs_tokens: whether the routing policy needs the tokens of prompts.
     """
 
@@ -69,9 +79,9 @@ class PromptReader:
         self.needs_tokens = needs_tokens
 
     def accept(self, meta: RequestMeta, prompt: bytes) -> tuple[RequestMeta, bytes]:
-        """Return the metadata and the prompt of a request in the form in which the coordinator keeps them.
+        """Return the metadata and the prompt of a request in the form in which the coordinator stores them.
 
-        Raises MalformedMessageError.
+        Raises MalformedMessageError if the prompt is invalid.
         """
         if not meta.text:
             return meta, self.tokens_of(meta, prompt)
@@ -86,7 +96,7 @@ class PromptReader:
         return meta._replace(text=False), self.tokens_of(meta, prompt)
 
     def tokens_of(self, meta: RequestMeta, prompt: bytes) -> bytes:
-        """Return the tokens of a prompt, little-endian int32. Raises MalformedMessageError."""
+        """Return the tokens of a prompt, little-endian int32. Raises MalformedMessageError if the prompt is invalid."""
         if not meta.text:
             return unpack_tokens(prompt) if isinstance(prompt, PackedTokens) else prompt
         if self.tokenizer is None:

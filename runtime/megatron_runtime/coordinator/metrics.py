@@ -15,7 +15,7 @@ _PREFIX = "megatron_coordinator_"
 
 
 class CoordinatorMetrics(Collector):
-    """Metrics of one coordinator process.
+    """Prometheus metrics of one coordinator process.
 
     core: returns the current core, which changes when a standby takes over.
     """

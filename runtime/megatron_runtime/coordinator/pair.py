@@ -1,13 +1,14 @@
-"""The pair of coordinators: which one is active, and the connection on which they exchange their states.
+"""The pair of coordinators. Decides which coordinator is active, and exchanges states on a connection between them.
 
-Both coordinators run. One is active, the other one is on standby: it sends peers to the active one. The standby takes
-over when a peer asks it to, and it has not heard from the other coordinator for some time. So a takeover needs two
-witnesses, a peer and the standby itself, but neither the API server nor the operator.
+Both coordinators run. One is active. The other is on standby and redirects peers to the active coordinator. The standby
+takes over if a peer asks it to and it has not heard from the other coordinator for some time. A takeover therefore
+needs two witnesses, a peer and the standby itself, but neither the API server nor the operator.
 
-Each takeover has a term, one more than the highest that is known. Two coordinators may be active at the same time, if
-they cannot reach each other. A peer is registered with one coordinator at a time, and never follows a coordinator with
-a lower term than it has seen. As soon as two active coordinators hear of each other, directly or from a peer, the one
-with the lower term stands by again. If the terms are equal, the one with the lower incarnation stands by.
+Each takeover has a term, which is one higher than the highest known term. Two coordinators may be active at the same
+time if they cannot reach each other. A peer is registered with one coordinator at a time, and never follows a
+coordinator with a lower term than it has seen. When two active coordinators learn of each other, directly or from a
+peer, the coordinator with the lower term returns to standby. If the terms are equal, the coordinator with the lower
+incarnation returns to standby.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
-"""A connection that is not established in this time is opened again, with the other coordinator's next key."""
+"""Timeout of an attempt to connect. After it, another connection is opened with the other coordinator's next key."""
 
 _HELLO, _PAIR_STATE = int(Header.HELLO), int(Header.PAIR_STATE)
 
 
 class Answer(Enum):
-    """How a coordinator of a pair treats a message of a peer."""
+    """How a coordinator of a pair handles a message from a peer."""
 
     SERVE = "serve"
     REDIRECT = "redirect"
@@ -50,7 +51,7 @@ class Answer(Enum):
 class Election:
     """The state of one coordinator of a pair, which starts as the standby.
 
-    now:         time of creation, seconds on the clock of all calls.
+    now:         time of creation, in seconds on the clock of all calls.
     incarnation: a random number of 64 bits.
     takeover:    seconds of silence after which the other coordinator counts as lost.
     """
@@ -58,7 +59,7 @@ class Election:
     def __init__(self, *, now: float, incarnation: int, takeover: float) -> None:
         self.active = False
         self.term = 0
-        """The own term if active, otherwise the highest that is known."""
+        """The coordinator's own term if it is active, otherwise the highest known term."""
         self._incarnation = incarnation
         self.takeover = takeover
         self._silent_since = now
@@ -67,7 +68,7 @@ class Election:
 
     @property
     def state(self) -> PairState:
-        """The state to send to the other coordinator."""
+        """The state that is sent to the other coordinator."""
         return PairState(incarnation=self._incarnation, term=self.term, active=self.active)
 
     def heard(self, now: float, other: PairState) -> None:
@@ -79,8 +80,9 @@ class Election:
             self.term = max(self.term, other.term)
 
     def asked(self, now: float, term: int) -> Answer:
-        """Handle a message of a peer. term: term of the coordinator that it was registered with; 0 if it does not
-        report one.
+        """Handle a message from a peer, and return how to treat it.
+
+        term: term of the coordinator with which the peer was registered; 0 if the peer does not report one.
         """
         if self.active and term <= self.term:
             return Answer.SERVE
@@ -93,26 +95,29 @@ class Election:
         return Answer.SERVE
 
     def stalled(self, now: float) -> None:
-        """Handle a stall of this process. The other coordinator may have taken over during the stall."""
+        """Handle a stall of this process, during which the other coordinator may have taken over."""
         self._silent_since, self._other = now, None
 
     def leave(self, now: float) -> bool:
-        """Prepare for the exit of this process: become the standby if the other coordinator is alive.
+        """Prepare for the exit of this process. Become the standby if the other coordinator is alive.
 
-        Return whether it is.
+        Return whether the other coordinator is alive.
         """
         self._leaves = self._hears(now) is not None
         self.active = self.active and not self._leaves
         return self._leaves
 
     def _hears(self, now: float) -> PairState | None:
-        """Return the state of the other coordinator; None if it is silent or unknown."""
+        """Return the state of the other coordinator, or None if it is silent or unknown."""
         return self._other if now - self._silent_since < self.takeover else None
 
 
 class Pair:
-    """Decides for each message whether this coordinator may handle it, and exchanges states with its peer on the
-    admin ports.
+    """One side of a pair of coordinators.
+
+    Decides for each message whether this coordinator may handle it, and exchanges states with the other coordinator.
+
+    The states are exchanged on the admin ports.
 
     gatekeeper: the keys; None without encryption. Each coordinator connects with its own pair of keys.
     changed:    called after `active` or `term` has changed.
@@ -159,7 +164,7 @@ class Pair:
         self._tick()
 
     def close(self) -> None:
-        """Close the connection. Idempotent. The last state is still sent."""
+        """Close the connection after the last state is sent. This method is idempotent."""
         if self._timer is not None:
             self._timer.cancel()
         dealer, self._dealer = self._dealer, None
@@ -167,7 +172,7 @@ class Pair:
             dealer.close(linger_ms=1000)
 
     def passes(self, peer: PeerId, key: bytes, frames: Frames) -> bool:
-        """Return whether the coordinator must handle this message. If not, it was handled here.
+        """Return whether the coordinator must handle this message. If not, this method has handled it.
 
         key: the public key of the connection.
         """
@@ -189,7 +194,7 @@ class Pair:
         return answer is Answer.SERVE
 
     def redirect(self, peer: PeerId) -> None:
-        """Send a peer to the other coordinator."""
+        """Redirect a peer to the other coordinator."""
         self._send(peer, self._redirect)
 
     def hand_over(self) -> bool:
@@ -214,7 +219,7 @@ class Pair:
             self._election.heard(now, message)
 
     def _announce(self) -> None:
-        """Report the change to the other coordinator first, so that it accepts the peers that are redirected to it."""
+        """Report a change to the other coordinator before peers are redirected to it, so that it accepts them."""
         logger.warning("now %s, term %d", "active" if self.active else "on standby", self.term)
         self._report()
         self._changed()

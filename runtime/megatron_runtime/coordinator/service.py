@@ -1,6 +1,6 @@
-"""The coordinator as a service: ROUTER ports, timers, keys, metrics and the entry point around the core.
+"""The coordinator as a service. Has ROUTER ports, timers, keys, metrics and the entry point around the core.
 
-Everything runs on one event loop; no handler blocks or awaits.
+Everything runs on one event loop. No handler blocks or awaits.
 """
 
 from __future__ import annotations
@@ -42,12 +42,11 @@ __all__ = ["Coordinator", "PromptTokenizer", "run", "serve"]
 logger = logging.getLogger(__name__)
 
 HAND_OVER_SECONDS = 1.0
-"""Maximum seconds after SIGTERM for connecting to the other coordinator of a pair, which may be restarting."""
+"""Maximum time after SIGTERM for connecting to the other coordinator of a pair, which may be restarting."""
 _HAND_OVER_RETRY_SECONDS = 0.1
 DRAIN_SECONDS = 5.0
-"""Maximum seconds after SIGTERM for open requests to end.
-
-Clients submit the remaining requests to the next coordinator.
+"""Maximum time after SIGTERM for open requests to end. Clients submit the remaining requests to the next
+coordinator.
 """
 
 OnBound: TypeAlias = Callable[[dict[Role, str]], None]
@@ -58,11 +57,13 @@ MayBeSilent: TypeAlias = Callable[[PeerId], bool]
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
-"""Maximum number of unsent bytes of an engine. An engine that reads more slowly gets no work until it has caught up."""
+"""Maximum number of unsent bytes for an engine. An engine that reads more slowly gets no work until it has caught
+up.
+"""
 
 
 class BindError(OSError):
-    """A port could not be bound. Names the address and the remedy."""
+    """A port could not be bound. The message names the address and the remedy."""
 
 
 class Transport(Access):
@@ -70,8 +71,10 @@ class Transport(Access):
 
     addresses:  after start(), the bound address of each role.
     gatekeeper: checks keys; None without encryption.
-    on_gone:    called with each peer whose connection ended, and whether the peer's side closed it, as its system does
-                when the process exits. This side closes a connection without heartbeats or with a protocol violation.
+    on_gone:    called with each peer whose connection ended, and whether the peer's side closed it. The peer's
+                operating
+                system closes it when the process exits. This side closes it without heartbeats or after a protocol
+                violation.
     on_room:    called with each peer whose connection accepts messages again after it rejected one.
     may_be_silent: whether a peer has announced that it is busy, so that its silent connection is kept.
     """
@@ -100,7 +103,7 @@ class Transport(Access):
         return sum(router.handler_errors for router in self._routers.values())
 
     def start(self) -> None:
-        """Bind. Raises BindError."""
+        """Bind the sockets. Raises BindError."""
         settings = self._settings
         if settings.single_port:
             self.addresses = dict.fromkeys(Role, self._bind(SHARED_PORT, settings.client_port))
@@ -110,12 +113,12 @@ class Transport(Access):
             self.addresses[role] = self._bind(int(role), port)
 
     def stop(self) -> None:
-        """Stop listening. Idempotent. Queued messages are still sent while closed() is awaited."""
+        """Stop listening. This method is idempotent. Queued messages are still sent while closed() is awaited."""
         for router in self._routers.values():
             router.close()
 
     async def closed(self) -> None:
-        """Return when all messages from before stop() have been sent, after a second at most."""
+        """Return when all messages that were queued before stop() have been sent, or after one second."""
         await asyncio.gather(*(router.closed() for router in self._routers.values()))
 
     def router(self, port: int) -> Router:
@@ -125,20 +128,21 @@ class Transport(Access):
         return peer in self._connections
 
     def send(self, peer: PeerId, message: Frames, even_if_full: bool = False) -> bool:
-        """Send a message. Return False, and send nothing, if there is no such connection, or if it is full; in the
-        second case on_room follows.
+        """Send a message. Return False, and send nothing, if there is no such connection or if it is full.
+
+        If the connection is full, on_room is called later.
         """
         connection = self._connections.get(peer)
         return connection is not None and connection.send(message, even_if_full)
 
     def report_room(self, peer: PeerId) -> None:
-        """Call on_room when the connection is not full."""
+        """Call on_room when the peer's connection is not full."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.report_room()
 
     def cut(self, peer: PeerId) -> None:
-        """Close a connection. From then on, nothing arrives from it and nothing is sent to it."""
+        """Close a connection. Afterwards no message is received from it or sent to it."""
         self._routers[peer[0]].cut(peer)
 
     # --- access -------------------------------------------------------------------------------------------------
@@ -151,8 +155,9 @@ class Transport(Access):
         return self._opens(_key_role(peer[0]), key)
 
     def _opens(self, role: Role, key: bytes) -> bool:
-        """Whether a key opens the port of a role. A trainer, and the other coordinator of a pair, connect to the admin
-        port.
+        """Return whether a key opens the port of a role.
+
+        A trainer, and the other coordinator of a pair, connect to the admin port.
         """
         gatekeeper = self.gatekeeper
         if gatekeeper is None or gatekeeper.admits(role, key):
@@ -222,16 +227,18 @@ class Transport(Access):
 
 
 def _key_role(port: int) -> Role:
-    """The role whose keys open a port. The shared port accepts keys of clients."""
+    """Return the role whose keys open a port. The shared port accepts keys of clients."""
     return Role.CLIENT if port == SHARED_PORT else Role(port)
 
 
 class Coordinator:
-    """Passes messages, connection losses and time to the core, and performs the effects that it returns.
+    """The shell around the core.
+
+    Passes messages, connection losses and time to the core, and performs the effects that the core returns.
 
     on_bound: called with the address of each role once the sockets are bound.
     ended:    set by stop() or by a SHUTDOWN message.
-    tracer:   None: requests are not traced.
+    tracer:   records spans of requests; None if requests are not traced.
     """
 
     def __init__(
@@ -266,7 +273,7 @@ class Coordinator:
             shut_down=self.ended.set,
         )
         self._pair: Pair | None = None
-        """None if there is no other coordinator; this one is then always active."""
+        """The pair of coordinators. None if there is no other coordinator, so that this one is always active."""
         if settings.other_host is not None:
             self._pair = Pair(settings, self.transport.gatekeeper, changed=self._pair_changed, send=self.transport.send)
         self._timer: asyncio.TimerHandle | None = None
@@ -277,7 +284,7 @@ class Coordinator:
     # --- life ---------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Bind and serve. Raises BindError."""
+        """Bind the sockets and serve. Raises BindError."""
         self.transport.start()
         if self._pair is None:
             self._begin()
@@ -288,7 +295,10 @@ class Coordinator:
             self._on_bound(self.transport.addresses)
 
     def stop(self) -> None:
-        """Close all connections and timers. Clients submit open requests again to the next coordinator. Idempotent."""
+        """Close all connections and timers. This method is idempotent.
+
+        Clients submit open requests again to the next coordinator.
+        """
         self.ended.set()
         self._armed = -math.inf
         for timer in (self._timer, self._key_timer):
@@ -311,7 +321,7 @@ class Coordinator:
             await asyncio.wait_for(self._until(lambda: not len(self.core.dispatcher.journal)), seconds)
 
     async def hand_over(self, *, seconds: float = 0.0) -> bool:
-        """Let the other coordinator of the pair take over. Return False if there is none after `seconds`."""
+        """Let the other coordinator of the pair take over. Return False if it is not available within `seconds`."""
         deadline = self._time() + seconds
         while self._pair is not None and not self._pair.hand_over():
             if self._time() >= deadline:
@@ -323,13 +333,13 @@ class Coordinator:
         await self._until(lambda: len(self.core.engines.serving()) >= number)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition`, a function of the core's state, holds."""
+        """Return when `condition`, a function of the core's state, returns true."""
         while not condition():
             self._event_done.clear()
             await self._event_done.wait()
 
     def remove_engine(self, engine: Engine, reason: str) -> None:
-        """Remove an engine; its requests go to others."""
+        """Remove an engine. Its requests are dispatched to other engines."""
         self.core.remove_engine(self._time(), engine, reason)
         self._perform()
 
@@ -348,7 +358,7 @@ class Coordinator:
         return core
 
     def _begin(self) -> None:
-        """Become active. State, epoch and fence come from the engines, as after a restart."""
+        """Become active. The state, epoch and fence come from the engines, as after a restart."""
         self._set_wall_time()
         self.core.start(self._time())
         self._perform()
@@ -366,7 +376,10 @@ class Coordinator:
             self._stand_by(pair)
 
     def _stand_by(self, pair: Pair) -> None:
-        """Discard the state, and send all peers to the other coordinator. Clients submit open requests again there."""
+        """Discard the state, and redirect all peers to the other coordinator.
+
+        Clients submit open requests again there.
+        """
         peers = [peer.peer for peer in (*self.core.engines, *self.core.clients)]
         self.core = self._make_core()
         self._context = self.core.context
@@ -460,7 +473,7 @@ class Coordinator:
         self.core.context.wall_offset = time.time() - self._time()
 
     def _check_keys(self) -> None:
-        """Read changed key files, now and every `key_check` seconds."""
+        """Read changed key files. This repeats every `key_check` seconds."""
         gatekeeper = self.transport.gatekeeper
         if gatekeeper is None:
             return
@@ -491,7 +504,9 @@ def run(
 ) -> None:
     """Serve until SIGTERM or SIGINT.
 
-    Raises BindError if a port is taken, KeyFileError if a key is missing.
+    Raises:
+        BindError: a port is in use.
+        KeyFileError: a key is missing.
     """
     request_scheduler_slices()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -519,7 +534,7 @@ async def serve(
             stack.callback(loop.remove_signal_handler, number)
         coordinator.start()
         stack.push_async_callback(coordinator.close)
-        # Imported modules stay in memory, and requests leave no reference cycles: a full collection would free nothing.
+        # A full collection would free nothing, as imported modules stay and requests leave no reference cycles.
         gc.freeze()
         gc.set_threshold(50_000, 50, 100)
         for role, address in coordinator.transport.addresses.items():
@@ -534,7 +549,7 @@ async def serve(
 
 
 async def _start_health(port: int, coordinator: Coordinator) -> Callable[[], Awaitable[None]]:
-    """Serve probes and metrics on `port`. Returns the function that stops the server."""
+    """Serve probes and metrics on `port`. Return the function that stops the server."""
     from prometheus_client import CollectorRegistry
 
     from megatron_runtime.coordinator.metrics import CoordinatorMetrics

@@ -1,7 +1,7 @@
 """A coordinator in a child process, which exits when the program that started it exits.
 
-The child is a fresh interpreter, not a copy of its parent: the caller's main module does not run in it. It reads its
-settings as JSON from standard input and writes the addresses as one line to standard output.
+The child is a new interpreter and not a copy of its parent, so the caller's main module does not run in it. The child
+reads its settings as JSON from standard input and writes its addresses as one line to standard output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SETTINGS = TypeAdapter(CoordinatorSettings)
 
 
 class CoordinatorFailedError(RuntimeError):
-    """The coordinator process has exited. The message has its exit status and its last lines."""
+    """The coordinator process has exited. The message has its exit status and the last lines of its output."""
 
 
 class CoordinatorStartError(RuntimeError):
@@ -32,8 +32,9 @@ class CoordinatorStartError(RuntimeError):
 
 
 class CoordinatorProcess(WatchedChild):
-    """A running coordinator. Clients and engines connect to `address` (single port), or to the address of their
-    role.
+    """A running coordinator.
+
+    Clients and engines connect to `address` (single port), or to the address of their role.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,7 @@ class CoordinatorProcess(WatchedChild):
 def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
     """Start a coordinator and wait until its sockets are bound. It exits when this process exits or is killed.
 
-    Raises CoordinatorStartError if it does not start; the cause is on its standard error.
+    Raises CoordinatorStartError if the coordinator does not start. Its standard error shows the cause.
     """
     coordinator = CoordinatorProcess()
     try:
@@ -72,7 +73,7 @@ def main() -> None:
     be_child()
     parent = int(sys.argv[1])
     settings = _SETTINGS.validate_json(sys.stdin.buffer.readline())
-    # Ctrl-C in a terminal reaches the whole process group; the parent decides when its coordinator stops.
+    # Ctrl-C in a terminal reaches the whole process group, but the parent decides when its coordinator stops.
     os.setsid()
 
     def on_bound(addresses: dict[Role, str]) -> None:
@@ -85,7 +86,7 @@ def main() -> None:
 def _end_with(parent: int) -> None:
     """Send this process END_SIGNAL when its parent exits.
 
-    The end of the pipe would not show this, because other processes may hold copies of it.
+    The closed pipe would not show the parent's exit, because other processes may hold copies of the pipe.
     """
     loop = asyncio.get_running_loop()
 

@@ -1,1 +1,1 @@
-"""Support for engines of several ranks: shards, rendezvous, collectives, and detection of lost or stalled ranks."""
+"""Support for engines with several ranks: shards, rendezvous, collectives, and detection of lost or stalled ranks."""

@@ -1,4 +1,4 @@
-"""Errors of engines of several ranks. Each names a rank and a cause. No torch."""
+"""Errors of engines with several ranks. Each names a rank and a cause. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 class RankError(RuntimeError):
     """One rank failed.
 
-    rank: number of the rank, which the message contains too.
+    rank:   number of the rank, which is also in the message.
     reason: the machine-readable cause in the termination message.
     remedy: what the user can do.
     """

@@ -1,8 +1,11 @@
-"""The process groups of one rank and the collectives in them: NCCL on GPUs, Unix sockets between the CPU ranks of one
-host, and gloo between hosts and in programs that use torch.distributed.
+"""The process groups of one rank, and the collectives in these groups.
 
-T tokens of this rank's step, A tokens of all expert ranks' steps, M the largest number of tokens of one expert rank, N
-rows whose logits are computed, D hidden, W a rank's part of the vocabulary, V the vocabulary.
+They use NCCL on GPUs, and Unix sockets between the CPU ranks of one host. They use gloo between hosts, and in programs
+that use torch.distributed.
+
+The suffixes of tensor names are: T tokens of this rank's step, A tokens of all expert ranks' steps, M the maximum
+number of tokens of an expert rank, N rows whose logits are computed, D hidden size, W a rank's part of the vocabulary,
+V the vocabulary.
 """
 
 from __future__ import annotations
@@ -23,25 +26,26 @@ from megatron_runtime.distributed.watch import StepProgress
 class Collectives:
     """The communication between the ranks of one model in a forward pass. This base class is for a single rank.
 
-    Every rank of a group calls the methods in the same order. A method may change its argument in place, and return it.
+    Every rank of a group calls the methods in the same order. A method may change its argument in place and return it.
     """
 
     def begin_layer(self, number: int) -> None:
-        """Record that this rank begins the model's layer `number`."""
+        """Record that this rank begins the model's layer with index `number`."""
         return
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the tensor ranks. Used for the attention output, the down projection and the
-        embedding.
+        """Return the sum over the tensor ranks.
+
+        It is used for the attention output, the down projection and the embedding.
         """
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return logits_NV, joined from all tensor ranks' parts of the vocabulary."""
+        """Return logits_NV, which joins all tensor ranks' parts of the vocabulary."""
         return logits_NW
 
     def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return x_AD, the tokens of all expert ranks, before the routed experts."""
+        """Return x_AD, the tokens of all expert ranks. Called before the routed experts."""
         return x_TD
 
     def own_tokens(self, y_AD: torch.Tensor) -> torch.Tensor:
@@ -49,12 +53,12 @@ class Collectives:
         return y_AD
 
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
-        """Return y_TD, this rank's tokens summed over the expert ranks, after the routed experts."""
+        """Return y_TD, this rank's tokens summed over the expert ranks. Called after the routed experts."""
         return y_AD
 
 
 class GroupError(RuntimeError):
-    """A collective failed: another rank exited, or the network between them failed."""
+    """A collective failed, because another rank exited or the network between ranks failed."""
 
 
 class _ProcessGroup:
@@ -78,14 +82,14 @@ class _ProcessGroup:
         dist.recv(tensor, rank, group=self._group)
 
     def close(self) -> None:
-        """Do nothing: destroy_process_group() closes all groups."""
+        """Do nothing, because destroy_process_group() closes all groups."""
 
 
 class Groups(Collectives):
     """The process groups of this rank, which also send hidden states from one pipeline stage to the next.
 
-    All ranks construct it at the same time: the constructor waits for the others. If the program has not initialised
-    torch.distributed, the constructor does.
+    All ranks construct it at the same time, because the constructor waits for the others. If the program has not
+    initialised torch.distributed, the constructor initialises it.
 
     rank:     number of this rank in its engine.
     device:   device of this rank's tensors.
@@ -126,8 +130,9 @@ class Groups(Collectives):
         numbers = torch.arange(engines * sizes.world).view(shape)
 
         def group(dimension: int, name: str) -> _ProcessGroup | LocalGroup | None:
-            """Create the groups of ranks along a dimension. Return this rank's group; None if the group has only this
-            rank.
+            """Create the groups of ranks along a dimension, and return this rank's group.
+
+            Returns None if this rank is alone in it.
             """
             ranks = numbers.movedim(dimension, -1).flatten(0, 2).tolist()
             if len(ranks[0]) == 1:

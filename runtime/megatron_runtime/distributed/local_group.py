@@ -1,7 +1,7 @@
 """Collectives on CPU tensors between the ranks of one host, over Unix sockets in a private folder.
 
-gloo listens on TCP and does not authenticate peers, so any user of the host could pose as a rank. Here, only the owner
-of the folder can connect.
+gloo listens on TCP and does not authenticate peers, so any user of the host could pose as a rank. In this module, only
+the owner of the folder can connect.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from pathlib import Path
 import torch
 
 LARGE_BYTES = 64 * 1024
-"""Size above which a tensor is summed in parts: each rank sums one part, and receives the sums of the other parts."""
+"""Size above which a tensor is summed in parts. Each rank sums one part, and receives the sums of the other parts."""
 _RETRY_SECONDS = 0.01
 
 
 class LocalGroup:
     """The connections of one rank to the other ranks of its group. One thread calls the collectives.
 
-    All ranks construct it at the same time: the constructor waits for the others.
+    All ranks construct it at the same time, because the constructor waits for the others.
 
     folder:  folder of the sockets; only the user of the ranks may enter it.
     name:    name of the group's dimension; it differs between groups of the same ranks.
-    ranks:   the ranks of the group in their order, `rank` among them.
+    ranks:   the ordered ranks of the group, including `rank`.
     timeout_seconds: timeout of the constructor, and of each collective.
 
     The constructor and all methods raise RuntimeError if a rank is missing, exits, or makes no progress in time.
@@ -41,7 +41,7 @@ class LocalGroup:
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="send")
         self._links: dict[int, socket.socket] = {}
         self._received = torch.empty(len(self._ranks), 0)
-        """Memory for tensors of the other ranks, reused by each sum."""
+        """Buffer for the tensors of the other ranks. Each sum reuses it."""
         deadline = time.monotonic() + timeout_seconds
         try:
             with contextlib.ExitStack() as stack:
@@ -67,7 +67,7 @@ class LocalGroup:
             link.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a contiguous tensor by the sum over the ranks, added in their order."""
+        """Replace a contiguous tensor by the sum over the ranks. The tensors are added in the order of the ranks."""
         flat = tensor.view(-1)
         if flat.nbytes <= LARGE_BYTES:
             self._sum([flat] * len(self._ranks), into=flat)
@@ -78,7 +78,7 @@ class LocalGroup:
         self._exchange([(rank, own, parts[place]) for place, rank in self._others()])
 
     def all_gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write the contiguous tensors of all ranks, one after the other, to `gathered`, which is contiguous."""
+        """Write the contiguous tensors of all ranks, in the order of the ranks, to `gathered`, which is contiguous."""
         parts = gathered.view(len(self._ranks), -1).unbind()
         flat = tensor.view(-1)
         parts[self._place].copy_(flat)
@@ -101,11 +101,11 @@ class LocalGroup:
             into += part
 
     def _others(self) -> list[tuple[int, int]]:
-        """Yield the other ranks with their positions in the group."""
+        """Return the other ranks with their positions in the group."""
         return [(place, rank) for place, rank in enumerate(self._ranks) if place != self._place]
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], object]:
-        """Start to send a contiguous tensor. Return the function that waits until it is sent."""
+        """Start to send a contiguous tensor. Return a function that waits until the tensor is sent."""
         return self._sender.submit(self._exchange, [(rank, tensor, None)]).result
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
@@ -114,7 +114,7 @@ class LocalGroup:
     def _exchange(self, transfers: Iterable[tuple[int, torch.Tensor | None, torch.Tensor | None]]) -> None:
         """Send and receive at the same time, so that two ranks that send to each other cannot deadlock.
 
-        transfers: rank, the tensor to send to it, and the tensor to receive from it.
+        transfers: for each transfer the rank, the tensor to send to it, and the tensor to receive from it.
         """
         deadline = time.monotonic() + self._timeout
         left = [(rank, self._links[rank], _bytes(sent), _bytes(received)) for rank, sent, received in transfers]
@@ -135,7 +135,7 @@ Transfer = tuple[int, socket.socket, memoryview, memoryview]
 
 
 def _advance(transfer: Transfer) -> Transfer:
-    """Send and receive the bytes that the socket accepts and has now. Return the rest of the transfer."""
+    """Send and receive the bytes that the socket can transfer now. Return the rest of the transfer."""
     rank, link, unsent, missing = transfer
     try:
         if unsent:
@@ -153,7 +153,7 @@ def _advance(transfer: Transfer) -> Transfer:
 
 
 def _connect(path: Path, deadline: float) -> socket.socket:
-    """Connect to a Unix socket as soon as the other rank listens on it. Raises OSError at the deadline."""
+    """Return a connection to a Unix socket as soon as the other rank listens on it. Raises OSError at the deadline."""
     while True:
         link = socket.socket(socket.AF_UNIX)
         try:

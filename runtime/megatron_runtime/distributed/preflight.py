@@ -1,9 +1,9 @@
-"""The network check of an engine's pods, before its ranks load: every two pods must reach each other.
+"""The network check of an engine's pods before its ranks load. Every two pods must reach each other.
 
-Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later, and exchanges a block
-of data with every other pod on both. A pod that is reachable but does not run the check passes: its image may still be
-pulled, or its ranks may run already. A silent pod fails the check: packets are dropped, its host is lost, or the name
-service does not answer. The whole check has one deadline.
+Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later. It exchanges a block
+of data with every other pod on both ports. A pod that is reachable but does not run the check passes, because its image
+may still be pulled, or its ranks may already run. A silent pod fails the check, because packets are dropped, its host
+is lost, or the name service does not answer. The whole check has one deadline.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_runtime.process.listening import EVERY_ADDRESS, listening_socket
 
 MAGIC = b"megatron-preflight-1\n"
 BLOCK_BYTES = 1 << 18
-"""Number of bytes that two pods exchange: more than a packet or a small socket buffer has, to detect a wrong MTU."""
+"""Number of bytes that two pods exchange. It exceeds a packet and a small socket buffer, to detect a wrong MTU."""
 RETRY_SECONDS = 0.25
 GREETING_SECONDS = 2.0
 """Seconds after which a peer that accepts a connection but sends nothing counts as another program, such as the store.
@@ -30,7 +30,8 @@ GREETING_SECONDS = 2.0
 NAMED = 4
 """Maximum number of pairs in an error message."""
 SILENT_SHARE = 0.3
-"""If a connection attempt takes more than this share of the timeout when the deadline comes, the peer counts as silent.
+"""Fraction of the timeout. If the last connection attempt has taken longer than this when the deadline comes, the peer
+counts as silent.
 """
 
 
@@ -73,7 +74,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
 
     Raises:
         PreflightError: a pod was silent until the deadline, or this pod's own name does not resolve.
-        OSError: the port is taken.
+        OSError: the port is in use.
     """
     until = asyncio.get_running_loop().time() + settings.timeout_seconds
     others = [number for number in range(len(settings.names)) if number != settings.node]
@@ -85,7 +86,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
         if len(outcomes) < len(others):
             errors = [each for each in results if not isinstance(each, Outcome)]
             raise PreflightError("; ".join(errors[:NAMED]), rank=settings.node)
-        # Wait until the other pods have reached this pod. If one cannot, it reports that itself.
+        # Wait until the other pods have reached this pod. A pod that cannot reach it reports the failure itself.
         partners = [number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -186,7 +187,7 @@ async def _reach(settings: PreflightSettings, number: int, until: float) -> Outc
 
 
 async def _exchange(settings: PreflightSettings, host: str) -> None:
-    """Send a block to both ports of another pod, and check the digests that the pod returns."""
+    """Send a block to both ports of another pod, and verify the digests that the pod returns."""
     block = os.urandom(BLOCK_BYTES)
     reader, writer = await asyncio.open_connection(host, settings.port)
     with contextlib.closing(writer):

@@ -1,8 +1,8 @@
-"""The rendezvous of an engine's ranks: each writes its address to a store at rank 0's address.
+"""The rendezvous of an engine's ranks. Each rank writes its address to a store at rank 0's address.
 
 Ranks of one host meet in a private folder, which has the store and their sockets. Between hosts, the store has no
-authentication. With keys, a rank's public key from the store is accepted only if the mounted
-`engine.pub` has it; the rank's connection then proves that it holds the secret key.
+authentication. With keys, a rank's public key from the store is accepted only if the mounted `engine.pub` contains the
+key. The rank's connection then proves that the rank holds the secret key.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 KEY_LOOK_SECONDS = 1.0
-"""Seconds between two reads of engine.pub if it lacks a rank's key, because pods receive a rotated key at different
+"""Interval at which engine.pub is read while it lacks a rank's key, because pods receive a rotated key at different
 times.
 """
 REPORT_SECONDS = 1.0
-"""Seconds between two reports of a rank that is preparing."""
+"""Interval of the reports of a rank that is preparing."""
 PREPARED_LOOK_SECONDS = 0.2
 _AT_WORK, _PREPARED, _FAILED = "preparing", "prepared", "preparation failed"
 """Keys of the store: the reports of all ranks, the ranks that have prepared, and the first failure."""
@@ -79,15 +79,15 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
 def prepare_together(
     store: dist.Store, identity: RankIdentity, prepare: Callable[[], T], *, timeout_seconds: float
 ) -> T:
-    """Run `prepare`, wait until every rank has done the same, and return the result.
+    """Run `prepare`, wait until every rank has run it, and return the result.
 
-    It may download the model, for example.
+    `prepare` can take long, for example because it downloads the model. A rank reports while it is preparing, so the
+    others wait for a slow rank without a limit. They wait at most `timeout_seconds` after the last report of any rank.
 
-    A rank reports while it is preparing, so the others wait for a slow rank without a limit. They wait for
-    `timeout_seconds` after the last report of any rank.
-
-    Raises RankError with the cause if another rank fails, RendezvousError naming a rank that is missing, and the
-    exceptions of `prepare`.
+    Raises:
+        RankError: another rank failed; the message has the cause.
+        RendezvousError: a rank is missing; the message names it.
+        Exception: an error of `prepare`.
     """
     done = threading.Event()
 
@@ -133,9 +133,10 @@ def _wait_until_prepared(store: dist.Store, identity: RankIdentity, *, timeout_s
 
 
 class Meeting:
-    """The sockets of one rank, and the addresses of the others.
+    """The sockets of one rank, and the addresses of the other ranks.
 
-    keys_dir: folder of engine.key and engine.pub; both ends of a connection must hold a key of engine.pub. None: no
+    keys_dir: folder of engine.key and engine.pub. Both ends of a connection must hold a key of engine.pub. None means
+        no
               encryption. The socket is in the folder of the ranks if they have one. Otherwise it listens on loopback,
               or on all interfaces if the engine spans several hosts.
     """
@@ -170,8 +171,9 @@ class Meeting:
     def wait_for_all(self, *, until: float) -> None:
         """Wait until every rank of the engine has written its address and an accepted key.
 
-        until: deadline on the clock of time.monotonic(). Raises RendezvousError naming a rank that has not written
-               them.
+        until: deadline on the clock of time.monotonic().
+
+        Raises RendezvousError naming a rank whose address or key is missing.
         """
         everyone = range(self._identity.world)
         try:
@@ -215,7 +217,7 @@ class Meeting:
             time.sleep(min(KEY_LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     def connect(self, rank: int) -> zmq.Socket[bytes]:
-        """Return a PUSH socket to `rank`, after wait_for_all(). It never blocks."""
+        """Return a PUSH socket to `rank`. Call it after wait_for_all(). It never blocks."""
         address, public = self._peers[rank]
         push = _socket(self.context, zmq.PUSH, ipv6=self._ipv6)
         if self._keys is not None:
@@ -237,7 +239,7 @@ class Meeting:
 
 
 def _is_accepted(key: bytes, file: Path) -> bool:
-    """Return whether `file` contains this key; False if the file cannot be read."""
+    """Return whether `file` contains this key. Also return False if the file cannot be read."""
     try:
         return key in file.read_bytes().split()
     except OSError as error:
@@ -246,7 +248,7 @@ def _is_accepted(key: bytes, file: Path) -> bool:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
-    """Return a socket that queues any number of messages, and closes silent connections."""
+    """Return a socket that queues any number of messages and closes silent connections."""
     socket = context.socket(kind)
     for option, value in (
         (zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0),
@@ -260,7 +262,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -
 
 
 def _own_address(identity: RankIdentity) -> str:
-    """Return this host's address on the route to rank 0; an IPv6 address is in brackets."""
+    """Return this host's address on the route to rank 0. An IPv6 address is in brackets."""
     if identity.address in (LOOPBACK, "localhost"):
         return LOOPBACK
     family, *_, address = socket.getaddrinfo(identity.address, identity.port, type=socket.SOCK_DGRAM)[0]

@@ -1,7 +1,7 @@
-"""Computes the part of a model that each rank holds, and the rank of this process. No torch, no communication.
+"""Computes the part of a model that each rank holds, and the rank of this process. Uses no torch and no communication.
 
-Ranks of an engine are numbered tensor first, then expert, then pipeline, as in Megatron-Core: ranks of one tensor
-group, which exchange the most data, have adjacent numbers.
+Ranks of an engine are numbered tensor first, then expert, then pipeline, as in Megatron-Core. Ranks of one tensor
+group, which exchange the most data, therefore have adjacent numbers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class IndivisibleError(ValueError):
 class ParallelSizes:
     """The number of ranks in each dimension of an engine.
 
-    With `data` above 1, which only vLLM has, `data` copies of the dense layers run side by side, and the experts are
-    shared by no ranks (`expert` 1) or by all ranks of a stage (`expert` = tensor x data).
+    With `data` above 1, which only vLLM supports, `data` copies of the dense layers run side by side. The experts are
+    then either not divided (`expert` 1) or divided between all ranks of a stage (`expert` = tensor x data).
     """
 
     tensor: int = 1
@@ -48,7 +48,7 @@ class ParallelSizes:
 
     @property
     def product(self) -> str:
-        """The product of the dimensions that gives the number of ranks, as text for errors."""
+        """The product of dimensions that equals the number of ranks, as text for errors."""
         if self.data > 1:
             return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
         return f"tensor {self.tensor} x pipeline {self.pipeline} x expert {self.expert}"
@@ -68,9 +68,9 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The part of a model that one rank holds; Shard() is the whole model.
+    """The part of a model that one rank holds. Shard() is the whole model.
 
-    Most methods take a size of the whole model, and return the half-open range of it that this rank holds.
+    Most methods take a size of the whole model and return the half-open range of it that this rank holds.
     """
 
     sizes: ParallelSizes = ParallelSizes()
@@ -85,18 +85,18 @@ class Shard:
 
     @property
     def has_embedding(self) -> bool:
-        """Whether this is the first pipeline stage, which turns tokens into hidden states."""
+        """Whether this is the first pipeline stage, which converts tokens to hidden states."""
         return self.pipeline_rank == 0
 
     @property
     def has_head(self) -> bool:
-        """Whether this is the last pipeline stage, which turns hidden states into logits."""
+        """Whether this is the last pipeline stage, which converts hidden states to logits."""
         return self.pipeline_rank == self.sizes.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
         """Return the layers of this rank's stage.
 
-        If they do not divide evenly, the first stages have one layer more.
+        If the layers do not divide evenly, the first stages have one more layer each.
         """
         if num_layers < self.sizes.pipeline:
             raise IndivisibleError(
@@ -125,17 +125,23 @@ class Shard:
         return range(head, head + 1)
 
     def feed_forward(self, intermediate_size: int) -> range:
-        """Return the range of the rows of gate and up, which are the columns of down."""
+        """Return the range of the rows of the gate and up matrices.
+
+        It is also the range of the columns of the down matrix.
+        """
         return self._even(intermediate_size, "feed-forward size", "tensor")
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Return the range of the rows of embedding and head: `vocabulary_width` rows, fewer on the last ranks."""
+        """Return the range of the rows of embedding and head.
+
+        It has `vocabulary_width` rows, fewer on the last ranks.
+        """
         width = self.vocabulary_width(vocab_size)
         start = min(vocab_size, self.tensor_rank * width)
         return range(start, min(vocab_size, start + width))
 
     def vocabulary_width(self, vocab_size: int) -> int:
-        """Return the largest number of rows of embedding and head that a rank has."""
+        """Return the maximum number of rows of embedding and head that a rank has."""
         return -(-vocab_size // self.sizes.tensor)
 
     def experts(self, num_experts: int) -> range:
@@ -172,8 +178,8 @@ class RankIdentity:
     engine, engines:         index of this engine and number of engines, in a program that runs several side by side.
                              All their ranks are in the program's torch.distributed, engine after engine.
     build_index:             number of engines that this program has constructed before.
-    folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it. None:
-                             they connect by TCP, at the address and port.
+    folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it. None
+                             if they connect by TCP, at the address and port.
     """
 
     rank: int
@@ -190,7 +196,7 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """One of an engine's hosts or pods. The port of a single node is None, because its ranks use no port."""
+    """One of an engine's hosts or pods. A single node has the port None, because its ranks use no port."""
 
     node_rank: int = 0
     nodes: int = 1
@@ -200,10 +206,10 @@ class NodeIdentity:
 
 
 def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.environ) -> RankIdentity | None:
-    """Return this process's rank from the environment variables of torchrun, the launcher or a pod of one rank.
+    """Return this process's rank from the environment variables of torchrun, the launcher or a pod with one rank.
 
-    Returns None if this process has yet to start the ranks of its node. Raises IndivisibleError if the variables
-    describe an engine of another size.
+    Returns None if this process must start the ranks of its node. Raises IndivisibleError if the variables describe an
+    engine of another size.
     """
     node = node_identity(sizes, environment)
     if "RANK" in environment:

@@ -1,10 +1,10 @@
-"""Detection of lost and stalled ranks: heartbeats, the step timeout and the collective timeout. No torch.
+"""Detection of lost and stalled ranks by heartbeats, the step timeout and the collective timeout. Imports no torch.
 
 - Every rank sends a heartbeat every BEAT_SECONDS. A rank whose heartbeat is HEARTBEAT_SECONDS old is lost.
-- A heartbeat carries the progress of the rank's step. If no rank makes progress within the step timeout, the rank that
-the others wait for has stalled the step. If all ranks wait in collectives, the timeout is COLLECTIVE_SECONDS.
+- A heartbeat has the progress of the rank's step. If no rank makes progress within the step timeout, the rank that the
+  others wait for has stalled the step. If all ranks wait in collectives, the timeout is COLLECTIVE_SECONDS.
 
-The timeouts are far above the delays of a loaded machine. See docs/decisions/021.
+The timeouts are much longer than the delays on a loaded machine. See docs/decisions/021.
 """
 
 from __future__ import annotations
@@ -20,17 +20,21 @@ BEAT_SECONDS = 0.5
 HEARTBEAT_SECONDS = 10.0
 """Seconds without a heartbeat after which a rank is lost."""
 LONG_ORDER_SECONDS = 600.0
-"""Replaces HEARTBEAT_SECONDS during an order that may hold the rank's interpreter lock, such as loading weights."""
+"""Limit that replaces HEARTBEAT_SECONDS during a command that may hold the rank's interpreter lock, such as loading
+weights.
+"""
 COLLECTIVE_SECONDS = 30.0
 """Seconds after which a step is stalled if all ranks wait for each other."""
 WARM_UP_SECONDS = 300.0
-"""Timeout, in seconds, of each part of a warm-up step, which compiles kernels and first reads the weights."""
+"""Timeout, in seconds, of each part of a warm-up step. The step compiles kernels and reads the weights for the first
+time.
+"""
 
 
 class HeartbeatTimer:
-    """Tracks the time of a peer's last heartbeat. All times are on the clock of time.monotonic().
+    """The time of a peer's last heartbeat. All times are on the clock of time.monotonic().
 
-    allowed_seconds: longest allowed silence, as announced by the peer's last heartbeat.
+    allowed_seconds: maximum silence, which the peer's last heartbeat announces.
     """
 
     def __init__(self) -> None:
@@ -38,9 +42,7 @@ class HeartbeatTimer:
         self._last_heartbeat = time.monotonic()
 
     def restart(self, now: float) -> None:
-        """Restart the timer, because a message of the peer has arrived, or this process was late and cannot judge the
-        peer.
-        """
+        """Restart the timer, because a message of the peer has arrived, or because this process itself was late."""
         self._last_heartbeat = now
 
     def expired(self, now: float) -> str | None:
@@ -60,7 +62,7 @@ class Phase(IntEnum):
 class Report(NamedTuple):
     """The progress of a rank at the time of a heartbeat.
 
-    done:      number of the last order that the rank completed.
+    done:      number of the last command that the rank completed.
     marks:     counter that increases whenever the rank makes progress.
     exchanges: number of collectives that the rank has entered.
     place:     the rank's position in the step, for log messages.
@@ -80,7 +82,7 @@ class Report(NamedTuple):
 
 
 class StepProgress:
-    """The progress of this rank's steps. The thread that runs steps writes it, the heartbeat thread reads it."""
+    """The progress of this rank's steps. The thread that runs steps writes it, and the heartbeat thread reads it."""
 
     def __init__(self) -> None:
         self.done = 0
@@ -91,18 +93,18 @@ class StepProgress:
         self._order = 0
 
     def begin(self, order: int) -> None:
-        """Record that the step of this order begins."""
+        """Record that the step of command number `order` begins."""
         self._order, self._phase = order, Phase.COMPUTING
         self.reach("the begin")
 
     def reach(self, what: str, number: int | None = None) -> None:
-        """Record that the step has reached a place, such as a layer and its number."""
+        """Record that the step has reached a place, such as a layer with this number."""
         self._place = what, number
         self._marks += 1
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Context manager: record that its body is a collective."""
+        """Context manager that records its body as a collective."""
         self._exchanges += 1
         self._marks += 1
         self._phase = Phase.EXCHANGING
@@ -111,7 +113,7 @@ class StepProgress:
         self._marks += 1
 
     def end(self, order: int) -> None:
-        """Record that an order is complete, a step or another."""
+        """Record that command number `order` is complete, whether or not it is a step."""
         self.done, self._phase = order, Phase.IDLE
 
     def report(self) -> Report:
@@ -127,7 +129,7 @@ class Stall(NamedTuple):
     """A step that makes no progress.
 
     rank:         the rank that the others wait for.
-    is_computing: a rank computes; otherwise all ranks wait in collectives.
+    is_computing: whether a rank computes. Otherwise all ranks wait in collectives.
     """
 
     rank: int
@@ -136,8 +138,9 @@ class Stall(NamedTuple):
 
 
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
-    """Return the rank that the others wait for: it has not completed `order`, is in no collective, and has entered the
-    fewest collectives.
+    """Return the rank that the others wait for.
+
+    It has not completed command number `order`, is in no collective, and has entered the fewest collectives.
     """
 
     def lateness(rank: int) -> tuple[bool, bool, int]:
@@ -148,7 +151,7 @@ def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
 
 
 class StepWatch:
-    """Determines the rank that stalls a step, from the reports of all ranks. Runs on rank 0."""
+    """The detection of the rank that stalls a step, from the reports of all ranks. It runs on rank 0."""
 
     def __init__(self, step_timeout_seconds: float) -> None:
         self._step_timeout = step_timeout_seconds
@@ -156,12 +159,13 @@ class StepWatch:
         self._stalled = self._looked_at = 0.0
 
     def look(self, order: int, reports: Mapping[int, Report], *, now: float, is_warm_up: bool = False) -> Stall | None:
-        """Return the stall if no rank has made progress in `order` during its timeout.
+        """Return the stall if no rank has made progress in command number `order` within its timeout.
 
         order:   number of the last step that was sent to the ranks.
         reports: reports by rank.
-        now:     time on the clock of time.monotonic(). The caller calls this every BEAT_SECONDS; most of its own delay
-                 is not counted.
+        now:     time on the clock of time.monotonic(). The caller calls this method every BEAT_SECONDS. Most of the
+                 caller's
+                 own delay is not counted.
         """
         passed = min(now - self._looked_at, 2 * BEAT_SECONDS)
         self._looked_at = now

@@ -1,8 +1,8 @@
 """The port on which a trainer, and each rank of an engine, sends weights to ranks of engines. Only the ranks connect.
 
-A connection that begins as ZMTP is a DEALER with CURVE: it asks for a session, and gets the manifest and a token. A
-connection that begins with a token is plain TCP: it asks for blocks by their numbers and gets their bytes. The second
-one is not authenticated, so the receiver compares each block with its digest in the manifest.
+A connection that begins as ZMTP is a DEALER with CURVE. It requests a session, and gets the manifest and a token. A
+connection that begins with a token is plain TCP. It requests blocks by their numbers and gets their bytes. The plain
+connection is not authenticated, so the receiver compares each block with its digest in the manifest.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from megatron_runtime.transport.zmtp.router import Router
 logger = logging.getLogger(__name__)
 
 EXCHANGE_SECONDS = 30.0
-"""Timeout of each side while it waits for the other. A peer that exits is noticed at once."""
+"""Time for which each side waits for the other. The exit of a peer is detected immediately."""
 BLOCK_REQUEST = struct.Struct("<qq")
-"""The numbers of a tensor and of one of its blocks."""
+"""Format of a request for a block: index of the tensor, and index of the block in the tensor."""
 _MAX_UNSENT_BYTES = 64 << 20
 _CHECK_SECONDS = 5.0
 _ZMTP = 0xFF
@@ -64,7 +64,7 @@ def block_bytes(block: torch.Tensor) -> memoryview:
 
 
 def local_address(host: str, port: int) -> str:
-    """Return the address of this machine from which `host` is reached. Nothing is sent. Raises OSError."""
+    """Return the address of this machine for connections to `host`. Nothing is sent. Raises OSError."""
     family, kind, *_, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)
@@ -72,16 +72,19 @@ def local_address(host: str, port: int) -> str:
 
 
 def address_towards(coordinator: str) -> str:
-    """Return the address of this machine that other machines of a coordinator's address reach. Raises OSError."""
+    """Return the address at which other machines reach this machine, from its route to a coordinator.
+
+    Raises OSError.
+    """
     target = parse_address(coordinator)
     return "127.0.0.1" if isinstance(target, Path) else local_address(*target)
 
 
 class OfferedTensors:
-    """Tensors in blocks, with the digests of all blocks, which are computed when they are first needed.
+    """Tensors that are divided into blocks. The digests of all blocks are computed when they are first needed.
 
-    tensors: contiguous, by name; on any device. They are not copied.
-    reading: returns a context in which any thread may copy them from the device.
+    tensors: contiguous tensors by name, on any device. They are not copied.
+    reading: returns a context in which any thread may copy the tensors from the device.
     """
 
     def __init__(
@@ -111,7 +114,7 @@ class OfferedTensors:
         return WeightsManifest(self.epoch, self.entries).to_bytes()
 
     def block(self, tensor: int, block: int) -> torch.Tensor:
-        """Return a block on the CPU: a view if the tensor is on the CPU, otherwise a copy.
+        """Return a block on the CPU. It is a view if the tensor is on the CPU, otherwise a copy.
 
         Raises IndexError if the manifest has no block with these numbers.
         """
@@ -130,7 +133,7 @@ class OfferedTensors:
 
 
 def entry_of(name: str, tensor: torch.Tensor) -> PublishedTensor:
-    """Return the entry of a tensor without digests."""
+    """Return the manifest entry of a tensor, without digests."""
     return PublishedTensor(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
@@ -138,9 +141,9 @@ def entry_of(name: str, tensor: torch.Tensor) -> PublishedTensor:
 class Offer:
     """Weights that the port sends.
 
-    session: of the reference that names them.
-    part:    of an engine: OpenSession.part of the ranks that may have them.
-    digest:  of an engine: SessionOpened.digest.
+    session: session in the reference that names the weights.
+    part:    for the weights of an engine, OpenSession.part of the ranks that may receive them.
+    digest:  for the weights of an engine, SessionOpened.digest.
     """
 
     session: str
@@ -150,11 +153,14 @@ class Offer:
 
 
 class WeightPort:
-    """Listens on one port, on a thread of its own. All methods may be called on any other thread.
+    """A server of weights that listens on one port, on a thread of its own.
 
-    host: address to listen on. port: 0 chooses a free one; afterwards, the port that it listens on.
-    keys_dir: directory of the key pair of `role`, and of engine.pub; None: no encryption.
-    role: file name of this side's keys: "engine" or TRAINER.
+    All methods may be called on any other thread.
+
+    host: address to listen on.
+    port: 0 chooses a free port. After construction, the port on which it listens.
+    keys_dir: directory of the key pair of `role`, and of engine.pub; None means no encryption.
+    role: file name of this side's keys, "engine" or TRAINER.
 
     The constructor raises KeyFileError, and OSError if it cannot listen.
     """
@@ -176,16 +182,20 @@ class WeightPort:
 
     @property
     def address(self) -> str:
-        """`tcp://HOST:PORT`."""
+        """The address of the port, `tcp://HOST:PORT`."""
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     def offer(self, *offers: Offer) -> None:
-        """Offer these weights instead of all earlier ones. Returns when no block of the earlier ones is being sent."""
+        """Offer these weights instead of all earlier weights.
+
+        Return when no block of the earlier weights is being sent.
+        """
         self._call(lambda: self._replace(offers))
 
     def close(self) -> None:
-        """Stop listening. Return when each engine that receives weights has them, or is silent for EXCHANGE_SECONDS.
-        Idempotent.
+        """Stop listening. This method is idempotent.
+
+        Return when each engine that receives weights has all of them, or has been silent for EXCHANGE_SECONDS.
         """
         if self._thread.is_alive():
             self._call(self._closing.set)
@@ -244,7 +254,7 @@ class WeightPort:
         task.add_done_callback(self._opening.discard)
 
     async def _open(self, peer: PeerId, frames: Frames) -> None:
-        """Answer the request for a session."""
+        """Answer a request for a session."""
         try:
             opening = OpenSession.from_bytes(frames[0])
         except MalformedMessageError as error:
@@ -279,7 +289,7 @@ class WeightPort:
         return SessionOpened(manifest=manifest, token=token, digest=offer.digest)
 
     def take(self, token: bytes) -> Offer | None:
-        """Return what a token opens. It opens nothing afterwards."""
+        """Return the offer that a token opens, or None if it opens nothing. A token can be used once."""
         return self._tokens.pop(token, None)
 
     def stream(self, stream: _Stream, *, is_open: bool) -> None:
@@ -287,7 +297,7 @@ class WeightPort:
 
 
 class _First(asyncio.Protocol):
-    """A connection until its first bytes arrive."""
+    """A connection before its first bytes arrive."""
 
     def __init__(self, port: WeightPort, connect: Callable[[], Connection]) -> None:
         self._port = port
@@ -309,7 +319,7 @@ class _First(asyncio.Protocol):
 
 
 class _Stream(asyncio.Protocol):
-    """A plain connection: a token, then requests for blocks. ended: done when the connection is closed."""
+    """A plain connection, on which a token and then requests for blocks arrive. ended: done when it is closed."""
 
     def __init__(self, port: WeightPort) -> None:
         self._port = port
@@ -347,7 +357,7 @@ class _Stream(asyncio.Protocol):
             tensor, block = BLOCK_REQUEST.unpack_from(self._rest)
             self._rest = self._rest[BLOCK_REQUEST.size :]
             if self._transport.get_write_buffer_size() > _MAX_UNSENT_BYTES:
-                self.abort()  # it asks without reading
+                self.abort()  # the peer sends requests but does not read
                 return
             try:
                 self._transport.write(block_bytes(offer.tensors.block(tensor, block)))
@@ -360,7 +370,7 @@ class _Stream(asyncio.Protocol):
         self._transport.abort()
 
     def _wait(self) -> None:
-        """Wait for the engine's next request, or until it has read everything."""
+        """Wait for the engine's next request, or until the engine has read everything."""
         self._deadline.cancel()
         self._deadline = self._loop.call_later(EXCHANGE_SECONDS, self._expire)
 

@@ -1,1 +1,1 @@
-"""The engine process: worker, lifecycle, output pipeline and health, for every engine backend."""
+"""The engine process, which is the same for every engine backend: worker, lifecycle, output pipeline and health."""

@@ -1,6 +1,6 @@
 """The LoRA adapters of one engine: the list that requests may name, and the adapters that the backend has loaded.
 
-A list is set in two phases. The first loads the adapters that are new; the second makes the list visible. An adapter
+A list is set in two phases. The first phase loads the new adapters. The second phase makes the list visible. An adapter
 that is no longer in the list is unloaded when its last request has ended.
 """
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterSet:
-    """The adapters of one engine. Use it on the event loop only, and make one change of the list at a time.
+    """The adapters of one engine. Use it only on the event loop, and make one change of the list at a time.
 
-    current: the list that was set last.
-    errors:  why an adapter is not loaded, by its name.
-    rejected: why an adapter in the last staged list could not be loaded, by its name.
+    current:  the list that was set last.
+    errors:   the error of each adapter that could not be loaded, by name.
+    rejected: the errors of adapters in the last staged list that could not be loaded, by name.
     """
 
     def __init__(self, backend: EngineBackend) -> None:
@@ -38,7 +38,9 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the adapters of `wanted` that are not loaded yet. If one fails, unload the others that were loaded here.
+        """Load the adapters of `wanted` that are not loaded yet.
+
+        If one fails, unload the other adapters that this call loaded.
 
         Requests can name the new adapters only after commit(). After a failure, `rejected` has the cause for each
         adapter that cannot be loaded.
@@ -63,12 +65,12 @@ class AdapterSet:
         await self._replace(self._staged, {})
 
     async def discard(self) -> None:
-        """Unload the adapters that stage() has loaded for a list that is not committed."""
+        """Unload the adapters that stage() has loaded for a list that will not be committed."""
         self._staged = self.current
         await self._unload_unused()
 
     async def adopt(self, wanted: AdapterList) -> bool:
-        """Load and activate the coordinator's list at once, without a commit, and return whether the list changed.
+        """Load and activate the coordinator's list immediately, without a commit. Return whether the list changed.
 
         If an adapter cannot be loaded, its cause is recorded, and the engine serves the base model and the other
         adapters.
@@ -93,7 +95,9 @@ class AdapterSet:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Adapter | None:
-        """Return the adapter with this name for a new request, and keep it loaded until end(). None if there is none.
+        """Return the adapter with this name for a new request, and keep it loaded until end().
+
+        Returns None if there is none.
 
         Raises UnsupportedVerbError if the backend does not support adapters.
         """
@@ -133,8 +137,9 @@ class AdapterSet:
             return results
 
     async def _unload_unused(self) -> None:
-        """Unload the adapters that neither a list nor a request needs. A failure is only logged, because the adapter is
-        not in a list.
+        """Unload the adapters that neither a list nor a request needs.
+
+        A failure is only logged, because no list has the adapter.
         """
         async with self._changing:
             for adapter in [adapter for adapter in self._loaded if not self._is_needed(adapter)]:

@@ -1,8 +1,8 @@
-"""`EngineBackend`, the interface of an engine implementation, and the data that crosses it. No torch.
+"""`EngineBackend`, the interface of an engine implementation, and the data that passes through it. Imports no torch.
 
-The worker (worker.py) talks to the coordinator: registration, dispatches, two-phase signals, heartbeats, epochs. It is
-the same for every backend. A backend may schedule and compute in a thread of this process, in another process or in
-another library; the worker sees requests, outputs and verbs only.
+The worker (worker.py) communicates with the coordinator: registration, dispatches, two-phase signals, heartbeats and
+epochs. The worker is the same for every backend. A backend may schedule and compute in a thread of this process, in
+another process or in another library. The worker sees only requests, outputs and verbs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
 
 class UnsupportedVerbError(RuntimeError):
-    """A verb needs a capability that the backend does not declare. The message names verb, backend and remedy."""
+    """A verb needs a capability that the backend does not declare.
+
+    The message names the verb, the backend and the remedy.
+    """
 
     reason = "UnsupportedByBackend"
     remedy = "choose a backend that has it with --backend"
@@ -41,21 +44,21 @@ class UnsupportedVerbError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendInfo:
-    """Constant properties of a backend, known before start().
+    """Constant properties of a backend, which are known before start().
 
-    name:                name in errors.
+    name:                name of the backend in errors.
     vocab_size, eos_ids: vocabulary size and end-of-sequence tokens of the model.
     max_sequence_length: limit of prompt plus answer of one request, in tokens. The first load may lower it.
     max_requests:        limit of concurrent requests.
-    max_tokens:          limit of tokens of one step; 0: unknown.
-    kv_cache_bytes:      size of each rank's KV cache; 0: unknown, for example before the first load of a backend that
+    max_tokens:          limit of tokens of one step; 0 if unknown.
+    kv_cache_bytes:      size of each rank's KV cache; 0 if unknown, for example before the first load of a backend that
                          measures it.
     block_size_tokens:   granularity of the prefix cache, for the coordinator's routing; 0 means no prefix cache.
     ranks:               number of ranks that confirm each verb.
     task:                one of POOLING_TASKS for a pooling model, which generates nothing; None for a model that
                          generates.
-    loads_under_pause:   load_staged_weights() loads new weights over the weights in use, while paused.
-    remedies:            how the user can enable a capability that is not declared, if the backend supports it at all.
+    loads_under_pause:   whether load_staged_weights() pauses the engine and overwrites the weights in use.
+    remedies:            how the user can enable each capability that is not declared but that the backend supports.
     """
 
     name: str
@@ -78,8 +81,10 @@ class BackendInfo:
             raise UnsupportedVerbError(verb, capability, self.name, remedy=self.remedies.get(capability))
 
     def check_request(self, params: SamplingParams) -> None:
-        """Raise InvalidSamplingParamsError for the first parameter whose capability the backend does not declare, and
-        for a request without `pooling` to a pooling model.
+        """Check that the backend can run a request with these parameters.
+
+        Raises InvalidSamplingParamsError for the first parameter whose capability the backend does not declare, and for
+        a request without `pooling` to a pooling model.
         """
         if self.task is not None and params.pooling is None:
             raise InvalidSamplingParamsError("pooling", None, f"the task {self.task!r}: the model generates no tokens")
@@ -90,7 +95,7 @@ class BackendInfo:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Names of the capabilities that requests may need but the backend does not declare."""
+        """Names of the capabilities that requests can need but the backend does not declare."""
         return tuple(dict.fromkeys(need.capability.name for need in NEEDS if need.capability not in self.capabilities))
 
 
@@ -99,7 +104,7 @@ class RankResults:
     """Result of a verb on each rank.
 
     ranks:  number of ranks.
-    failed: cause of the failure by rank; all ranks that are not in it succeeded.
+    failed: cause of the failure by rank. All other ranks succeeded.
     """
 
     ranks: int
@@ -107,14 +112,20 @@ class RankResults:
 
     @classmethod
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
-        """Return the results of a verb that raised `error`: a failure of the rank that it names, or of all ranks."""
+        """Return the results of a verb that raised `error`.
+
+        The rank that the error names has failed, or else all ranks.
+        """
         if isinstance(error, RankError):
             return cls(ranks, {error.rank: error.cause})
         return cls(ranks, dict.fromkeys(range(ranks), str(error)))
 
     @property
     def error(self) -> str | None:
-        """The causes with their ranks, or only the cause if it is the same on all ranks; None if no rank failed."""
+        """The causes with their ranks, or only the cause if it is the same on all ranks.
+
+        The value is None if no rank failed.
+        """
         if not self.failed:
             return None
         causes = set(self.failed.values())
@@ -132,7 +143,8 @@ class RankResults:
 class CacheEvents:
     """Changes of the prefix cache, as digests of blocks (requests.hashing.block_digests).
 
-    stored, evicted: blocks that were added and removed. cleared: all earlier blocks were removed before these changes.
+    stored, evicted: blocks that were added and removed.
+    cleared:         all earlier blocks were removed before these changes.
     """
 
     stored: Sequence[bytes] = ()
@@ -144,35 +156,35 @@ class CacheEvents:
 
 
 class BackendListener(Protocol):
-    """Callbacks of a backend, on the event loop of its start(). They must neither block nor raise."""
+    """Callbacks of a backend, which are called on the event loop of its start(). They must neither block nor raise."""
 
     def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
         """Called with the outputs of one or several steps, or with the errors of requests that were not run."""
 
     def on_cache_events(self, events: CacheEvents) -> None: ...
     def on_failure(self, cause: BaseException) -> None:
-        """Called once, when the backend has failed and runs no further step.
+        """Called once, when the backend has failed and will run no further step.
 
-        cause: a RankError names the rank. A RankLostError `by_silence` is not evidence that a request crashed the
+        cause: a RankError names the rank. A RankLostError with `by_silence` is not evidence that a request crashed the
                engine.
         """
 
     def on_leave(self) -> None:
-        """Called when a process of the backend got SIGTERM: the engine should drain and leave the coordinator."""
+        """Called when a process of the backend got SIGTERM, so that the engine drains and leaves the coordinator."""
 
 
 class EngineBackend(Protocol):
     """An engine implementation.
 
     All methods are called on one event loop, in this order: start(), load() if weights are needed, verbs and requests,
-    stop(). A backend starts paused. Verbs are called one at a time; each returns its result for each rank. A failed
-    verb leaves the backend unchanged. After a verb the worker calls confirm(); if a rank does not confirm, it calls the
-    opposite verb. The worker never calls a verb whose capability is not declared; the defaults raise
-    UnsupportedVerbError.
+    stop(). A backend starts paused. Verbs are called one at a time, and each returns its result for each rank. A failed
+    verb leaves the backend unchanged. After a verb the worker calls confirm(). If a rank does not confirm, the worker
+    calls the opposite verb. The worker never calls a verb whose capability is not declared. The default implementations
+    of verbs raise UnsupportedVerbError.
 
-    Outputs are delivered by callback (BackendListener), not by an async iterator, for two reasons. A step costs one
-    wake-up of the event loop. And the outputs of all steps before pause(), release_memory() or stop() are delivered
-    before that call returns.
+    Outputs are delivered by callback (BackendListener) instead of an async iterator, for two reasons. First, each step
+    costs only one wake-up of the event loop. Second, the outputs of all steps before pause(), release_memory() or
+    stop() are delivered before that call returns.
     """
 
     info: BackendInfo
@@ -183,19 +195,20 @@ class EngineBackend(Protocol):
         """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""
 
     def metrics(self) -> Iterable[Metric] | None:
-        """Return vLLM's own metrics. None for a backend without vLLM, whose stats() are then also exposed under vLLM's
-        names.
+        """Return vLLM's own metrics, or None for a backend without vLLM.
+
+        The stats() of a backend without vLLM are also exposed under vLLM's names.
         """
         return None
 
     async def start(self, listener: BackendListener) -> None:
-        """Start threads and processes. Weights are not loaded, because the engine may join a suspended pool."""
+        """Start threads and processes. Weights are not loaded yet, because the engine may join a suspended pool."""
 
     async def load(self) -> None:
-        """Load and verify the weights and allocate the KV cache. If it raises, nothing is loaded."""
+        """Load and verify the weights, and allocate the KV cache. If this method raises, nothing stays loaded."""
 
     async def stop(self, cause: BaseException | None = None) -> None:
-        """Stop after the step in progress. Idempotent.
+        """Stop after the step in progress. This method is idempotent.
 
         cause: the error, if the engine has failed.
         """
@@ -208,34 +221,34 @@ class EngineBackend(Protocol):
         raise NotImplementedError
 
     def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Return the token sequences of SamplingParams.bad_words. Only for a backend that declares BAD_WORDS.
+        """Return the token sequences for SamplingParams.bad_words. Only for a backend that declares BAD_WORDS.
 
         Raises ValueError if a text cannot be tokenized.
         """
         raise NotImplementedError
 
     def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer of the model; None if its tokens have no text."""
+        """Return the tokenizer of the model, or None if its tokens have no text."""
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. Its outputs go to the listener; an output with an error rejects it. The request ends at its
-        deadline.
+        """Queue a request. The listener gets its outputs. An output with an error rejects the request.
 
-        The backend may compile the grammar of structured output before the request joins the queue.
+        The request ends at its deadline. The backend may compile the grammar of structured output before the request
+        joins the queue.
         """
 
     def abort(self, request_id: int) -> asyncio.Future[object]:
         """Drop a request that was aborted or that a stop text ended. An unknown request is ignored.
 
-        Returns a future that is done when the backend has released the request. Until then the engine counts as busy.
+        Return a future that is done when the backend has released the request. Until then the engine counts as busy.
         """
 
     # --- verbs --------------------------------------------------------------------------------------------------
 
     async def pause(self) -> RankResults:
-        """Stop running steps. All outputs are delivered before this returns. Requests and KV stay."""
+        """Stop running steps. All outputs are delivered before this returns. Requests and KV are kept."""
 
     async def unpause(self) -> RankResults: ...
 
@@ -255,11 +268,11 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("RESUME", Capability.SUSPEND, self.info.name)
 
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
-        """Read and verify other weights of the same model while steps run (UPDATE_WEIGHTS, phase one)."""
+        """Read and verify other weights of the same model while steps run. This is phase one of UPDATE_WEIGHTS."""
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def load_staged_weights(self) -> RankResults:
-        """Pause, and load the staged weights over the weights in use. Only for a backend that `loads_under_pause`.
+        """Pause, and load the staged weights over the weights in use. Only for a backend with `loads_under_pause`.
 
         commit_weights() or discard_weights() ends the pause. After a failure the weights in use are unknown.
         """
@@ -270,18 +283,24 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def discard_weights(self) -> None:
-        """Drop staged weights, if there are any. If they were loaded already, reload the previous weights and end the
-        pause.
+        """Discard staged weights, if there are any.
+
+        If they are already loaded, reload the previous weights and end the pause.
         """
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Address of each rank from which other engines can get the weights of a trainer; empty if there is none."""
+        """Address of each rank from which other engines can get the weights of a trainer.
+
+        The value is empty if there is no such address.
+        """
         return ()
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
-        """Use the weights that the coordinator named when this engine joined: now if weights are loaded, otherwise at
-        the next load. Raises if they cannot be used.
+        """Use the weights that the coordinator named when this engine joined.
+
+        If weights are loaded, the new weights are loaded immediately, otherwise at the next load. Raises if they cannot
+        be used.
 
         source: a reference to a trainer's weights may have PublishedSource.copies.
         """
@@ -291,7 +310,9 @@ class EngineBackend(Protocol):
         """Label the current weights with `epoch` (SET_GENERATION_EPOCH). KV from other epochs is not reused."""
 
     async def load_adapter(self, name: str, source: str) -> RankResults:
-        """Load and verify a LoRA adapter while steps run; if no weights are loaded, load it with them.
+        """Load and verify a LoRA adapter while steps run.
+
+        If no weights are loaded, load the adapter together with them.
 
         Loaded adapters outlive release_memory(), restore_memory() and updates of the weights. KV and prefix blocks of a
         request are shared only with requests of the same adapter.
@@ -306,5 +327,5 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("unloading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def profile(self, active: bool) -> RankResults:
-        """Start or stop the range that a CUDA profiler of this process records."""
+        """Start or stop the range that a CUDA profiler of this process records. active: True starts the range."""
         raise UnsupportedVerbError("profiling", Capability.PROFILER, self.info.name)

@@ -1,4 +1,4 @@
-"""Data between the worker and a backend: requests, the outputs of a step, statistics. No torch."""
+"""The data between the worker and a backend: requests, the outputs of a step, and statistics. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,30 +25,31 @@ if TYPE_CHECKING:  # pydantic takes long to import, and a load needs no messages
 TopLogProbs = list[tuple[int, float]]
 FinishReason = Literal["stop", "length", "abort", "error"]
 EpochSpans = list[tuple[int, int]]
-"""(position, epoch): from this position in prompt plus answer on, forward passes used the weights of `epoch`."""
+"""Spans (position, epoch). Forward passes from this position of prompt plus answer on used the weights of `epoch`."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """A request as the backend receives it.
+    """A request in the form in which the backend receives it.
 
     prompt_tokens:    int32 [p].
-    generated_tokens: int32 [g], generated earlier by this or another engine; the engine continues after them and never
-                      samples them again.
-    generated_epochs: epochs of the weights that sampled them, by token index; empty: unknown.
-    seed:             determines, with the index of a token, the random number that the token is sampled with.
-    deadline_seconds: remaining time, waiting included; None means no limit.
+    generated_tokens: int32 [g], generated earlier by this or another engine. The engine continues after these tokens
+        and
+                      never samples them again.
+    generated_epochs: epochs of the weights that sampled these tokens, by token index; empty if unknown.
+    seed:             determines, with the index of a token, the random number with which the token is sampled.
+    deadline_seconds: remaining time, including waiting; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
     has_tenant:       whether the client named the tenant. Otherwise the tenant stands for the client's connection, and
                       has no budgets.
-    adapter:          key of the LoRA adapter that answers, as passed to load_adapter(); empty: the base model.
+    adapter:          key of the LoRA adapter that answers, as passed to load_adapter(); empty for the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     client_request_id: id of the client's request, for log lines.
-    bad_words:        token sequences of the sampling parameter `bad_words`; None: it is not set, or not tokenized.
-    media:            images, audio and video of the prompt; None: no media.
+    bad_words:        token sequences of the sampling parameter `bad_words`; None if it is not set, or not tokenized.
+    media:            images, audio and video of the prompt; None if there are none.
     prefill_only:     compute the complete blocks of the prompt, sample nothing, and keep the blocks under `request_id`.
     keeps_blocks:     after the answer, keep the complete blocks of the prompt under `request_id`.
-    text:             the prompt of a pooling model, which the backend tokenizes; None: prompt_tokens has its tokens.
+    text:             the prompt of a pooling model, which the backend tokenizes; None if prompt_tokens has its tokens.
     """
 
     request_id: int
@@ -79,11 +80,11 @@ class EngineRequest:
         adapter: Adapter | None = None,
         text: str | None = None,
     ) -> Self:
-        """Return the request of a DISPATCH whose sampling parameters have been decoded to `params`.
+        """Return the request that a DISPATCH describes. Its sampling parameters have been decoded to `params`.
 
         bad_words: token sequences of params.bad_words.
         adapter:   the adapter that the DISPATCH names.
-        text:      its prompt, if the backend tokenizes it.
+        text:      the prompt of the DISPATCH, if the backend tokenizes it.
         """
         meta = dispatch.meta
         return cls(
@@ -109,11 +110,12 @@ class EngineRequest:
 
         longest: limit of the engine, in tokens.
 
-        Raises ValueError, InvalidSamplingParamsError, MaxSequenceLengthOverflowError.
+        Raises:
+            ValueError, InvalidSamplingParamsError, MaxSequenceLengthOverflowError
         """
         prompt, params = len(self.prompt_tokens), self.sampling_params
         if params.pooling is not None:
-            return longest  # the backend limits the prompt: it tokenizes the prompt and may cut it
+            return longest  # the backend tokenizes the prompt and may truncate it
         if prompt == 0:
             raise ValueError("prompt is empty: give at least one token")
         total = params.num_tokens_total
@@ -122,7 +124,7 @@ class EngineRequest:
         if prompt >= longest:
             raise MaxSequenceLengthOverflowError(self.request_id, too_long(prompt, longest))
         if total is None and params.num_tokens_to_generate is not None:
-            # If no token is requested, one is sampled with the prompt all the same, and OutputStage drops it.
+            # Even if no token is requested, one token is sampled with the prompt, and OutputStage drops it.
             total = prompt + max(1, params.num_tokens_to_generate)
         return longest if total is None else min(longest, total)
 
@@ -138,7 +140,7 @@ class EngineRequest:
 
 
 def too_long(prompt: int, longest: int) -> str:
-    """Return the error for a prompt with `prompt` tokens that exceeds `longest`, the limit of prompt plus answer."""
+    """Return the message for a prompt of `prompt` tokens that exceeds `longest`, the limit of prompt plus answer."""
     return (
         f"This model's maximum context length is {longest} tokens for prompt and answer. However, the prompt alone has "
         f"{prompt} tokens: shorten the prompt"
@@ -146,17 +148,17 @@ def too_long(prompt: int, longest: int) -> str:
 
 
 def with_epoch(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
-    """Return the spans (first position, epoch) after the tokens from position `start` on get this epoch."""
+    """Return spans (first position, epoch) in which all tokens from position `start` on have this epoch."""
     return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """Times and weight epochs of a request on this engine. Times are 0 for a stage that was not reached.
+    """Times and weight epochs of a request on this engine. The time of a stage that was not reached is 0.
 
     queue_seconds:   from arrival until the request first had a slot.
-    prefill_seconds: from then to its first token.
-    decode_seconds:  from its first to its last token.
+    prefill_seconds: from the first slot to the first token.
+    decode_seconds:  from the first to the last token.
     policy_epoch:    epochs of the weights that sampled the tokens, as spans.
     kv_cache_epoch:  epochs of the weights that computed the KV of the tokens, as spans.
     """
@@ -171,16 +173,17 @@ class RequestSummary:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Output of a step for one request. With a finish_reason it is the last output of that request.
+    """Output of a step for one request. An output with a finish_reason is the last output of that request.
 
-    epoch: epoch of the weights that sampled the new tokens; None: unknown.
+    epoch: epoch of the weights that sampled the new tokens; None if unknown.
     new_log_probs, new_top_n_logprobs: log-probability of each new token, and the most likely (id, log-probability)
         pairs at its position.
     prompt_log_probs, prompt_top_n_logprobs: the same for each prompt token except the first; sent with the first new
         token.
     hidden_state: float32 [D], if the request wants it; in the last output.
     pooled: float32, result of a pooling model: [D], or [tokens, D] for one vector per token; in the last output.
-    label: name of the class that a classifier assigns to a text; None: not a classifier, or the class has no name.
+    label: name of the class that a classifier assigns to a text; None without a classifier, or if the class has no
+        name.
     stop_token: the last token, if it ended the request.
     error, error_code: the cause, if finish_reason is "error". The answer keeps the class and the fields of an
                        exception.
@@ -217,14 +220,15 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendStats:
-    """Counters since the start, and the current load. A backend leaves out what it does not count.
+    """Counters since the start, and the current load. A backend omits values that it does not count.
 
     steps, last_step: number of finished engine steps, and the end of the last one (time.monotonic()).
     weights_digest:   digest of the weights loaded last; empty before the first load, or if the backend computes none.
-    prefix_coordination_waits: steps that a request waited while another request computed its prefix.
-    prefill_rate, decode_rate, queued_tokens: as in Heartbeat; None: unknown.
+    prefix_coordination_waits: total number of steps for which requests waited while another request computed their
+        prefix.
+    prefill_rate, decode_rate, queued_tokens: as in Heartbeat; None if unknown.
     last_request:     the highest id of the requests that `queued_tokens` includes.
-    free_blocks:      as in Heartbeat; None: unknown.
+    free_blocks:      as in Heartbeat; None if unknown.
     """
 
     steps: int = counter("engine_steps", "engine steps; 0 with vLLM")

@@ -1,4 +1,4 @@
-"""Split requests at the engine: it computes prompts for other engines, and imports KV blocks from them."""
+"""Split requests at the engine, which computes prompts for other engines and imports KV blocks from them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 logger = logging.getLogger(__name__)
 
 EXPORT_SECONDS = 60.0
-"""Time that blocks are kept for another engine, if the coordinator does not end the export earlier."""
+"""Time for which blocks are kept for another engine if the coordinator does not end the export earlier."""
 IMPORT_SECONDS = 30.0
-"""Time that imported blocks wait for their request, if no request takes them."""
+"""Time for which imported blocks wait for their request."""
 
 
 class KVExchange:
-    """Computes prompts for other engines, serves the resulting KV blocks, and imports blocks from other engines.
+    """One engine's part in split requests.
+
+    Computes prompts for other engines, serves the resulting KV blocks, and imports blocks from other engines.
 
     send:    sends a message to the coordinator.
     release: makes the backend end the prefill, the export or the import with this dispatch id.
@@ -46,7 +48,7 @@ class KVExchange:
         self._prefills: set[int] = set()
         self._imports: dict[int, asyncio.Task[None]] = {}
         self._kept: dict[int, asyncio.TimerHandle] = {}
-        """By the id of an export or a complete import: its deadline."""
+        """The timer for the deadline of each export and each complete import, by id."""
         self.port: KVPort | None = None
 
     def listen(self, host: str, port: int) -> None:
@@ -63,12 +65,12 @@ class KVExchange:
 
     @property
     def num_running(self) -> int:
-        """Prefills and imports in progress."""
+        """Number of prefills and imports in progress."""
         return len(self._prefills) + len(self._imports)
 
     @property
     def ids(self) -> list[int]:
-        """The ids of prefills, exports and imports."""
+        """Return the ids of prefills, exports and imports."""
         return [*self._prefills, *self._imports, *self._kept]
 
     # --- prefills -------------------------------------------------------------------------------------------------
@@ -78,13 +80,16 @@ class KVExchange:
         self._prefills.add(dispatch_id)
 
     def fail(self, dispatch_id: int, error: Exception | str) -> None:
-        """Report to the coordinator that this engine has no block of a prompt. The decode engine then computes it."""
+        """Report to the coordinator that this engine has no block of a prompt.
+
+        The decode engine then computes the prompt.
+        """
         logger.info("a prompt is left to the engine that answers the request: %s", error)
         self._prefills.discard(dispatch_id)
         self._send(Exported(dispatch_id=dispatch_id).to_frames())
 
     def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
-        """Report kept blocks to the coordinator. Return the outputs of requests other than prefills."""
+        """Report kept blocks to the coordinator. Return the outputs that do not belong to prefills."""
         answered = []
         for output in outputs:
             number, exported = output.request_id, output.exported
@@ -104,7 +109,10 @@ class KVExchange:
     # --- transfers ------------------------------------------------------------------------------------------------
 
     def transfer(self, message: Transfer) -> None:
-        """Handle TRANSFER: a message with an address starts an import, one without lets a peer read the export."""
+        """Handle TRANSFER.
+
+        A message with an address starts an import. A message without one lets a peer read the export.
+        """
         if not message.address:
             self._server.grant(message)
         else:
@@ -128,7 +136,7 @@ class KVExchange:
         self._release(dispatch_id)
 
     def forget(self, dispatch_id: int) -> None:
-        """Forget a dispatch id, and end its transfer. The backend is about to release the blocks."""
+        """Forget a dispatch id and end its transfer, because the backend is about to release the blocks."""
         self._prefills.discard(dispatch_id)
         self._server.revoke(dispatch_id)
         timer = self._kept.pop(dispatch_id, None)
@@ -140,7 +148,7 @@ class KVExchange:
 
 
 def params_of_prompt(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters that matter for a prefill: those that affect KV, or the order of requests."""
+    """Return the sampling parameters that matter for a prefill. They affect the KV or the order of requests."""
     return SamplingParams(
         cache_salt=params.cache_salt,
         priority=params.priority,

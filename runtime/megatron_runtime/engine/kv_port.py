@@ -1,7 +1,7 @@
 """The port on which engines exchange blocks of their prefix caches, with CURVE and the keys of engines.
 
-The importing engine requests each chunk, and so limits the bytes in flight. A ticket gives one connection access to
-one export. The frames are described in docs/reference/protocol.md, "Split requests".
+The importing engine requests each chunk, and thereby limits the bytes in flight. A ticket gives one connection access
+to one export. The frames are described in docs/reference/protocol.md, "Split requests".
 """
 
 from __future__ import annotations
@@ -30,23 +30,25 @@ logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 MAX_IN_FLIGHT_BYTES = 64 << 20
-"""Of all exports of an engine together, and of all its imports."""
+"""Maximum number of bytes in flight of all exports of an engine together, and of all its imports together."""
 WINDOW_CHUNKS = 4
-"""Chunks of one import on their way."""
+"""Maximum number of chunks of one import that are in flight."""
 MAX_ACTIVE = MAX_IN_FLIGHT_BYTES // (WINDOW_CHUNKS * CHUNK_BYTES)
-"""Exports, and imports, that send or receive at once. Others wait."""
+"""Maximum number of exports that send, and of imports that receive, at the same time. Others wait."""
 CONNECT_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
-"""A transfer ends if its other side neither sends nor accepts bytes for this long."""
+"""Time after which a transfer ends if its other side neither sends nor accepts bytes."""
 MAX_EARLY = 64
-"""Requests that may wait for their ticket, which the coordinator sends to both engines at the same time."""
+"""Maximum number of requests that may wait for their ticket. The coordinator sends a ticket to both engines at the same
+time.
+"""
 _MESSAGE = UnpackLimits(elements=8, containers=2, depth=2, frame_bytes=4096)
 _CHECK_SECONDS = 5.0
 
 
 @dataclass(eq=False)
 class _Grant:
-    """Permission to read one export. peer: the connection that has presented the ticket; None: none has yet."""
+    """Permission to read one export. peer: the connection that has presented the ticket; None before any has."""
 
     export: int
     key: bytes
@@ -65,9 +67,9 @@ class _Upload:
 
 
 class BlockServer:
-    """Sends the blocks of exports to engines that have a ticket.
+    """A server that sends the blocks of exports to engines that have a ticket.
 
-    keys_dir: directory of engine.key and engine.pub; None: no encryption.
+    keys_dir: directory of engine.key and engine.pub; None means no encryption.
     """
 
     def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
@@ -101,7 +103,7 @@ class BlockServer:
 
     @property
     def num_open(self) -> int:
-        """Number of valid tickets plus number of uploads in progress."""
+        """Number of valid tickets plus the number of uploads in progress."""
         return len(self._grants) + len(self._uploads)
 
     def grant(self, transfer: Transfer) -> None:
@@ -200,7 +202,7 @@ class BlockServer:
             except TimeoutError:
                 self._router.cut(peer)
             except Exception as error:
-                # The importer ends the connection. If this side did while a request is unread, the error could be lost.
+                # The importer closes the connection. If this side closed it, an unread request could lose the error.
                 connection = self._router.connections.get(peer)
                 if connection is not None:
                     connection.send([pack([_cause(error), 0, 0]), b""])
@@ -224,7 +226,7 @@ class BlockServer:
 
 
 class BlockReceiver:
-    """Receives the blocks of imports from other engines. keys_dir: see BlockServer."""
+    """A client that receives the blocks of imports from other engines. keys_dir: see BlockServer."""
 
     def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
         self._kv = kv
@@ -254,7 +256,7 @@ class BlockReceiver:
         return Imported(dispatch_id=transfer.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
 
     async def _fetch(self, transfer: Transfer, *, first: int, count: int) -> None:
-        """Receive blocks `first` to `count` - 1, and write each to the cache when it is complete."""
+        """Receive blocks `first` to `count` - 1, and write each block to the cache when it is complete."""
         inbox: asyncio.Queue[Frames | str] = asyncio.Queue()
         opened = asyncio.Event()
         keys = None
@@ -292,7 +294,7 @@ class BlockReceiver:
 
 
 def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
-    """Return the bytes of the chunk that is expected next. Raises TransferEndedError if the exporter has none."""
+    """Return the bytes of the expected chunk. Raises TransferEndedError if the exporter no longer has it."""
     if isinstance(message, str):
         raise TransferEndedError(message)
     try:

@@ -1,4 +1,4 @@
-"""`KVTransfer`, the interface of a backend whose prefix cache other engines read and write. No torch."""
+"""`KVTransfer`, the interface of a backend whose prefix cache other engines read and write. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ class TransferEndedError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ExportedBlocks:
-    """KV blocks of a prompt that a backend keeps after the request: the last output of an EngineRequest with
-    `prefill_only` or `keeps_blocks` has this object.
+    """KV blocks of a prompt that a backend keeps after the request.
+
+    The last output of an EngineRequest with `prefill_only` or `keeps_blocks` has this object.
 
     digests: digests of the blocks, in the order of the prompt.
     weights: text that identifies the epoch and the weights with which the blocks were computed.
@@ -25,13 +26,15 @@ class ExportedBlocks:
 
 
 class KVTransfer(Protocol):
-    """Exports and imports of KV blocks. Each has the dispatch id that the coordinator gave to this stage of a request.
+    """Exports and imports of KV blocks.
+
+    Each has the dispatch id that the coordinator gave to this stage of a request.
 
     A backend that implements this interface declares Capability.KV_TRANSFER. An export or import ends when abort() of
     the backend is called, or when the prefix cache is cleared. Methods may be called during steps and while the engine
     is paused.
 
-    A call may take effect only between two steps. So a transfer reads and writes many blocks with each call.
+    A call may take effect only between two steps. A transfer therefore reads and writes many blocks with each call.
 
     layout:      text that describes number formats and sizes. Engines can exchange blocks if their texts are equal.
     block_bytes: bytes of the keys and values of one block.
@@ -41,7 +44,7 @@ class KVTransfer(Protocol):
     block_bytes: int
 
     def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
-        """Return keys and values of blocks of an export, block by block (`block_bytes` bytes each).
+        """Return keys and values of the given blocks of an export, `block_bytes` bytes for each block.
 
         Raises TransferEndedError if the export has ended.
         """
@@ -53,7 +56,7 @@ class KVTransfer(Protocol):
         """
 
     def write(self, transfer: int, first: int, data: bytes) -> Awaitable[None]:
-        """Write keys and values of blocks of an import, from block `first` on.
+        """Write keys and values of consecutive blocks of an import, starting with block `first`.
 
         Raises TransferEndedError if the import has ended.
         """
@@ -61,6 +64,6 @@ class KVTransfer(Protocol):
     def complete(self, transfer: int) -> Awaitable[None]:
         """Add the imported blocks to the prefix cache.
 
-        They are pinned there until a request that begins with them is admitted, or until abort().
-        Raises TransferEndedError if the import has ended.
+        They stay pinned there until a request that begins with them is admitted, or until abort(). Raises
+        TransferEndedError if the import has ended.
         """

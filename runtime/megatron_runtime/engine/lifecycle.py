@@ -1,7 +1,8 @@
 """The engine's state machine: the backend calls of each signal, and the transitions between states.
 
-Every signal has two phases. In the first the engine does the work and acknowledges it; in the second the coordinator
-commits and the engine enters the new state. protocol/lifecycle.py has the state tables, `WORK` the backend calls.
+Every signal has two phases. In phase one, the engine does the work and acknowledges it. In phase two, the coordinator
+commits and the engine enters the new state. protocol/lifecycle.py has the state tables, and `WORK` has the backend
+calls.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from megatron_runtime.protocol.published_weights import with_copies
 logger = logging.getLogger(__name__)
 
 REMEMBERED_ANSWERS = 64
-"""Number of operations whose acknowledgement is kept, so that it can be repeated when the operation is sent again."""
+"""Maximum number of operations whose acknowledgement is kept, so that it can be repeated if the operation is sent
+again.
+"""
 
 
 # --- states as events -------------------------------------------------------------------------------------------------
@@ -50,13 +53,13 @@ LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
     **{(change.passing, change.lands_in): change.lands_in for change in TRANSITIONS.values()},
     (_S.RESUMING, _S.PAUSED): _S.RESUMED,
 }
-"""Event that each transition, (from, to), reaches."""
+"""The event that each transition (from, to) sets."""
 
 
 class StateEvents:
-    """State of one engine, and one event per state that a program can wait for, as in Megatron-Core.
+    """State of one engine, and one event for each state that a program can wait for, as in Megatron-Core.
 
-    As there, some events stay set after the engine has left the state. Use an object on one event loop only.
+    As in Megatron-Core, some events stay set after the engine has left the state. Use an object on one event loop only.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -80,7 +83,7 @@ class StateEvents:
         return self._resumed if self._check(state) is _S.RESUMED else self.state in SET_IN[state]
 
     def times(self, state: EngineState) -> int:
-        """Return how often a signal has led to `state`."""
+        """Return how many times a signal has led to `state`."""
         return self._times[self._check(state)]
 
     def has_reached(self, state: EngineState, *, times: int | None = None) -> bool:
@@ -106,9 +109,9 @@ class StateEvents:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What an engine does for one signal.
+    """The work of an engine for one signal.
 
-    prepare: phase one. Afterwards every rank confirms the signal, also if `prepare` is None.
+    prepare: phase one. Every rank confirms the signal afterwards, even if `prepare` is None.
     undo:    reverts phase one if a rank did not confirm.
     commit:  phase two.
     needs:   capability that the backend must declare.
@@ -168,7 +171,7 @@ class Lifecycle:
 
     source: source of the weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named one.
     adapters: the LoRA adapters.
-    acted: how often the engine has done the work of each signal. A repeated operation id does not count.
+    acted: how many times the engine has done the work of each signal. A repeated operation id does not count.
     seconds: total duration of the work of each signal.
     """
 
@@ -183,10 +186,11 @@ class Lifecycle:
         self.adapters: AdapterSet = AdapterSet(backend)
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged: Control | None = None
-        """The last operation, if it was acknowledged and not committed. If it sets weights or adapters, they are
-        staged. If it has `load`, the weights are loaded."""
+        """The last operation, if it was acknowledged and is not yet committed. If it sets weights or adapters, they are
+        staged. If it has `load`, the weights are loaded.
+        """
         self.unknown_weights: str | None = None
-        """Why it is unknown which weights are in use. If set, the engine must exit."""
+        """Why the weights in use are unknown. If it is set, the engine must exit."""
 
     @property
     def state(self) -> EngineState:
@@ -197,7 +201,7 @@ class Lifecycle:
         return SETTLED_ENGINE_STATE.get(self.state, self.state)
 
     async def handle(self, control: Control) -> ControlAck:
-        """Do phase one of `control` and return the acknowledgement, which also reports a failure.
+        """Execute phase one of `control` and return the acknowledgement, which also reports a failure.
 
         Raises only if a failed phase one cannot be undone.
         """
@@ -236,7 +240,7 @@ class Lifecycle:
         return is_update and self.backend.info.loads_under_pause
 
     async def _load_staged(self, control: Control) -> str | None:
-        """Load the staged weights of this operation while paused. Return the error if that failed."""
+        """Load the staged weights of this operation while paused. Return the error if loading failed."""
         acknowledged = self._acknowledged
         if acknowledged is None or acknowledged.operation_id != control.operation_id:
             return f"{control.kind.name} {control.operation_id}: its weights are not staged"
@@ -246,7 +250,7 @@ class Lifecycle:
         return self.unknown_weights
 
     async def _act(self, control: Control) -> UnsupportedVerbError | str | None:
-        """Check `control` and do phase one. Return the error if it failed; the state is then as before."""
+        """Check `control` and execute phase one. Return the error if it failed; the state is then unchanged."""
         kind = control.kind
         if kind is Header.SET_GENERATION_EPOCH:
             return None
@@ -277,7 +281,7 @@ class Lifecycle:
         return None
 
     async def _prepare(self, work: Work, control: Control) -> UnsupportedVerbError | str | None:
-        """Do phase one on every rank, or undo it on all. Return the error, if any."""
+        """Execute phase one on every rank, or undo it on all ranks. Return the error, if any."""
         try:
             results = await work.prepare(self, control) if work.prepare is not None else None
         except UnsupportedVerbError as error:
@@ -323,7 +327,7 @@ class Lifecycle:
             await self._land(commit.signal)
 
     async def converge(self, target: CoordinatorState) -> None:
-        """Enter `target`, the coordinator's state, in one phase. Used by an engine that joins."""
+        """Enter `target`, the coordinator's state, in one phase. An engine that joins calls this method."""
         self.events.enter(self.settled_state)
         for signal in signals_to_join(self.state, target):
             error = await self._act(Control(kind=signal))
@@ -353,7 +357,7 @@ class Lifecycle:
         """Use the weights and the epoch of the coordinator's HELLO_ACK.
 
         copies:    addresses at which an engine serves these weights.
-        is_loaded: weights are in use; False: they will be loaded.
+        is_loaded: whether weights are in use. If not, these weights are loaded later.
         """
         loaded = self._acknowledged
         if loaded is not None and loaded.load and loaded.source == source:  # the commit was lost
@@ -377,7 +381,7 @@ class Lifecycle:
         return await self.adapters.adopt(wanted)
 
     async def _end_uncommitted(self) -> None:
-        """Discard staged weights and adapters. A commit that is still in flight then has no effect."""
+        """Discard staged weights and adapters. If their commit is still in flight, it then has no effect."""
         ended, self._acknowledged = self._acknowledged, None
         if ended is not None and ended.kind is Header.UPDATE_WEIGHTS:
             await self.backend.discard_weights()

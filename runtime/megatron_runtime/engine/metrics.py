@@ -16,8 +16,9 @@ from megatron_runtime.protocol.lifecycle import EngineState
 
 
 class EngineMetrics(Collector):
-    """Metrics `megatron_*`, and vLLM's own metrics. For other backends, metrics that vLLM has too are repeated under
-    vLLM's names.
+    """The metrics `megatron_*`, and vLLM's own metrics.
+
+    If the backend is not vLLM, metrics that vLLM also has are repeated under vLLM's names.
     """
 
     def __init__(self, lifecycle: Lifecycle, backend: EngineBackend) -> None:

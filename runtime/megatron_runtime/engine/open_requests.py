@@ -1,4 +1,4 @@
-"""The open requests of one engine: passes dispatches, split requests and aborts of the coordinator to the backend.
+"""The open requests of one engine. Passes dispatches, split requests and aborts of the coordinator to the backend.
 
 A dispatch is checked and submitted to the backend, or rejected. It counts as running until the backend has released it.
 """
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 
 
 class OpenRequests:
-    """Submits requests to the backend, sends their answers, and ends them.
+    """The open requests. Submits requests to the backend, sends their answers, and ends them.
 
     adapters: the adapters that requests may name.
     send:     sends a message to the coordinator.
     on_idle:  called when the last request has been released after an abort.
-    tracer:   None: requests are not traced.
+    tracer:   records spans of requests; None if requests are not traced.
     exchange: prefills, exports and imports of blocks; None for an engine without a role.
     """
 
@@ -78,21 +78,24 @@ class OpenRequests:
 
     @property
     def num_running(self) -> int:
-        """Requests that the backend has, including aborted ones that it has not released, prefills and imports."""
+        """Number of requests at the backend.
+
+        It includes prefills, imports, and aborted requests that the backend has not released.
+        """
         split = self.exchange.num_running if self.exchange is not None else 0
         return len(self._outputs.open) + self._aborts_in_progress + split
 
     async def wait_idle(self) -> None:
-        """Wait until every request is answered."""
+        """Wait until every request has been answered."""
         await self._outputs.idle.wait()
 
     def close(self) -> None:
-        """End the transfers of blocks. Requests stay as they are."""
+        """End the transfers of blocks. Requests are not changed."""
         if self.exchange is not None:
             self.exchange.close()
 
     def receive(self, message: Dispatch | Abort | ReleaseBlocks | Prefill | Transfer) -> None:
-        """Carry out a message about one request. Nothing that a request contains raises an exception."""
+        """Execute a message about one request. No content of a request can raise an exception here."""
         match message:
             case Dispatch():
                 self._dispatch(message)
@@ -138,7 +141,10 @@ class OpenRequests:
             self._backend.submit(request)
 
     def _accept(self, dispatch: Dispatch, adapter: Adapter | None) -> EngineRequest:
-        """Check a dispatch, tokenize its prompt, and open it in the output stage. Raises an error for a bad request."""
+        """Check a dispatch, tokenize its prompt, and open it in the output stage.
+
+        Raises an error for an invalid request.
+        """
         params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
         self._backend.info.check_request(params)
         self._check_media(dispatch)
@@ -157,13 +163,13 @@ class OpenRequests:
         return request
 
     def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
-        """Compute the complete blocks of a prompt for another engine. After a failure, that engine computes them."""
+        """Compute the complete blocks of a prompt for another engine. If this fails, the other engine computes them."""
         exchange.begin(dispatch.dispatch_id)
         try:
             params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))
             request = EngineRequest.of_dispatch(dispatch, params)
             self._backend.submit(replace(request, prefill_only=True))
-        except Exception as error:  # nothing that a request contains ends the engine
+        except Exception as error:  # a request must not crash the engine, whatever it contains
             exchange.fail(dispatch.dispatch_id, error)
 
     def _check_handoff(self, params: SamplingParams) -> None:
@@ -184,14 +190,15 @@ class OpenRequests:
     # --- aborts ---------------------------------------------------------------------------------------------------
 
     def drop_all(self) -> None:
-        """Drop every request: the coordinator or the client sends them again."""
+        """Drop every request, because the coordinator or the client will send the requests again."""
         split = self.exchange.ids if self.exchange is not None else []
         for dispatch_id in [*self._outputs.open, *split]:
             self.abort(dispatch_id)
 
     def abort(self, dispatch_id: int) -> None:
-        """Drop a request, an export or an import. It counts as running, and keeps its adapter in use, until the backend
-        has released it.
+        """Drop a request, an export or an import.
+
+        It counts as running, and keeps its adapter in use, until the backend has released it.
         """
         if self.exchange is not None:
             self.exchange.forget(dispatch_id)
@@ -212,8 +219,9 @@ class OpenRequests:
             self._adapters.end(adapter)
 
     def _aborted(self, aborted: asyncio.Future[object]) -> None:
-        """Report at once that the engine is idle, because the coordinator may wait for it. A stopped backend counts as
-        idle.
+        """Report immediately that the engine is idle, because the coordinator may wait for this.
+
+        A stopped backend counts as idle.
         """
         if not aborted.cancelled():
             aborted.exception()

@@ -1,6 +1,6 @@
-"""Converts the outputs of engine steps to messages: stop texts, partials grouped by destination, finals.
+"""Converts the outputs of engine steps to messages. Handles stop texts, partials grouped by destination, and finals.
 
-Tokens that may be part of a stop text are held back, because a sent token cannot be withdrawn.
+Tokens that can be part of a stop text are held back, because a sent token cannot be withdrawn.
 """
 
 from __future__ import annotations
@@ -42,25 +42,26 @@ logger = logging.getLogger(__name__)
 
 
 _SMALLER = {True: "ask for fewer log-probabilities", False: "shorten the text, or ask for fewer dimensions"}
-"""How a client can get a smaller answer, by whether the request generates tokens."""
+"""Advice how a client can get a smaller answer, by whether the request generates tokens."""
 _PROMPT_TOKENS = 256
-"""Number of tokens at the end of a prompt that a decoder may look at."""
+"""Number of tokens at the end of a prompt that a decoder can depend on."""
 
 LikeliestTokens: TypeAlias = TopLogProbs | dict[str, float]
 """The most likely tokens at one position, in descending order."""
 
 
 class StopText(NamedTuple):
-    """A stop text that begins at character `start` of the answer's text."""
+    """A stop text that begins at character index `start` of the answer's text."""
 
     start: int
     text: str
 
 
 class StopMatcher:
-    """Searches the text of one answer for stop texts, token by token.
+    """A matcher that searches the text of one answer for stop texts, token by token.
 
-    The searched text includes special tokens that occur in a stop text. They are not part of the answer's text.
+    The searched text includes special tokens that occur in a stop text. These special tokens are not part of the
+    answer's text.
 
     after: the last tokens of the prompt, with which the first tokens of the answer are decoded.
     """
@@ -74,19 +75,18 @@ class StopMatcher:
         self._detokenizer = tokenizer.detokenizer(after=after, visible=self._special)
         self._min_tokens = min_tokens
         self._special_places: list[tuple[int, int]] = []
-        """Places of special tokens in the searched text: index of their first character, and of the one after their
-        last."""
+        """Start and end index of each special token in the searched text."""
         self._parts: list[str] = []
         self._length = 0
         """Length of the text of all parts."""
         self._tail = ""
-        """The last `_hold` characters of the text, in which a stop text may begin."""
+        """The last `_hold` characters of the text. A stop text can begin in them."""
         self._ends: deque[int] = deque()
-        """Length of the text after each token that may be part of a stop text."""
+        """Length of the text after each token that can be part of a stop text."""
         self._num_releasable = 0
 
     def append(self, token: int) -> None:
-        """Append a token without a search. It was sent earlier, so it does not complete a stop text."""
+        """Append a token without a search. The token was sent earlier, so it cannot complete a stop text."""
         self._append(token)
 
     def feed(self, token: int) -> StopText | None:
@@ -101,7 +101,7 @@ class StopMatcher:
         return min((StopText(start + at, stop) for at, stop in places if at >= 0), default=None)
 
     def _append(self, token: int) -> str:
-        """Append a token. Return the text that is searched for stop texts: the kept tail and the text of the token."""
+        """Append a token. Return the text in which stop texts are searched: the kept tail and the text of the token."""
         text = self._detokenizer.feed((token,))
         self._parts.append(text)
         self._length += len(text)
@@ -113,7 +113,7 @@ class StopMatcher:
         return text
 
     def text_before(self, match: StopText) -> str:
-        """Return the answer's text up to a stop text."""
+        """Return the answer's text before a stop text."""
         searched = "".join(self._parts)[: match.start]
         parts, at = [], 0
         for begin, end in self._special_places:
@@ -132,10 +132,10 @@ class StopMatcher:
 
 @dataclass(slots=True)
 class LogProbDetails:
-    """Log-probabilities of one request, from token number `first` on. Another engine has reported the earlier ones.
+    """Log-probabilities of one request, from token index `first` on. Another engine has reported the earlier ones.
 
-    text_of: returns the text of a token; the most likely tokens are then maps by text. None: they are (id, value)
-             pairs.
+    text_of: returns the text of a token. The most likely tokens are then maps by text. If it is None, they are (id,
+             value) pairs.
     """
 
     first: int
@@ -154,7 +154,10 @@ class LogProbDetails:
                 self.prompt_top = list(map(self._named, output.prompt_top_n_logprobs))
 
     def _named(self, likeliest: TopLogProbs) -> LikeliestTokens:
-        """Return the log-probabilities of the most likely tokens by text; the highest one if texts are equal."""
+        """Return the log-probabilities of the most likely tokens by text.
+
+        If texts are equal, the highest value is kept.
+        """
         if self.text_of is None:
             return likeliest
         named: dict[str, float] = {}
@@ -163,7 +166,10 @@ class LogProbDetails:
         return named
 
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
-        """Return the log-probabilities of tokens `start` to `stop` - 1, and with the first token also the prompt's."""
+        """Return the log-probabilities of tokens `start` to `stop` - 1.
+
+        With the first token, also return the prompt's.
+        """
         part = slice(start - self.first, stop - self.first)
         extras: dict[str, Any] = {"log_probs": self.chosen[part]}
         if self.top:
@@ -186,7 +192,7 @@ class LogProbDetails:
 
 
 def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
-    """Return the `error` map of a reply, with the invalid parameter, or the retry time, if the error has one."""
+    """Return the `error` map of a reply. It has the invalid parameter or the retry time, if the error has one."""
     if isinstance(error, str):
         return {"code": int(code), "type": code.name, "message": error}
     described = {"code": int(code), **serialize_error(error)}
@@ -201,8 +207,11 @@ def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class OpenDispatch:
-    """A dispatch in progress. `tokens` are all generated tokens, of which the first `sent` have been sent, and `epochs`
-    the epochs of the weights that sampled them, by token index.
+    """A dispatch in progress.
+
+    tokens: all generated tokens.
+    sent:   number of leading tokens that have been sent.
+    epochs: epochs of the weights that sampled the tokens, by token index.
     """
 
     dispatch: Dispatch
@@ -223,9 +232,9 @@ class OutputStage:
 
     send:         sends the frames of a message to the coordinator; returns False if the message is too large.
     finish_early: aborts a request in the backend, because a stop text has ended it.
-    tokenizer:    returns the model's tokenizer; None: the tokens have no text.
+    tokenizer:    returns the model's tokenizer; None if the tokens have no text.
     on_forget:    called with the dispatch id of each request that ends.
-    tracer:       records a span of each traced request; None: requests are not traced.
+    tracer:       records a span of each traced request; None if requests are not traced.
     clock:        returns monotonic seconds.
     """
 
@@ -276,12 +285,15 @@ class OutputStage:
         self.idle.clear()
 
     def _text_of(self, params: SamplingParams) -> Callable[[int], str] | None:
-        """Return a function from a token to its text, if the request needs one and the tokens have a text."""
+        """Return a function from a token to its text.
+
+        Returns None if the request needs no text or the tokens have no text.
+        """
         tokenizer = self._tokenizer() if params.return_record and params.top_n_logprobs else None
         return None if tokenizer is None else lambda token: tokenizer.token_bytes(token).decode(errors="replace")
 
     def forget(self, dispatch_id: int, *, output: RequestOutput | None = None, error: str = "aborted") -> None:
-        """Remove a request that has ended. output: its last output; None if `error` ended it."""
+        """Remove a request that has ended. output: the last output of the request; None if `error` ended it."""
         request = self.open.pop(dispatch_id, None)
         if self._tracer is not None and request is not None and request.dispatch.meta.traceparent:
             _trace(self._tracer, request, output, error=error)
@@ -404,9 +416,9 @@ class OutputStage:
             )
 
     def _record(self, request: OpenDispatch, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of a record: seconds to the first token and from token to token, and the answer's text.
+        """Return the fields of a record: seconds to the first token and between tokens, and the answer's text.
 
-        The times are measured on this engine: after a failover there is no ttft.
+        The times are measured on this engine, so after a failover there is no time to the first token (ttft).
         """
         assert request.times is not None
         added, *arrived = request.times
@@ -425,7 +437,7 @@ class OutputStage:
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:
-    """Return the output of a request that generates no tokens: it contains only the results for the prompt."""
+    """Return the output of a request that generates no tokens, with only the results for the prompt."""
     return replace(
         output,
         new_tokens=[],
@@ -438,13 +450,13 @@ def _without_tokens(output: RequestOutput) -> RequestOutput:
 
 
 def _end_of_prompt(dispatch: Dispatch) -> list[int]:
-    """Return the last tokens of the prompt, after which the answer is decoded."""
+    """Return the last tokens of the prompt, which are needed to decode the answer's first tokens."""
     tokens: list[int] = tokens_from_bytes(dispatch.prompt)[-_PROMPT_TOKENS:].tolist()
     return tokens
 
 
 def _trace(tracer: Tracer, request: OpenDispatch, output: RequestOutput | None, *, error: str) -> None:
-    """Record the span of a request that ended."""
+    """Record the span of a request that has ended."""
     dispatch, params, now = request.dispatch, request.params, time.time()
     attributes: dict[str, Any] = {
         tracing.REQUEST_ID: dispatch.meta.request_id or dispatch.uid.hex(),

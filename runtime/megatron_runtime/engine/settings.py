@@ -1,4 +1,4 @@
-"""Settings of one engine process. No torch."""
+"""Settings of one engine process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class EngineSettings:
     """Settings of `megatron engine`.
 
     coordinator:       address of the coordinator's engine port, "tcp://host:port".
-    name:              stable identity of this engine; the same after a restart.
+    name:              stable identity of this engine, which stays the same after a restart.
     model:             model reference: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a GGUF file, or a directory.
-    model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors", "TorchDist" or "Packed".
+    model_format:      "Auto", or the only accepted format: "GGUF", "SafeTensors", "TorchDist" or "Packed".
     backend:           "native" is this project's engine; "vllm" runs vLLM, which must be installed.
     device:            "auto" (a GPU if there is one), "cpu" or "cuda".
     dtype:             "auto", "float32", "bfloat16"; on a GPU also "float16", on a CPU also "int8" and "int4".
@@ -33,39 +33,45 @@ class EngineSettings:
     max_requests:      limit of concurrent requests. None means 64; with vLLM on a GPU, vLLM's own limit.
     max_tokens:        limit of tokens per step. None means 2048; with vLLM on a GPU, vLLM's own limit.
     chunked_prefill:   split prompts longer than max_tokens over several steps.
-    max_prefill_tokens: limit of prompt tokens of a step that also decodes, with chunked_prefill; native engines only.
-                       None: limited by max_tokens only.
+    max_prefill_tokens: limit of prompt tokens of a step that also decodes, with chunked_prefill; only for native
+        engines.
+                       None means that only max_tokens limits them.
     kv_cache_memory:   size of the KV cache in bytes. None means 1 GiB on a CPU; on a GPU, the memory that the weights
                        leave free.
     moe_enable_routing_replay: record the experts of each token; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
-    prefix_eviction:   "lru" keeps blocks without requests until their memory is needed; "ref_zero" frees them at once.
+    prefix_eviction:   "lru" keeps blocks without requests until their memory is needed; "ref_zero" frees them
+                       immediately.
     kv_cache_mode:     effect of SUSPEND on the KV cache: "persist" keeps it, "offload" moves used blocks to host
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
-    role:              "prefill": the engine is preferred for computing prompts for other engines; "decode": for answers
-                       to such prompts, and a prompt that it computes itself is computed in chunks of at most 256 tokens
-                       unless max_prefill_tokens is set. None: for both.
-    kv_port:           port on which engines with a role exchange KV; 0: a free one.
-    weights_port:      port on which rank 0 offers the weights of a trainer to other engines; each other rank of this
-                       host or pod uses the next one. 0: free ports.
-    model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: any.
-    revision:          hash of the manifests of this engine; shown in the status. Empty: the engine belongs to no
-                       resource, and its process exits after STOP.
+    role:              the stage of requests for which the engine is preferred. "prefill" means computing prompts for
+                       other
+                       engines. "decode" means generating answers to such prompts. A decode engine computes its own
+                           prompts
+                       in chunks of at most 256 tokens unless max_prefill_tokens is set. None means both stages.
+    kv_port:           port on which engines with a role exchange KV; 0 picks a free port.
+    weights_port:      port on which rank 0 offers the weights of a trainer to other engines. Each further rank of this
+                       host or pod uses the next port. 0 picks free ports.
+    model_hash:        hash of the model for which requests must be made, up to 128 characters; empty means any model.
+    revision:          hash of the manifests of this engine, which the status shows. Empty means that the engine belongs
+                       to
+                       no resource, and its process exits after STOP.
     health_port:       port of HTTP probes and metrics. None serves neither; 0 picks a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub, and of trainer.pub for weights of a trainer;
                        None means no encryption.
-    threads:           torch threads of all ranks of this host or pod together; None: torch's default.
+    threads:           number of torch threads of all ranks of this host or pod together; None means torch's default.
     parallel:          number of ranks by dimension.
     rendezvous_seconds: timeout of the ranks' rendezvous at the start.
-    step_timeout_seconds: watchdog timeout of an engine of several ranks: it fails if no rank makes progress for this
-                          long.
+    step_timeout_seconds: watchdog timeout of an engine with several ranks. The engine fails if no rank makes progress
+        for
+                          this time.
     vllm_arguments:    engine arguments of vLLM by name; see protocol/vllm_arguments.py.
     vllm_allow_code:   accept arguments with which vLLM loads code.
     vllm_sleep_level:  effect of SUSPEND with vLLM on a GPU: 1 moves the weights to host memory, 2 drops them and reads
-                       their files again at RESUME; None means 2, and 1 if a draft model would be lost.
-    registration_seconds: the engine exits if no coordinator has answered within this time after its start; None: it
-                          retries forever.
+                       their files again at RESUME. None means 2, or 1 if a draft model would be lost.
+    registration_seconds: time after the start within which a coordinator must answer; otherwise the engine exits. None
+                          means that it retries forever.
     drain_seconds:     time after SIGTERM to finish the requests in flight; the remaining requests are handed over.
     """
 

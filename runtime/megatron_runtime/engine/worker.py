@@ -1,6 +1,6 @@
-"""The engine process above its backend: the link to the coordinator, requests, signals, probes and metrics.
+"""The part of the engine process above its backend: the link to the coordinator, requests, signals, probes and metrics.
 
-The worker is the same for every backend: it uses EngineBackend (backend.py) and nothing below it.
+The worker is the same for every backend. It uses EngineBackend (backend.py) and nothing below it.
 """
 
 from __future__ import annotations
@@ -66,24 +66,24 @@ logger = logging.getLogger(__name__)
 
 MakeBackend = Callable[[EngineSettings], EngineBackend]
 MakeLink = Callable[..., PeerLink]
-"""Takes the arguments of PeerLink."""
+"""A function that returns a PeerLink. It takes the arguments of PeerLink."""
 
 FIRST_REPORT_SECONDS = 10.0
 REPORT_SECONDS = 30.0
-"""Time from the start to the first log message about a coordinator that does not answer, and between such messages."""
+"""Interval of log messages about a coordinator that does not answer, counted from the start."""
 WEIGHTS_RETRY_SECONDS = 1.0
-"""Time between two tries of a starting engine to get the weights of a trainer."""
+"""Time between two attempts of a starting engine to get the weights of a trainer."""
 LOAD_SILENCE_SECONDS = 600.0
-"""Allowed silence towards the coordinator while weights load, because loading can hold the interpreter lock."""
+"""Silence that the coordinator allows while weights load, because loading can hold the interpreter lock."""
 
 
 class EngineWorker:
-    """One data-parallel engine: connects `backend` to the coordinator of `settings`.
+    """One data-parallel engine. Connects `backend` to the coordinator of `settings`.
 
     Implements BackendListener. All methods run on the event loop.
 
     link:   factory of the connection to the coordinator.
-    tracer: None: requests are not traced.
+    tracer: records spans of requests; None if requests are not traced.
     """
 
     def __init__(
@@ -111,10 +111,12 @@ class EngineWorker:
         self._coordinator_state: CoordinatorState | None = None
         self._acknowledged = asyncio.Event()
         self._last_rejection = ""
-        """Error of the last rejected message since the last HELLO_ACK; it has been logged."""
+        """Error of the last rejected message since the last HELLO_ACK. The error has been logged."""
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._after_update: list[Message] | None = None
-        """Messages about requests after a commit of UPDATE_WEIGHTS, until the new weights are in use."""
+        """Messages about requests that arrived after a commit of UPDATE_WEIGHTS. They wait until the new weights are in
+        use.
+        """
         self._busy_for = 0.0
         self._link = (link or PeerLink)(
             CoordinatorAddresses(coordinator_address(settings.coordinator)),
@@ -167,8 +169,9 @@ class EngineWorker:
                 await health.stop()
 
     def on_leave(self) -> None:
-        """Drain: accept no new requests, finish the requests in flight within the drain time, hand over the rest.
-        Idempotent.
+        """Drain: accept no new requests, finish the requests in flight within the drain time, and hand over the rest.
+
+        This method is idempotent.
         """
         if self._leaving is None:
             self._leaving = asyncio.create_task(self._drain())
@@ -228,8 +231,10 @@ class EngineWorker:
     def _kv_port(self) -> KVPort | None:
         """Return the description of the port on which other engines import KV blocks.
 
+        Returns None without such a port.
+
         The port opens with the first connection to the coordinator. Its address is the local address of this
-        connection, because other engines can reach this address, too.
+        connection, because other engines can reach this address too.
         """
         exchange, host = self._requests.exchange, self._link.local_host
         if exchange is not None and exchange.port is None and host is not None:
@@ -312,7 +317,10 @@ class EngineWorker:
                 logger.warning("ignored an unexpected message: %.120r", message)
 
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
-        """Send HELLO when the coordinator has recovered, to get the state of the pool, which may have changed."""
+        """Send HELLO when the coordinator has recovered.
+
+        The answer has the state of the pool, which may have changed.
+        """
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state
         if recovered:
@@ -398,8 +406,9 @@ class EngineWorker:
         self._link.say_hello()
 
     def _wait_for_weights(self, error: WeightsUnavailableError) -> None:
-        """Ask the coordinator again soon which weights to load. By then, the trainer may publish the same weights or
-        others.
+        """Ask the coordinator again after some seconds which weights to load.
+
+        By then, the trainer may publish the same weights or other weights.
         """
         if str(error) != self._weights_unavailable:
             self._weights_unavailable = str(error)
@@ -408,7 +417,7 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
-        """Announce in a heartbeat that heartbeats may be missing while weights load."""
+        """Announce in a heartbeat that heartbeats may be missing while weights are loaded."""
         if is_reading:
             self._busy_for = LOAD_SILENCE_SECONDS
             self._link.beat()
@@ -458,9 +467,10 @@ def _commits_weights(message: Control | ControlCommit | HelloAck) -> bool:
 
 
 def run(settings: EngineSettings, make_backend: MakeBackend) -> None:
-    """Run an engine until SIGTERM or STOP; see EngineWorker.run(). Exit with status 1 and the cause on standard error
-    if the engine fails. The termination message has the cause. If the factory raises an error, it is written there too,
-    and raised.
+    """Run an engine until SIGTERM or STOP (see EngineWorker.run()).
+
+    If the engine fails, exit with status 1 and the cause on standard error. The termination message also has the cause.
+    An error that the factory raises is written to the termination message and raised.
 
     make_backend: factory of the backend: backends.registry.build_backend, or the factory of an external backend.
     """
@@ -495,7 +505,7 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseExc
 
 @contextlib.contextmanager
 def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
-    """Answer probes on a thread while the backend is created, which may download the model."""
+    """Answer probes on a thread while the backend is created, because this can include the download of the model."""
     if not settings.health_port:
         yield
         return

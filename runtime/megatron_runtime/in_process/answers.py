@@ -26,14 +26,14 @@ MAX_TOKEN = (1 << 31) - 1
 class PromptBatch:
     """The prompts of one call, and their answers in the same order.
 
-    sampling_params: one for all prompts, or one for each; may be Megatron-Core's.
+    sampling_params: one object for all prompts, or one for each; may be Megatron-Core's.
     text: converts tokens and text; None for an engine whose tokens have no text.
-    sent:    indices of the prompts that are sent to the engine. The others cannot be converted to token ids, and fail
-             individually.
+    sent:    indices of the prompts that are sent to the engine. The other prompts cannot be converted to token ids, and
+             fail individually.
     tokens:  token ids of each prompt; empty if it has none.
     replies: reply maps by prompt index. The replies of prompts that failed individually are there from the beginning.
 
-    Raises InvalidSamplingParamsError.
+    Raises InvalidSamplingParamsError if a sampling parameter is invalid.
     """
 
     def __init__(
@@ -63,11 +63,14 @@ class PromptBatch:
         self.sent = [number for number in range(len(prompts)) if number not in self.replies]
 
     def fail(self, number: int, code: ErrorCode, error: Exception | str) -> None:
-        """Store an error as the answer to a prompt."""
+        """Store an error as the answer to the prompt with index `number`."""
         self.replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
 
     def answer(self, number: int) -> DynamicInferenceRequest:
-        """Return the finished request of a prompt, with its texts. A prompt of tokens is also converted to text."""
+        """Return the finished request of a prompt, with its texts.
+
+        A prompt that was given as tokens also gets its text.
+        """
         request = DynamicInferenceRequestRecord.from_reply(self.replies[number]).merge()
         prompt, params, text = self._prompts[number], self.params[number], self._text
         request.sampling_params = copy.copy(params)  # a copy, because the caller may reuse the object
@@ -101,8 +104,9 @@ class PromptBatch:
         return [self.answer(number) for number in range(len(self._prompts))]
 
     def chunk_reader(self) -> ReadChunk:
-        """Return a function that converts the items of a stream, in their order, to chunks. The call must have one
-        prompt.
+        """Return a function that converts the items of a stream, in their order, to chunks.
+
+        The call must have exactly one prompt.
         """
         detokenizer = self._text.detokenizer(after=self.tokens[0]) if self._text is not None else None
         length = count = 0  # number of characters and of tokens in the chunks so far
@@ -126,8 +130,9 @@ class PromptBatch:
 
 
 def _validated(params: Any) -> SamplingParams:
-    """Return the sampling parameters as this project's class, validated, because their owner may have changed them
-    since the construction.
+    """Return the sampling parameters, validated, as an object of this project's class.
+
+    They are validated again because their owner may have changed them since the construction.
     """
     own = SamplingParams.of(params)
     own.validate()
@@ -135,10 +140,11 @@ def _validated(params: Any) -> SamplingParams:
 
 
 def token_ids(prompt: Any, params: SamplingParams, text: ModelText | None) -> list[int]:
-    """Return the token ids of a prompt, which may be token ids already.
+    """Return the token ids of a prompt. The prompt may be a list of token ids already.
 
-    Raises TypeError or ValueError for anything else, including text that is not valid Unicode, and RuntimeError for
-    text if the engine's tokens have no text.
+    Raises:
+        TypeError, ValueError: the prompt is neither, or its text is not valid Unicode.
+        RuntimeError: the prompt is text, but the engine's tokens have no text.
     """
     if isinstance(prompt, str):
         if text is None:

@@ -1,4 +1,4 @@
-"""Converts the arguments of a program to an executor with its limits, and to a coordinator's settings."""
+"""Converts the arguments of a program to an executor with its limits, and to the settings of a coordinator."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer, tokenizer_of
 
 DEFAULT_MEMORY_SHARE = 0.25
-"""Share of the free memory for the KV cache of an engine without a configuration."""
+"""Fraction of the free memory that the KV cache of an engine without a configuration gets."""
 
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-"""Types of a GPTModel's parameters that every device computes with."""
+"""Parameter types of a GPTModel with which every device can compute."""
 
 
 def default_config() -> InferenceConfig:
@@ -50,14 +50,17 @@ def build_executor(
     threads: int | None = None,
     make_forward: Callable[[DecoderModel], ForwardPass] | None = None,
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
-    """Return this rank's executor, whose weights are not loaded yet, the configuration of all ranks of its engine, and
-    the follower on ranks other than the first.
+    """Return this rank's executor, the configuration of all ranks of its engine, and the follower.
+
+    The weights of the executor are not loaded yet. Only ranks other than the first have a follower.
 
     model: a model reference, which may have its own tokenizer, or a model in memory, which needs `tokenizer`.
     sizes: number of ranks of the engine by dimension.
-    dtype, threads, make_forward: see select_executor(). "auto" is the type of the parameters of a GPTModel.
+    dtype, threads, make_forward: see select_executor(). "auto" uses the type of the parameters of a GPTModel.
 
-    Raises ModelSourceError or UnsupportedModelError if the model cannot be used, TypeError if the tokenizer cannot.
+    Raises:
+        ModelSourceError, UnsupportedModelError: the model cannot be used.
+        TypeError: the tokenizer cannot be used.
     """
     source: ModelSource
     text: Tokenizer | Callable[[], Tokenizer]

@@ -1,7 +1,7 @@
-"""Calls of generate() and generate_stream() without a coordinator: one thread runs the engine for all of them.
+"""Calls of generate() and generate_stream() without a coordinator. One thread runs the engine for all calls.
 
-Callers only read streams; only the thread uses the engine. So a call may be abandoned, cancelled or interrupted at any
-point.
+Callers only read streams, and only the thread uses the engine. A call can therefore be abandoned, cancelled or
+interrupted at any point.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ MakeStream: TypeAlias = Callable[[Callable[[], object]], AnyStream]
 """Creates the stream of a call. Its argument is a function that aborts the call without taking a lock."""
 
 END_SECONDS = 10.0
-"""Maximum seconds that close() and the exit of the interpreter wait for the step in progress."""
+"""Maximum time that close() and the exit of the interpreter wait for the step in progress."""
 _LOOK_SECONDS = 0.5
-"""Seconds between two checks of a waiting thread that the engine's thread runs."""
+"""Interval at which a waiting thread checks that the engine's thread runs."""
 
 _dispatch_ids = count(1)
 
 
 class EngineFailedError(RuntimeError):
-    """The engine stopped before or while it served. The cause is its __cause__."""
+    """The engine stopped before or while it served. The exception's __cause__ is the cause."""
 
 
 class CallsClosedError(RuntimeError):
-    """The call ended without an answer: the engine was reset, shut down, or the interpreter exits."""
+    """The call ended without an answer, because the engine was reset or shut down, or because the interpreter exits."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -60,11 +60,11 @@ class Call:
     """The prompts of one call, in the engine's thread.
 
     stream:      receives `{"partial": frame}` while streaming, and one `{"final": reply}` for each prompt, in
-                 completion order. `request_id` in both is the prompt's number.
-    waiting:     requests that the engine does not have yet.
+                 completion order. `request_id` in both is the index of the prompt.
+    waiting:     requests that were not passed to the engine yet.
     open:        dispatch ids of the requests that the engine has, by uid.
     number, fingerprint: number of the call and fingerprint of its arguments, for the other ranks of the engine.
-    items:       packed items that `stream` received, for the other ranks; None if there are none.
+    items:       packed items that `stream` received, for the other ranks; None if there are no other ranks.
     """
 
     waiting: deque[PendingRequest]
@@ -81,18 +81,20 @@ class Call:
 
 
 def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
-    """Return a digest of the arguments of a call. All ranks of an engine must make the same call."""
+    """Return a digest of a call's arguments, by which the ranks of an engine verify that they make the same call."""
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
 
 
 class DirectCalls:
-    """Runs the calls of all threads and event loops of this process on one thread. While it runs, it owns `core`.
+    """The calls of all threads and event loops of this process, which run on one thread.
+
+    While the thread runs, it owns `core`.
 
     The thread starts with the first call. It ends with close(), with this object, or when the interpreter exits. While
-    no call is open it holds no reference to either.
+    no call is open, the thread holds no reference to this object or to `core`.
 
-    text: converts the engine's tokens to text; None if they have none.
+    text: converts the engine's tokens to text; None if they have no text.
     """
 
     def __init__(self, core: EngineCore, text: ModelText | None) -> None:
@@ -109,11 +111,14 @@ class DirectCalls:
 
     @property
     def _is_running(self) -> bool:
-        """Whether the engine's thread runs. If it does not, no call is open."""
+        """Whether the engine's thread runs. If it does not run, no call is open."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
-        """Load the weights. The other ranks of the engine exit with this process; the loss of one stops all of them."""
+        """Load the weights.
+
+        The other ranks of the engine exit with this process, and the loss of a rank stops all ranks.
+        """
         executor = self.core.executor
         executor.load()
         if isinstance(executor, RankedExecutor):
@@ -125,9 +130,9 @@ class DirectCalls:
         executor.end(None)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
-        """Start a call and return its stream, which aborts the call if it is closed early.
+        """Start a call and return its stream. Closing the stream early aborts the call.
 
-        A request without a seed gets a random one.
+        A request without a seed gets a random seed.
         """
         require_process(self._pid)
         is_ranked = isinstance(self.core.executor, RankedExecutor)
@@ -169,7 +174,7 @@ class DirectCalls:
         return outcome.result()
 
     def between_steps(self, action: Callable[[], T]) -> T:
-        """Run `action`, which uses the engine, while no step runs, and return its result."""
+        """Run `action` while no step runs, and return its result. `action` uses the engine."""
         return self.perform(lambda _: action()) if self._is_running else action()
 
     def require_none_open(self, what: str) -> None:
@@ -186,13 +191,16 @@ class DirectCalls:
             self.core.reset(preserve_prefix_cache=preserve_prefix_cache)
 
     def settle(self) -> None:
-        """Wait until the engine has dropped the calls aborted so far. Must not run in the engine's thread."""
+        """Wait until the engine has dropped all calls that were aborted before. Must not run in the engine's thread."""
         if self._is_running and threading.current_thread() is not self._thread:
             with contextlib.suppress(CallsClosedError):
                 self.perform(lambda _: None)
 
     def close(self) -> None:
-        """End open calls, whose readers get CallsClosedError, and the thread. A later call starts it again."""
+        """End the thread and all open calls, whose readers get CallsClosedError.
+
+        A later call starts the thread again.
+        """
         if self._pid != os.getpid():
             return
         with self._lock:
@@ -204,7 +212,10 @@ class DirectCalls:
             self.text.close_grammars()
 
     def _started(self) -> SimpleQueue[_Command | None]:
-        """Return the command queue of the thread, and start the thread if it does not run. Requires the lock."""
+        """Return the command queue of the thread.
+
+        Starts the thread if it does not run. The caller must hold the lock.
+        """
         if self._is_ending and self._thread is not None:
             self._thread.join()  # close() may have been interrupted before its join
         if not self._is_running:
@@ -219,9 +230,11 @@ class DirectCalls:
 
 
 class FollowedCalls:
-    """The calls on a rank other than the first. The first rank runs them; the streams here get all items at the end.
+    """The calls on a rank other than the first.
 
-    Calls are numbered on every rank, so they may end in a different order than they began.
+    The first rank runs them, and the streams here get all items at the end.
+
+    Calls are numbered on every rank, so they may end in another order than they began.
 
     wait: waits until the first rank has stopped the engine.
     """
@@ -232,20 +245,20 @@ class FollowedCalls:
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._waiting: dict[int, tuple[str, AsyncStream | BlockingStream] | None] = {}
-        """Calls without an answer by number; None if the caller has closed the stream."""
+        """Streams of calls without an answer, by call number. None if the caller has closed the stream."""
         self._early: dict[int, dict[str, Any]] = {}
-        """Answers to calls that this rank has not made yet."""
+        """Answers to calls that this rank has not yet made."""
         self._has_ended = False
         part.on_answers = self._take
 
     def begin(self) -> None:
-        """Make this process wait for the first rank before its exit. The first rank loads the weights of all ranks."""
+        """Make this process wait for the first rank before it exits. The first rank loads the weights of all ranks."""
         atexit.register(self._wait)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
         """Start a call like DirectCalls.open().
 
-        The stream raises ValueError if the first rank's call with this number has different arguments,
+        The stream raises ValueError if the first rank's call with this number has different arguments. It raises
         EngineFailedError for an error of the first rank.
         """
         expected = fingerprint(prompts, streaming=streaming)
@@ -260,23 +273,23 @@ class FollowedCalls:
         return stream
 
     def between_steps(self, action: Callable[[], T]) -> T:
-        """Run `action` at once, because only the first rank runs steps. Return its result."""
+        """Run `action` immediately, because only the first rank runs steps. Return its result."""
         return action()
 
     def require_none_open(self, what: str) -> None:
-        """Do nothing: the first rank has the requests."""
+        """Do nothing, because the first rank has the requests."""
 
     def reset(self, *, preserve_prefix_cache: bool) -> None:
-        """Do nothing: the first rank has the requests."""
+        """Do nothing, because the first rank has the requests."""
 
     def settle(self) -> None:
-        """Do nothing: an aborted call is dropped at once."""
+        """Do nothing, because an aborted call is dropped immediately."""
 
     def close(self) -> None:
-        """Do nothing: the first rank stops the engine."""
+        """Do nothing, because the first rank stops the engine."""
 
     def _take(self, answers: dict[str, Any] | None) -> None:
-        """Deliver the answers to a call; None means that the engine has stopped. Runs in the thread of the rank."""
+        """Deliver the answers to a call. Runs in the thread of the rank. answers: None if the engine has stopped."""
         with self._lock:
             if answers is None:
                 self._has_ended = True
@@ -324,7 +337,7 @@ def _end_thread(thread: threading.Thread, commands: SimpleQueue[_Command | None]
 
 
 def _serve(commands: SimpleQueue[_Command | None]) -> None:
-    """The engine's thread: run commands, and steps while a call is open, until a command is None."""
+    """Run commands, and run steps while a call is open, until a command is None. This is the engine's thread."""
     ended = False
     while not ended and (command := commands.get()) is not None:
         calls, action = command
@@ -347,7 +360,7 @@ class _Runner:
     """The open calls of an engine, in its thread. Created for the first open call, and dropped after the last one.
 
     The engine generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
-    reads them. So answers are the same with and without a coordinator.
+    reads the messages. Answers are therefore the same with and without a coordinator.
     """
 
     def __init__(self, core: EngineCore, text: ModelText | None, commands: SimpleQueue[_Command | None]) -> None:
@@ -382,7 +395,7 @@ class _Runner:
         return False
 
     def close(self) -> None:
-        """Break the reference cycle, which would keep the engine alive until the next garbage collection."""
+        """Break the reference cycle that would keep the engine alive until the next garbage collection."""
         del self._stage
 
     def add(self, call: Call) -> None:
@@ -398,7 +411,7 @@ class _Runner:
             self._end(call)
 
     def abort(self, number: int) -> None:
-        """Drop a call, which may have ended already."""
+        """Drop a call, which may already have ended."""
         call = self.calls.get(number)
         if call is None:
             return
@@ -478,7 +491,7 @@ class _Runner:
 
 
 def _pending_requests(prompts: PromptBatch, *, streaming: bool) -> deque[PendingRequest]:
-    """Return the requests of a call, with the numbers of their prompts as ids."""
+    """Return the requests of a call. The id of each request is the index of its prompt."""
     requests: deque[PendingRequest] = deque()
     for number in prompts.sent:
         request = PendingRequest.make(prompts.tokens[number], prompts.params[number], streaming=streaming, record=True)
@@ -488,4 +501,4 @@ def _pending_requests(prompts: PromptBatch, *, streaming: bool) -> deque[Pending
 
 
 _Command: TypeAlias = tuple[DirectCalls, Callable[[_Runner], object]]
-"""The calls of an engine, and a function that its thread runs on them."""
+"""The open calls of an engine, and a function that the engine's thread runs on them."""

@@ -16,11 +16,13 @@ from megatron_runtime.requests.async_stream import AnyStream
 from megatron_runtime.requests.request import DynamicInferenceRequest
 
 RETRY_SECONDS = 1.0
-"""Seconds until a retry after a rejection without a retry time."""
+"""Time until a retry, after a rejection that has no retry time."""
 
 
 class ClientCalls:
-    """Sends the prompts of all calls of this program, and reads their answers. Created on the client's event loop.
+    """The calls of this program through a coordinator.
+
+    Sends their prompts and reads their answers. Created on the client's event loop.
 
     places: maximum number of prompts that answer() submits at the same time, over all calls.
     raise_failure: raises the error that stopped the coordinator or the last engine, if there is one.
@@ -37,12 +39,12 @@ class ClientCalls:
         self._loop = asyncio.get_running_loop()
         self._raise_failure = raise_failure
         self._answered = self._submitted = 0
-        """Number of prompts of answer() that were answered, and number that are submitted now."""
+        """Number of answered prompts of answer(), and number of prompts that are now submitted."""
         self._place_count = places
         self._places = asyncio.Semaphore(places)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream]) -> AnyStream:
-        """Submit the only prompt of a call, from any thread, and return its stream."""
+        """Submit the only prompt of a call, and return its stream. May be called on any thread."""
         self._raise_failure()
 
         def abort(request_id: int) -> None:
@@ -56,10 +58,10 @@ class ClientCalls:
     async def answer(self, prompts: PromptBatch) -> list[DynamicInferenceRequest]:
         """Return the answers to the prompts of a call.
 
-        At most `places` prompts of all calls are submitted at the same time.
+        At most `places` prompts of all calls are submitted at the same time. Call this method on the connection's event
+        loop.
 
-        Call it on the connection's event loop. Raises RequestRejectedError for a reason that does not lie in the prompt
-        itself.
+        Raises RequestRejectedError for a cause other than the prompt itself.
         """
         numbers = iter(prompts.sent)
 

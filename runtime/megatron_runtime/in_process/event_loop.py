@@ -26,7 +26,7 @@ class EventLoopManager:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def start(self) -> None:
-        """Start the thread and wait until its loop runs. Idempotent."""
+        """Start the thread and wait until its loop runs. This method is idempotent."""
         with self._lock:
             if self._thread is not None:
                 return
@@ -51,8 +51,9 @@ class EventLoopManager:
         return self._loop
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Schedule `coro` on the background loop. Wait with `.result()`, or with asyncio.wrap_future() on another
-        loop.
+        """Schedule `coro` on the background loop, and return its future.
+
+        Wait with `.result()`, or with asyncio.wrap_future() on another loop.
         """
         try:
             with self._lock:
@@ -90,7 +91,7 @@ class EventLoopManager:
     def end(self, closing: Coroutine[Any, Any, object]) -> None:
         """Run `closing` on the loop, then stop the loop. Do nothing if the loop has ended.
 
-        Does not wait, and takes no lock.
+        This method does not wait and takes no lock.
         """
         loop = self._loop
 
@@ -117,7 +118,7 @@ class EventLoopManager:
             thread.join(seconds)
 
     def stop(self) -> None:
-        """Cancel open coroutines, stop the loop and join the thread. Idempotent."""
+        """Cancel open coroutines, stop the loop and join the thread. This method is idempotent."""
         if self._is_own_thread():
             raise RuntimeError("stop() on the background loop would deadlock: call it from another thread")
         with self._lock:

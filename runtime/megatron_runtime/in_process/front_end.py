@@ -1,4 +1,4 @@
-"""MegatronLLM.serve(): an OpenAI server on the background loop, and further server processes on its socket."""
+"""MegatronLLM.serve(): an OpenAI server on the background loop, and further server processes on the same socket."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ GRACE_SECONDS = 10.0
 class ServeConfig:
     """Settings of the HTTP front end that serve() starts on the primary rank.
 
-    host, port:        address of the server; port 0 picks a free one: see `url`.
-    parsers:           name of the tool-call parser; empty: chosen by the model's chat template.
-    verbose:           log each request: in this process to the logger uvicorn.access, at level INFO; in the child
-                       processes to standard error.
-    frontend_replicas: number of HTTP servers on the socket: one in this process, the others in child processes. Only
+    host, port:        address of the server; port 0 picks a free port, which is then in `url`.
+    parsers:           name of the tool-call parser; empty means that the model's chat template determines it.
+    verbose:           log each request. This process logs to the logger uvicorn.access at level INFO, and the child
+                       processes log to standard error.
+    frontend_replicas: number of HTTP servers on the socket. One runs in this process, the others in child processes.
+        Only
                        one runs if the tokenizer has no model reference.
     sock:              a bound socket to use instead of host and port.
-    model_name:        name in /v1/models; None: the model's own name.
+    model_name:        name in /v1/models; None means the model's own name.
     """
 
     host: str = "0.0.0.0"
@@ -57,10 +58,10 @@ class ServeConfig:
 
 
 class FrontEnd:
-    """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
+    """An HTTP server from start() to stop(), as a client of the coordinator at `coordinator`.
 
     tokenizer_reference: model reference from which another process can load the tokenizer; None if there is none.
-    max_sequence_length: limit of prompt + answer of one request, in tokens; None: the engines reject longer ones.
+    max_sequence_length: limit of prompt + answer of one request, in tokens; None leaves the check to the engines.
     any_model_name: see ServerSettings.
     """
 
@@ -114,7 +115,7 @@ class FrontEnd:
         self._processes = [self._start_replica() for _ in range(self._replicas)]
 
     async def stop(self) -> None:
-        """Drain open requests, then close. Idempotent."""
+        """Drain open requests, then close. This method is idempotent."""
         serving, self._serving = self._serving, None
         if serving is None:
             return

@@ -1,4 +1,4 @@
-"""An engine of a program that serves a coordinator: its verbs, its failures, its HTTP server and its shutdown."""
+"""The lifecycle of a program's engine at a coordinator: its verbs, its failures, its HTTP server and its shutdown."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ SHUTDOWN_SECONDS = 30.0
 """Timeout of each control signal of a shutdown, which then continues without the engines that have not answered."""
 
 REACHED = {kind: LANDED[change.passing, change.lands_in] for kind, change in TRANSITIONS.items()}
-"""State of its engine for which a rank without a client waits instead of sending a verb, by verb."""
+"""For each verb, the state that a rank without a client waits for. Such a rank sends no verb."""
 
 
 class ProgramLifecycle:
-    """One rank of an engine, from its registration at the coordinator to its shutdown.
+    """One rank of an engine, from its registration with the coordinator to its shutdown.
 
-    If the coordinator's process exits, or if this engine fails and no other one serves, every open and later call
+    If the coordinator's process exits, or if this engine fails and no other engine serves, every open and later call
     raises the cause. Belongs to the event loop of the connection.
 
     core, service: core and service of this rank. The service has started.
-    client: on the primary rank, which sends the verbs; None on the others, which wait for the states of their engines.
+    client: on the primary rank, which sends the verbs. None on other ranks, which wait for the states of their engines.
     ranks:  ranks of the program.
     places: maximum number of prompts that calls with lists of prompts submit at the same time, over all calls.
     """
@@ -75,7 +75,7 @@ class ProgramLifecycle:
         self._failing: asyncio.Task[None] | None = None
         # A joining engine may pass through states without a call of this program.
         self._reached = {state: service.events.times(state) for state in REACHED.values()}
-        """On a rank without a client: the number of times that its calls have waited for each state."""
+        """On a rank without a client, how many times its calls have waited for each state."""
         self._calls: ClientCalls | None = None
         self._watching: asyncio.Task[None] | None = None
         if client is not None:
@@ -87,7 +87,7 @@ class ProgramLifecycle:
 
     @property
     def calls(self) -> ClientCalls:
-        """The calls of generate() and generate_stream(), on the primary rank."""
+        """The calls of generate() and generate_stream() on the primary rank."""
         assert self._calls is not None
         return self._calls
 
@@ -158,11 +158,11 @@ class ProgramLifecycle:
             self._reached[state] = min(wanted, self._service.events.times(state))
 
     async def update_weights(self, source: Any, epoch: int | None) -> None:
-        """Switch every engine to the weights of `source`, as `epoch`: a model reference, a model in memory, or a
-        Trainer, which has epochs of its own.
+        """Switch every engine to the weights of `source` under the number `epoch`.
 
-        With a model in memory, every rank of the program makes this call, and each of its engines reads its own rank's
-        model. The call returns when all engines have copied the weights.
+        `source` is a model reference, a model in memory, or a Trainer, which has epochs of its own. With a model in
+        memory, every rank of the program makes this call, and each engine reads the model of its own rank. The call
+        returns when all engines have copied the weights.
 
         epoch: None means the current epoch plus one.
         """
@@ -199,7 +199,7 @@ class ProgramLifecycle:
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     async def serve(self, front_end: Callable[[], FrontEnd]) -> None:
-        """Start the HTTP server that `front_end` returns. Raises RuntimeError if a server is running already."""
+        """Start the HTTP server that `front_end` returns. Raises RuntimeError if a server is already running."""
         if self.front_end is not None:
             raise RuntimeError(f"HTTP is served already at {self.front_end.url}")
         self.front_end = front_end()
@@ -218,7 +218,7 @@ class ProgramLifecycle:
     # --- the end ------------------------------------------------------------------------------------------------
 
     async def wait_for_end(self) -> None:
-        """Wait until the engine has stopped. Raises EngineFailedError, CoordinatorFailedError if one has failed."""
+        """Wait until the engine has stopped. Raises EngineFailedError or CoordinatorFailedError after a failure."""
         assert self._service.task is not None
         failed = asyncio.create_task(self._failed.wait())
         try:
@@ -254,7 +254,7 @@ class ProgramLifecycle:
             logger.warning("shutting down without a clean stop of the engines: %s", error)
 
     async def close(self) -> None:
-        """Stop the HTTP server and the client, whose open calls raise the cause. Idempotent."""
+        """Stop the HTTP server and the client, whose open calls raise the cause. This method is idempotent."""
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()

@@ -1,4 +1,6 @@
-"""The ranks of a program under torchrun: how they form engines, which one this process is, and what they share."""
+"""The ranks of a program under torchrun. Determines their engines and this process's rank, and lets ranks share
+data.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,9 @@ _builds = count()
 def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
     """Return the number of ranks of one engine by dimension.
 
-    given: sizes by dimension ("tensor", "pipeline", "expert"). None means the larger of two sizes: in the configuration
-           of a Megatron-Core model, and in its initialised parallel state; without them 1.
+    given: sizes by dimension ("tensor", "pipeline", "expert"). None means the larger of two sizes: the size in the
+           configuration of a Megatron-Core model, and the size in its initialised parallel state. Without both it means
+               1.
     """
     if is_megatron_model(model):
         model = unwrapped(model)
@@ -53,12 +56,15 @@ def _configured(model: Any, dimension: str) -> int:
 
 
 def global_rank() -> int:
-    """Return the rank of this process in the program, from torch.distributed or else torchrun; 0 without both."""
+    """Return the rank of this process in the program, from torch.distributed or else torchrun.
+
+    Returns 0 without both.
+    """
     return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the program, from torch.distributed or else torchrun; 1 without both."""
+    """Return the number of ranks of the program, from torch.distributed or else torchrun. Returns 1 without both."""
     return dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
 
 
@@ -77,7 +83,7 @@ def _is_initialized() -> bool:
 
 
 class ProgramRanks:
-    """All ranks of the program. Without torch.distributed, or with one rank, a call returns at once.
+    """All ranks of the program. Without torch.distributed, or with one rank, its calls return immediately.
 
     group: communicates through host memory, because the GPUs of other ranks may be running a step; None for one rank.
     """
@@ -87,7 +93,7 @@ class ProgramRanks:
 
     @classmethod
     async def join(cls) -> Self:
-        """Return the ranks. Every rank must call this, and the methods."""
+        """Return the ranks. Every rank must call this method and the other methods."""
         if not _is_initialized() or dist.get_world_size() == 1:
             return cls(None)
         group = await asyncio.to_thread(dist.new_group, backend="gloo")
@@ -95,12 +101,12 @@ class ProgramRanks:
         return cls(group)
 
     async def wait(self) -> None:
-        """Wait until every rank has made this call."""
+        """Wait until every rank has called this method."""
         if self.group is not None:
             await asyncio.to_thread(dist.barrier, group=self.group)
 
     async def text_of_first(self, text: str) -> str:
-        """Return the text of the first rank, at most MAX_TEXT_BYTES; a longer text is cut off."""
+        """Return the first rank's text on every rank. A text longer than MAX_TEXT_BYTES is truncated."""
         if self.group is None:
             return text
         data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
@@ -139,14 +145,14 @@ def executor_of_ranks(
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
     """Return this rank's executor, the configuration of all ranks, and the follower on ranks other than the first.
 
-    Every rank of the program calls this.
+    Every rank of the program calls this function.
 
-    The KV cache of every rank has the smallest `buffer_size_gb` of all ranks, because the default depends on the host.
-    Initialises torch.distributed if the program has not.
+    The KV cache of every rank has the minimum `buffer_size_gb` of all ranks, because the default depends on the host.
+    Initialises torch.distributed if the program has not initialised it.
 
-    options: options of select_executor(), except those for ranks and KV cache.
+    options: options of select_executor(), except its options for ranks and KV cache.
 
-    Raises IndivisibleError, RankError.
+    Raises IndivisibleError or RankError.
     """
     if not _is_initialized():
         if os.environ.get("MASTER_ADDR") in (LOOPBACK, "localhost"):

@@ -1,4 +1,4 @@
-"""Registers the engine of a program at a coordinator and serves it, on an event loop of the program."""
+"""Registers the engine of a program with a coordinator and serves it, on an event loop of the program."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron_runtime.process.threads import off_loop
 from megatron_runtime.protocol.lifecycle import EngineState
 
 REGISTRATION_SECONDS = 300.0
-"""Maximum seconds that the engine of a program tries to reach its coordinator."""
+"""Maximum time in which the engine of a program tries to reach its coordinator."""
 
 
 class ServedEngine:
@@ -38,8 +38,9 @@ class ServedEngine:
     events: StateEvents
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
-        """Wait until the engine has reached `state` (for the n-th time). Raises EngineFailedError if the engine stops
-        first.
+        """Wait until the engine has reached `state`, `times` times if it is given.
+
+        Raises EngineFailedError if the engine stops first.
         """
         if not self.events.has_reached(state, times=times):
             await self._unless_ended(self.events.wait(state, times=times))
@@ -67,7 +68,10 @@ class EngineService(ServedEngine):
         self._name = name
 
     async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
-        """Serve the coordinator at `address`, or launch one with the settings `launch`. Return its address."""
+        """Serve the coordinator at `address`, or launch a coordinator with the settings `launch`.
+
+        Return its address.
+        """
         try:
             if launch is not None:
                 self.coordinator = await asyncio.to_thread(spawn_coordinator, launch)
@@ -94,7 +98,7 @@ class EngineService(ServedEngine):
         return address
 
     async def stop(self) -> None:
-        """Stop the worker, then the coordinator if it was launched here. Idempotent; raises none of their errors."""
+        """Stop the worker, then the coordinator if it was launched here. Idempotent. Ignores their errors."""
         if self.worker is not None:
             self.worker.ended.set()
         if self.task is not None:
@@ -118,11 +122,10 @@ class EngineService(ServedEngine):
 
 
 class FollowedService(ServedEngine):
-    """The service of any other rank.
+    """The service of any rank other than the first.
 
-    It executes the first rank's orders, and follows the states that this rank reports.
-
-    A thread executes the orders, starting at construction.
+    It executes the first rank's commands, and follows the states that the first rank reports. A thread executes the
+    commands from the construction on.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -140,7 +143,7 @@ class FollowedService(ServedEngine):
         self._thread.start()
 
     def _wait_at_exit(self) -> None:
-        """Execute orders until the first rank exits, unless an error ends this process."""
+        """Execute commands until the first rank exits, unless an error ends this process."""
         if getattr(sys, "last_value", None) is None:
             self._thread.join()
 
@@ -175,7 +178,7 @@ class FollowedService(ServedEngine):
         return address
 
     async def stop(self) -> None:
-        """Ask the first rank to stop the engine, if it runs, and wait until it has stopped."""
+        """Ask the first rank to stop the engine if it is running, and wait until it has stopped."""
         if self.task is not None:
             self._follower.channel.leave()
             await self.task

@@ -15,10 +15,12 @@ from megatron_runtime.requests.request import DynamicInferenceRequest
 
 @dataclass(frozen=True, slots=True)
 class GenerationChunk:
-    """A part of an answer. The concatenated texts and tokens of all chunks are the text and the tokens of the answer.
+    """A part of an answer.
+
+    The concatenated texts and tokens of all chunks are the text and the tokens of the answer.
 
     log_probs: log-probabilities of the tokens, if they were requested.
-    request:   in the last chunk, the whole request; a failed one has status FAILED.
+    request:   in the last chunk, the whole request; a failed request has status FAILED.
     """
 
     text: str
@@ -60,7 +62,7 @@ class ChunkIterator(_Chunks[BlockingStream], Iterator[GenerationChunk]):
     The request is aborted by close(), by an exception in next(), such as KeyboardInterrupt, and when the iterator is
     garbage-collected. close() may be called from any thread.
 
-    begin:  submits the request; returns its stream.
+    begin:  submits the request and returns its stream.
     settle: waits until an abort has taken effect.
     """
 
@@ -87,7 +89,7 @@ class ChunkIterator(_Chunks[BlockingStream], Iterator[GenerationChunk]):
             raise
 
     def close(self) -> None:
-        """Abort the request if it is open. Return when the engine has dropped it. Idempotent."""
+        """Abort the request if it is open. Return when the engine has dropped it. This method is idempotent."""
         if self._abort():
             self._settle()
 
@@ -122,6 +124,6 @@ class AsyncChunkIterator(_Chunks[AsyncStream], AsyncIterator[GenerationChunk]):
             raise
 
     async def aclose(self) -> None:
-        """Abort the request if it is open. Return when the engine has dropped it. Idempotent."""
+        """Abort the request if it is open. Return when the engine has dropped it. This method is idempotent."""
         if self._abort():
             await self._settle()

@@ -1,8 +1,8 @@
 """Starts Python modules as child processes that exit with their parent. No other module starts such processes.
 
-A child imports what its parent imports and nothing from the working directory, which may be a downloaded model. It
-exits only on SIGINT, which its parent sends, or the kernel when the parent dies. Service managers send SIGTERM to all
-processes of a group at once, but the parent must stop its children in order.
+A child imports from the same places as its parent, and nothing from the working directory, which may be a downloaded
+model. A child exits only on SIGINT. The parent sends SIGINT, or the kernel sends it when the parent dies. Service
+managers send SIGTERM to all processes of a group at the same time, but the parent must stop its children in order.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 
 PARENT_VARIABLE = "MEGATRON_PARENT_PID"
-"""A parent sets this variable for its children, which exit when the parent exits for any reason."""
+"""Environment variable that a parent sets for its children, which exit when the parent exits for any reason."""
 END_SIGNAL = signal.SIGINT
-"""Signal that stops a child in order."""
+"""Signal that stops a child in an orderly way."""
 
 STOP_SECONDS = 10.0
 ENDED_SECONDS = 1.0
@@ -33,7 +33,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs `module` with this interpreter. `-P` keeps the working directory off its path."""
+    """Return the command that runs `module` with this interpreter.
+
+    `-P` excludes the working directory from its path.
+    """
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -42,9 +45,9 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
 
     The child finds modules in the same places as this process, including folders that a program has added to sys.path.
 
-    variables:        variables that differ from this process's.
-    ends_with_parent: the child calls end_with_parent(). The kernel treats the thread that starts the child as its
-                      parent.
+    variables:        variables whose values differ from this process's values.
+    ends_with_parent: whether the child calls end_with_parent(). The kernel treats the thread that starts the child as
+                      its parent.
     """
     here = os.path.realpath(os.getcwd())
     entries = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -65,7 +68,10 @@ def be_child() -> None:
 
 
 def end_with_parent() -> None:
-    """If this process is a child, ignore SIGTERM, and let the kernel send END_SIGNAL when the parent dies."""
+    """Ignore SIGTERM, and let the kernel send END_SIGNAL when the parent dies.
+
+    Do nothing if this process is no child.
+    """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
         return
@@ -79,12 +85,12 @@ def end_with_parent() -> None:
 
 
 def end_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that shut this process down in order. Call it after end_with_parent()."""
+    """Return the signals that shut this process down in an orderly way. Call this function after end_with_parent()."""
     return (END_SIGNAL,) if _is_child else (signal.SIGTERM, signal.SIGINT)
 
 
 class WatchedChild:
-    """A module as a child process. Its messages are copied to standard error, and its exit is reported.
+    """A module that runs as a child process. Its messages are copied to standard error, and its exit is reported.
 
     what:  name of the process in the description of its exit.
     ended: future with a description of how the process exited, for whatever reason. Callbacks run on a thread.
@@ -115,9 +121,12 @@ class WatchedChild:
         return self.process.pid
 
     def exchange(self, line: bytes, *, seconds: float) -> bytes:
-        """Write a line to its standard input, and return the first line of its standard output.
+        """Write a line to the child's standard input, and return the first line of its standard output.
 
-        Raises OSError, TimeoutError after `seconds`, or ValueError if the process exited before answering.
+        Raises:
+            OSError: the pipe to the child is broken.
+            TimeoutError: the child did not answer within `seconds`.
+            ValueError: the child exited before answering.
         """
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -133,7 +142,8 @@ class WatchedChild:
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
         """Stop the process with END_SIGNAL and, after the grace period, SIGKILL. Block until it has exited.
-        Idempotent.
+
+        This method is idempotent.
         """
         with self._lock, self.process:  # leaving the block closes the pipes and waits for the process
             self.process.send_signal(END_SIGNAL)

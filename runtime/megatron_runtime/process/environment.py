@@ -1,6 +1,6 @@
-"""Protects a process from its environment: closed standard streams, and proxies for loopback.
+"""Protects a process from its environment, such as closed standard streams, and proxies for loopback addresses.
 
-No torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class UnusableProxyError(OSError):
 
 
 def prepare_process() -> None:
-    """Open closed standard streams, and exempt loopback addresses from proxies. Commands call this first.
+    """Open closed standard streams, and exempt loopback addresses from proxies. Commands call this function first.
 
-    A closed standard stream becomes /dev/null. Otherwise the next socket or file would get its descriptor, and output
-    of the command would be written there. The exemption from proxies applies to this process and its children.
+    A closed standard stream is replaced by /dev/null. Otherwise the next socket or file would get its descriptor, and
+    output of the command would be written there. The exemption from proxies applies to this process and its children.
     """
     for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:
@@ -42,7 +42,9 @@ def prepare_process() -> None:
 
 
 def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
-    """Return the message for a module that is missing without `extra`. Re-raise the error for any other module.
+    """Return the message for a module that is missing because `extra` is not installed.
+
+    Re-raise the error for any other module.
 
     extra: name of optional dependencies of this project's distribution.
     """
@@ -56,7 +58,9 @@ def http_client(make: Callable[..., C], url: str, **options: Any) -> C:
     """Return an HTTP client for `url` with the proxy of the environment, unless NO_PROXY or loopback exempts the host.
 
     make:    httpx.Client, httpx.AsyncClient or httpx2.Client.
-    options: options of the client. Raises UnusableProxyError.
+    options: options of the client.
+
+    Raises UnusableProxyError if the client cannot use the value of a proxy variable.
     """
     import httpx  # an optional dependency, which the operator's image lacks
 

@@ -1,8 +1,8 @@
-"""Shares a few threads fairly between keys: round robin, with a budget of seconds per minute.
+"""Shares a few threads fairly between keys, by round robin and with a budget of seconds per minute.
 
 `FairQueue` and `Budget` contain the rules, without clock and threads. `FairThreads` runs jobs in the order of a queue.
-`FairLanes` runs jobs of an event loop in named lanes of threads with one budget. A key is the tenant that submits the
-work.
+`FairLanes` runs jobs of an event loop in named lanes of threads that share one budget. A key is the tenant that submits
+the work.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar
 
 FREE_SECONDS = 0.05
-"""Seconds of each job that are not charged. Ordinary jobs take less, so a budget limits only expensive jobs."""
+"""Time of each job that is not charged. Ordinary jobs take less time, so a budget limits only expensive jobs."""
 
 _T = TypeVar("_T")
 _Job = TypeVar("_Job")
@@ -34,15 +34,15 @@ class BudgetExceededError(Exception):
 
 
 class Budget:
-    """The seconds of work that each key may use per minute: each key has a bucket that drains at a constant rate.
+    """The seconds of work that each key may use per minute. Each key has a bucket that drains at a constant rate.
 
-    The running jobs of a key may exceed its budget, because the duration of a job is known only at its end.
+    The running jobs of a key can exceed its budget, because the duration of a job is known only at its end.
     """
 
     def __init__(self, seconds_per_minute: float) -> None:
         self.seconds_per_minute = seconds_per_minute
         self._empty_at: dict[str, float] = {}
-        """When the bucket of each key will be empty. Keys with an empty bucket are removed."""
+        """Time at which the bucket of each key will be empty. Keys with an empty bucket are removed."""
 
     def charge(self, key: str, seconds: float, *, now: float) -> None:
         """Count a job of `key` that took `seconds`."""
@@ -52,17 +52,17 @@ class Budget:
             self._empty_at[key] = self._empty_at.get(key, now) + drains_in
 
     def wait(self, key: str, *, now: float) -> float:
-        """Return the seconds until the key may start a job; 0 if it may start one now."""
+        """Return the seconds until the key may start a job, or 0 if it may start a job now."""
         return max(0.0, self._empty_at.get(key, now) - now - 60)
 
 
 class FairQueue(Generic[_Job]):
     """A queue of jobs for a number of workers, round robin over keys.
 
-    Each job has a turn number: one more than the last turn of its key, but at least the current turn. The next job
-    belongs to the key with the fewest running jobs; among equals, to the lowest turn. So a key has one job at a time
-    while another key waits, and waits for at most one further job of each other key. The jobs of a key keep their
-    order.
+    Each job has a turn number, which is one more than the last turn of its key, but at least the current turn. The next
+    job belongs to the key with the fewest running jobs. Among equal keys, it belongs to the key with the lowest turn. A
+    key therefore has one running job at a time while another key waits, and waits for at most one further job of each
+    other key. The jobs of a key keep their order.
     """
 
     def __init__(self, *, workers: int) -> None:
@@ -71,7 +71,7 @@ class FairQueue(Generic[_Job]):
         self._running: Counter[str] = Counter()
         self._turn = 0
         self._next_turn: dict[str, int] = {}
-        """Turn of the next job of each key that has waiting jobs, or has had this turn already."""
+        """Turn of the next job of each key that has waiting jobs or has already had the current turn."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -83,7 +83,7 @@ class FairQueue(Generic[_Job]):
         self._waiting[key].append(job)
 
     def remove(self, key: str, job: _Job) -> None:
-        """Remove a waiting job; do nothing if the job does not wait."""
+        """Remove a waiting job. Do nothing if the job is not waiting."""
         jobs = self._waiting.get(key, deque())
         with contextlib.suppress(ValueError):
             jobs.remove(job)
@@ -91,7 +91,10 @@ class FairQueue(Generic[_Job]):
                 del self._waiting[key]
 
     def take(self) -> tuple[str, _Job] | None:
-        """Return the next job and its key; None if no job waits or no worker is free. The job runs until release()."""
+        """Return the key of the next job, and the job. Returns None if no job waits or no worker is free.
+
+        The job counts as running until release() is called.
+        """
         if not self._waiting or self._running.total() >= self._workers:
             return None
         key = min(self._waiting, key=lambda key: (self._running[key], self._next_turn[key]))
@@ -122,9 +125,9 @@ class FairThreads:
         self._threads = ThreadPoolExecutor(threads, name)
 
     def submit(self, key: str, call: Callable[[], _T]) -> Future[_T]:
-        """Return the future result of `call`, which a thread runs when the queue selects `key`.
+        """Return a future for the result of `call`, which a thread runs when the queue selects `key`.
 
-        Cancelling the future removes waiting work. Running work continues, and its result is dropped.
+        Cancelling the future removes waiting work. Running work continues, and its result is discarded.
         """
         future: Future[_T] = Future()
         job = future, call
@@ -165,7 +168,7 @@ class FairThreads:
 
 
 class FairLanes:
-    """Runs work of an event loop in threads.
+    """Named lanes of threads that run work of an event loop.
 
     lanes:              number of threads by lane.
     what:               name of the work, for the error of a key that has used up its budget.
@@ -189,13 +192,13 @@ class FairLanes:
         self._threads = {lane: FairThreads(threads, f"lane-{lane}") for lane, threads in lanes.items()}
 
     async def run(self, lane: str, key: str, call: Callable[[], _T], *, is_metered: bool = True) -> _T:
-        """Return the result of `call`, called in a thread of `lane`.
+        """Return the result of `call`, which runs in a thread of `lane`.
 
-        If the caller is cancelled, waiting work is removed. Running work continues, and its result is dropped.
+        If the caller is cancelled, waiting work is removed. Running work continues, and its result is discarded.
 
-        is_metered: the work counts against the budget of its key.
+        is_metered: whether the work counts against the budget of its key.
 
-        Raises BudgetExceededError, and what `call` raises.
+        Raises BudgetExceededError, and the errors of `call`.
         """
         work = partial(self._metered, key, call) if is_metered else call
         return await asyncio.wrap_future(self._threads[lane].submit(key, work))

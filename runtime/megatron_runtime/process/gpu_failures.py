@@ -1,8 +1,8 @@
-"""Known error texts of GPUs, their drivers and NCCL, with causes and remedies. No torch.
+"""Known error texts of GPUs, their drivers and NCCL, with causes and remedies. Imports no torch.
 
 The texts come from the driver, CUDA, NCCL, PyTorch and vLLM, so they are the same in all containers. An engine writes
-cause and remedy into its termination message; the operator uses the same table for the status, including containers
-that exited without a termination message.
+cause and remedy into its termination message. The operator uses the same table for the status, including the status of
+containers that exited without a termination message.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CONFIGURATION = "EngineConfigRefused"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuFailure:
-    """A known failure of a GPU: the log text that identifies it, its cause and its remedy.
+    """A known failure of a GPU, with the log text that identifies it, its cause and its remedy.
 
-    is_of_device: the device or its node is faulty, so the engine must not start on it again.
+    is_of_device: whether the device or its node is faulty, so that the engine must not start on it again.
     """
 
     cause: str
@@ -155,12 +155,15 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
 
 
 def gpu_failure(text: str) -> GpuFailure | None:
-    """Return the failure that an error text matches; None if there is none."""
+    """Return the failure whose text occurs in an error text, or None if there is none."""
     return next((failure for failure in GPU_FAILURES if failure.pattern.search(text)), None)
 
 
 def nvidia_driver(version: Path = DRIVER_VERSION) -> str:
-    """Return the version of the node's NVIDIA driver, such as 580.65.06; empty if the node has none."""
+    """Return the version of the node's NVIDIA driver, such as 580.65.06.
+
+    The result is empty if the node has no driver.
+    """
     try:
         match = re.search(r"\b\d{3,}(\.\d+)+\b", version.read_text())
     except OSError:

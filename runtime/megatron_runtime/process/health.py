@@ -1,20 +1,20 @@
 """Probes and metrics over HTTP for processes without a web framework: coordinator, engine and operator.
 
-    GET /livez    200, or 503 if the process finds itself hung; also at /healthz
-    GET /readyz   200 when the process is ready, else 503 with the missing conditions
+    GET /livez    200, or 503 if the process detects that it hangs; also at /healthz
+    GET /readyz   200 when the process is ready, otherwise 503 with the missing conditions
     GET /metrics  the Prometheus registry
 
 The server runs on the caller's event loop, so a blocked loop fails its liveness probe. Any host that reaches the port
-may use it, so the server answers probes however many connections are open:
+may use it. The server therefore answers probes regardless of how many connections are open:
 
 - If the request has arrived, the callback that accepts the connection answers it. Only connections that the kernel
   accepted earlier come first, and each iteration of the event loop accepts BATCH of them.
-- A connection without a complete request waits. A new connection beyond MAX_CONNECTIONS, or beyond MAX_PER_PEER of its
-  address, replaces the oldest.
-- Metrics are rendered on a thread, one at a time, for all requests that wait for them. A pause after each bounds their
-  share of a CPU, because the thread and the loop share the interpreter.
+- A connection without a complete request waits. If there are more than MAX_CONNECTIONS connections, or more than
+  MAX_PER_PEER from one address, a new connection replaces the oldest of them.
+- Metrics are rendered on a thread, one at a time, for all requests that wait for them. A pause after each rendering
+  limits its share of a CPU, because the thread and the loop share the interpreter.
 
-No torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_SECONDS = 5.0
-"""Timeout, in seconds, for receiving a request, and for the client's reading of the answer."""
+"""Timeout for receiving a request, and for the client to read the answer."""
 MAX_CONNECTIONS = 256
 MAX_PER_PEER = 64
 """Maximum number of concurrent connections from one address."""
@@ -48,9 +48,9 @@ BACKLOG = 1024
 BATCH = 32
 """Maximum number of connections that one iteration of the event loop accepts, which takes about 1 ms."""
 MAX_SCRAPES = 16
-"""Maximum number of requests that wait for metrics; further ones get 503."""
+"""Maximum number of requests that wait for metrics. Further requests get 503."""
 RENDERING_SHARE = 0.1
-"""Maximum share of one CPU that is used for rendering metrics."""
+"""Maximum fraction of one CPU that is used for rendering metrics."""
 _RETRY_SECONDS = 0.1
 _UNAVAILABLE = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -65,12 +65,12 @@ Body = Mapping[str, object] | bytes
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class HealthServer:
-    """Answers probes on one listening socket.
+    """A server that answers probes on one listening socket.
 
-    missing:  returns the conditions that the process needs to be ready, one phrase each. Called for each probe.
-    liveness: returns the content of /livez; `alive` decides its status.
+    missing:  returns the conditions that the process still needs to be ready, one phrase each. Called for each probe.
+    liveness: returns the content of /livez; its field `alive` decides the status.
     registry: metrics to expose; None answers 404. Its collectors run on a thread.
-    pages:    further paths, and the function that returns the content of each; None answers 503.
+    pages:    further paths, with the function that returns the content of each; content None answers 503.
     port:     the port in use; for port 0, known after start().
     """
 
@@ -88,7 +88,7 @@ class HealthServer:
         self._metrics = MetricsPage(self.registry) if self.registry is not None else None
 
     async def start(self) -> None:
-        """Bind the port, and answer probes. Raises OSError with the address and the remedy if the address is in use."""
+        """Bind the port and answer probes. Raises OSError with the address and the remedy if the address is in use."""
         try:
             listener = listening_socket(self.host, self.port, backlog=BACKLOG)
         except OSError as error:
@@ -136,7 +136,7 @@ class HealthServer:
             connection.read()
 
     def _pause_accepting(self) -> None:
-        """Close the connections, and accept again later, because the process has run out of file descriptors."""
+        """Close the connections, and accept new ones later, because the process has run out of file descriptors."""
         for connection in list(self._open):
             connection.close()
 
@@ -152,7 +152,10 @@ class HealthServer:
         self._open.pop(connection, None)
 
     def answer(self, connection: _Connection, request: bytes) -> None:
-        """Answer a request now, or after its metrics have been rendered. request: bytes up to the empty line."""
+        """Answer a request now, or after its metrics have been rendered.
+
+        request: bytes up to the empty line.
+        """
         match = _REQUEST.fullmatch(request)
         if match is None or not _is_well_framed(match):
             connection.send(_response(HTTPStatus.BAD_REQUEST, {"error": "expected a request of HTTP/1.1"}))
@@ -202,7 +205,10 @@ class HealthServer:
 
 
 class MetricsPage:
-    """Renders a registry on a thread, once for all waiting requests, and not twice at the same time."""
+    """The metrics page.
+
+    Renders a registry on a thread, once for all waiting requests. Only one rendering runs at a time.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -210,8 +216,9 @@ class MetricsPage:
         self._rendering: asyncio.Task[None] | None = None
 
     def request(self) -> asyncio.Future[bytes] | None:
-        """Return a future with the text; None if too many requests wait. Cancel the future if it is no longer
-        needed.
+        """Return a future for the text, or None if too many requests wait.
+
+        Cancel the future if it is no longer needed.
         """
         self._waiting = [future for future in self._waiting if not future.done()]
         if len(self._waiting) >= MAX_SCRAPES:
@@ -228,7 +235,7 @@ class MetricsPage:
             await asyncio.gather(self._rendering, return_exceptions=True)
 
     async def _render(self) -> None:
-        """Render until no request waits."""
+        """Render the registry repeatedly until no request waits."""
         try:
             while self._waiting:
                 served, self._waiting = self._waiting, []
@@ -253,7 +260,7 @@ class MetricsPage:
 def serve_on_thread(server: HealthServer) -> Callable[[], None]:
     """Start a server on its own thread, and return a function that stops both. Raises OSError like start().
 
-    May be called on an event loop, which it blocks until the server listens.
+    This function may be called on an event loop, which it blocks until the server listens.
     """
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="probes", daemon=True)
@@ -341,7 +348,7 @@ class _Connection:
             self._loop.remove_reader(self._socket)
 
     def close(self) -> None:
-        """Close the connection. Idempotent."""
+        """Close the connection. This method is idempotent."""
         self._stop_reading()
         if self._is_writing:
             self._is_writing = False
@@ -360,7 +367,7 @@ def _rendered(registry: CollectorRegistry) -> tuple[bytes, float]:
 
 
 def _is_well_framed(request: re.Match[bytes]) -> bool:
-    """Whether the headers have one Host, as HTTP/1.1 requires, and at most one length of a body."""
+    """Return whether the headers have exactly one Host, as HTTP/1.1 requires, and at most one length of a body."""
     names = [line.partition(b":")[0].lower() for line in request["headers"].split(b"\r\n")]
     hosts = names.count(b"host")
     return (
@@ -381,7 +388,7 @@ def _status(is_good: bool) -> HTTPStatus:
 def _response(status: HTTPStatus, content: Body, more: str = "") -> tuple[bytes, bytes]:
     """Return the header and the body of a response.
 
-    content: bytes are metrics as text.
+    content: metrics as text if it is bytes, otherwise JSON data.
     more:    additional header lines.
     """
     if isinstance(content, bytes):

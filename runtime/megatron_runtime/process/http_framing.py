@@ -1,9 +1,9 @@
-"""uvicorn's protocol for HTTP/1.1, with requests framed as RFC 9112 demands. No torch.
+"""uvicorn's protocol for HTTP/1.1, with requests framed as RFC 9112 requires. Imports no torch.
 
 h11 parses the requests. This module rejects requests that h11 accepts and the RFC does not allow.
 
 If two parsers in a row see different boundaries between requests, a client can smuggle a request into another client's
-connection. So each request whose boundaries are ambiguous gets an error, and its connection is closed.
+connection. Each request whose boundaries are ambiguous therefore gets an error, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 16 * 1024
-"""Maximum size of request line and headers. Up to one more slice is read before the limit is checked."""
+"""Maximum size of request line and headers. Up to one further chunk is read before the limit is checked."""
 
 _FOLDED_LINE = re.compile(rb"\n[ \t]")
 _CODINGS = re.compile(rb"^transfer-encoding:(.*)$", re.IGNORECASE | re.MULTILINE)
@@ -45,7 +45,7 @@ class FramingError(Exception):
 
 
 class RequestParser(h11.Connection):
-    """The server's side of a connection. next_event() raises FramingError instead of h11's errors."""
+    """The server side of an HTTP connection. next_event() raises FramingError instead of h11's errors."""
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEADER_BYTES)
@@ -85,12 +85,12 @@ class HttpProtocol(H11Protocol):
             self.reject(error)
 
     def reject(self, error: FramingError) -> None:
-        """Answer a malformed request, unless an answer has begun, and close the connection."""
+        """Answer a malformed request and close the connection. If an answer has begun, only close the connection."""
         self.answer(error.status, str(error).encode(), {"content-type": "text/plain; charset=utf-8"})
         self.transport.close()
 
     def answer(self, status: int, body: bytes, headers: Mapping[str, str]) -> None:
-        """Write a response in place of the application's, unless the application has begun its response."""
+        """Write a response in place of the application's response, unless the application has begun its response."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             length = {"content-length": str(len(body)), "connection": "close"}
             fields = [(name.encode(), value.encode()) for name, value in {**headers, **length}.items()]
@@ -99,12 +99,12 @@ class HttpProtocol(H11Protocol):
                 self.transport.write(self.conn.send(event) or b"")
 
     def _should_upgrade(self) -> bool:
-        """Return False: no other protocol is offered, so the Upgrade header is ignored (RFC 9110, section 7.8)."""
+        """Return False, because no other protocol is offered. The Upgrade header is ignored (RFC 9110, section 7.8)."""
         return False
 
 
 def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
-    """Return the HTTP status for an error of h11, which suggests 501 for any Transfer-Encoding other than "chunked"."""
+    """Return the HTTP status for an error of h11. h11 suggests 501 for any Transfer-Encoding other than "chunked"."""
     if error.error_status_hint != 501:
         return error.error_status_hint
     head = re.split(rb"\n\r?\n", received, maxsplit=1)[0]
@@ -115,7 +115,7 @@ def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
 
 
 def _checked(request: h11.Request, *, head: bytes) -> h11.Request:
-    """Return the request, with the target in origin form. Raises FramingError.
+    """Return the request with its target in origin form. Raises FramingError if the request is malformed.
 
     head: bytes of the request line and the headers.
     """
@@ -138,7 +138,7 @@ def _checked(request: h11.Request, *, head: bytes) -> h11.Request:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """Return the request with an absolute target split into the Host header and the path (RFC 9112, section 3.2)."""
+    """Return the request with an absolute target divided into the Host header and the path (RFC 9112, section 3.2)."""
     target = request.target
     if request.method == b"CONNECT":
         raise FramingError(501, "This server is not a proxy: it does not implement CONNECT.")

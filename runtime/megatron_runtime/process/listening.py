@@ -1,4 +1,4 @@
-"""Opens listening TCP sockets for IPv4 and IPv6, and creates folders for Unix sockets. No torch."""
+"""Opens listening TCP sockets for IPv4 and IPv6, and creates folders for Unix sockets. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 EVERY_ADDRESS = "::"
-"""Every address of the host: IPv4 and IPv6 if the system has IPv6, otherwise IPv4."""
+"""Host that stands for every address of this machine: IPv4 and IPv6 if the system has IPv6, otherwise IPv4."""
 
 
 def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.socket:
     """Return a socket that listens on TCP.
 
-    host: address or name; EVERY_ADDRESS accepts clients of both protocols. port: 0 picks a free one.
-    backlog: limit of connections that wait to be accepted.
+    host: address or name; EVERY_ADDRESS accepts clients of IPv4 and IPv6.
+    port: 0 picks a free port.
+    backlog: maximum number of connections that wait to be accepted.
 
-    Raises OSError: the address is in use or does not belong to this host.
+    Raises:
+        OSError: the address is in use or does not belong to this host.
     """
     if host == EVERY_ADDRESS and not socket.has_dualstack_ipv6():
         host = "0.0.0.0"
@@ -28,14 +30,14 @@ def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.sock
 
 
 MAX_FOLDER_BYTES = 80
-"""Maximum length of the path of a folder of sockets: the path of a Unix socket has at most 107 bytes."""
+"""Maximum length of the path of a folder of sockets, because the path of a Unix socket has at most 107 bytes."""
 
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Yield a new folder for Unix sockets that only this user may enter, and remove it at the end.
+    """Yield a new folder for Unix sockets that only this user may enter. Removes the folder at the end.
 
-    Every process that may open a socket in it is trusted: the connections need no keys. Raises OSError.
+    Every process that can open a socket in the folder is trusted, so the connections need no keys. Raises OSError.
     """
     path = tempfile.mkdtemp(prefix="megatron-")
     if len(path.encode()) > MAX_FOLDER_BYTES:

@@ -1,7 +1,7 @@
 """Formats the log records of every component as JSON or text, one line each, and writes termination messages.
 
-A record that concerns one request of a client has its `request_id`. Within a task that serves a request, REQUEST_ID
-sets it; elsewhere the caller passes of_request() as `extra`.
+A record about one request of a client has its `request_id`. In a task that serves a request, REQUEST_ID provides the
+id. Elsewhere, the caller passes of_request() as `extra`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Style: TypeAlias = Literal["json", "text"]
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 """The id of the request that the running task serves; empty outside of requests."""
 TERMINATION_LOG = Path("/dev/termination-log")
-"""The termination log of a container, whose content its status shows."""
+"""The termination log of a container. The container's status shows its content."""
 TERMINATION_CHARACTERS = 2000
-"""Maximum length of a termination message: a container's status accepts 4096 bytes."""
+"""Maximum length of a termination message, because a container's status accepts 4096 bytes."""
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 def of_request(request_id: str) -> dict[str, str]:
-    """Return the `extra` of a log call about a request; empty if the request has no id."""
+    """Return the `extra` of a log call about a request. The result is empty if the request has no id."""
     return {"request_id": request_id} if request_id else {}
 
 
@@ -44,7 +44,10 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats each record as one line with a JSON object. All non-ASCII and control characters are escaped."""
+    """A formatter that writes each record as one line with a JSON object.
+
+    All non-ASCII and control characters are escaped.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -60,7 +63,10 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One line per record. Further lines, such as tracebacks, are indented, so that no text can forge a record."""
+    """A formatter that writes each record as one line of text.
+
+    Additional lines, such as tracebacks, are indented, so that no text can forge a record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created).astimezone().strftime("%H:%M:%S.%f")[:-3]
@@ -73,9 +79,9 @@ class TextFormatter(logging.Formatter):
 
 
 def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
-    """Configure the root logger: all records go to standard error in one format.
+    """Configure the root logger. All records go to standard error in one format.
 
-    quiet: loggers that only log warnings and errors.
+    quiet: loggers that log only warnings and errors.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
@@ -91,9 +97,11 @@ def write_termination_message(
 ) -> None:
     """Write the cause of this process's failure to the container's termination log, if it exists, as one line of JSON.
 
-    Fields: `reason` is `failure.reason`, the cause in the table of GPU failures, or the type of the exception; `rank`
-            is `failure.rank` or 0; `message`; `remedy` comes from the table or from `failure.remedy`. A failure of the
-            driver includes the version of the node's driver.
+    Fields:
+        reason:  `failure.reason`, the cause in the table of GPU failures, or the type of the exception.
+        rank:    `failure.rank` or 0.
+        message: text of the failure. For a failure of the driver, it includes the version of the node's driver.
+        remedy:  from the table or from `failure.remedy`.
     """
     known = gpu_failure(str(failure))
     driver = nvidia_driver(driver_version) if known and known.cause == DRIVER else ""

@@ -1,4 +1,4 @@
-"""Determines how much memory this process can still allocate. No other module reads these limits. No torch."""
+"""Determines how much memory this process can still allocate. No other module reads these limits. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _VERSIONS = {
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return the bytes that the machine and the container's limits leave available; None if the system reports no
-    number.
+    """Return the bytes that the machine and the container's limits leave available, or None if the system reports none.
 
-    root: where proc and sys are mounted.
+    root: folder in which proc and sys are mounted.
     """
     return min((*_of_machine(root), *_of_control_groups(root)), default=None)
 
@@ -31,7 +30,7 @@ def _of_machine(root: Path) -> Iterator[int]:
 
 
 def _of_control_groups(root: Path) -> Iterator[int]:
-    """Yield the remaining bytes of the limit of this process's cgroup, and of each cgroup above it.
+    """Yield the remaining bytes within the limit of this process's cgroup, and of each cgroup above it.
 
     Without a cgroup namespace, a container sees the path of its cgroup on the host, but its own cgroup at the mount
     point.

@@ -1,7 +1,7 @@
 """Declares metrics as fields of a dataclass, each with its name, type and help text.
 
-Counting in fields is cheap. The output of /metrics, the reference, and the panels of the dashboard are derived from the
-declarations.
+Counting in fields is cheap. The output of /metrics, the reference page, and the panels of the dashboard are derived
+from the declarations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Histogram:
     """A histogram.
 
     bounds: upper bounds of the buckets, ascending.
-    counts: number of values in each bucket, and above the last bound.
+    counts: number of values in each bucket, and of values above the last bound.
     total:  sum of the values.
     """
 
@@ -43,9 +43,9 @@ class Histogram:
 class Declaration:
     """The declaration of a metric.
 
-    name: name without the prefix of the component, and without a counter's `_total`.
-    vllm:  vLLM has a metric of the same name and meaning.
-    panel: title of the dashboard's panel that shows it; empty: no panel is derived.
+    name:  name without the prefix of the component, and without a counter's `_total`.
+    vllm:  whether vLLM has a metric of the same name and meaning.
+    panel: title of the dashboard's panel that shows the metric; empty if no panel is derived.
     """
 
     kind: Literal["counter", "gauge", "histogram"]
@@ -79,7 +79,7 @@ def declared(record: Any) -> list[tuple[str, Declaration]]:
 def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[Metric]:
     """Yield the metrics of an instance for the Prometheus client.
 
-    only_vllm: yield only metrics that vLLM has too.
+    only_vllm: yield only metrics that vLLM also has.
     """
     # Imported here, because it takes a tenth of a second and a coordinator binds its ports first.
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -100,7 +100,7 @@ def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[M
 
 
 def labelled(family: Any, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return a family with one label and these values."""
+    """Return the family with these (label value, value) pairs added."""
     for label, value in values:
         family.add_metric([label], float(value))
     metric: Metric = family

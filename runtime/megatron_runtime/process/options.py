@@ -1,4 +1,4 @@
-"""Types of command line options: finite numbers, and options that environment variables can set."""
+"""Types of command-line options: finite numbers, and options that environment variables can set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.process.secrets import HEADER, SecretError
 
 
 class FiniteRange(click.FloatRange):
-    """A click.FloatRange that rejects infinity, and NaN, which FloatRange lets through."""
+    """A click.FloatRange that rejects infinity and NaN, which FloatRange accepts."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)

@@ -1,4 +1,4 @@
-"""The progress of a starting process, for the page /progress of its probes. No torch."""
+"""The progress of a starting process, for the page /progress of its probes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNTS_BYTES = frozenset({Stage.DOWNLOAD, Stage.VERIFY, Stage.LOAD})
 
 
 class StartProgress:
-    """The current stage of a start, and how much of it is done. Thread-safe.
+    """The current stage of a start, and its completed part. Thread-safe.
 
     clock: returns monotonic seconds.
     """
@@ -35,9 +35,9 @@ class StartProgress:
         self._clock = clock
         self._current: tuple[Stage, int, int] | None = None
         self._samples: deque[tuple[float, int]] = deque()
-        """Time and amount of the reports of the last half minute."""
+        """Time and amount of the reports of the last 30 seconds."""
         self.forward: Callable[[Stage, int, int], None] | None = None
-        """Called with a report at each new stage and every second, if another process has the probes."""
+        """Called with a report at each new stage and every second, if another process serves the probes."""
         self._forwarded = 0.0
 
     def report(self, stage: Stage, done: int = 0, total: int = 0) -> None:
@@ -64,7 +64,8 @@ class StartProgress:
 
     def page(self) -> Mapping[str, object] | None:
         """Return the stage, its bytes with their rate, and an estimate of the remaining seconds, if they are known.
-        None before the first report.
+
+        Returns None before the first report.
         """
         if self._current is None:
             return None

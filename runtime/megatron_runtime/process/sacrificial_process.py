@@ -1,8 +1,9 @@
-"""A child process for work that may crash, hang or exhaust memory. The parent gets an exception instead.
+"""A child process for work that may crash, hang or exhaust memory. The parent then gets an exception instead.
 
 The parent creates a SacrificialProcess and calls it with bytes. The child is a module that calls serve() when it runs
-as `__main__`. It starts as a new interpreter at the first call and handles one call at a time. If it dies, the next
-call starts it again. If its parent dies, it exits at once when idle, otherwise at the timeout of the call in progress.
+as `__main__`. It starts as a new interpreter at the first call and handles one call at a time. If the child dies, the
+next call starts another. If the parent dies, an idle child exits immediately. A busy child exits at the timeout of the
+call in progress.
 
     # child: megatron_runtime/example.py
     def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -35,7 +36,7 @@ from dataclasses import KW_ONLY, dataclass
 from megatron_runtime.process.children import be_child, child_environment, module_command
 
 START_SECONDS = 120.0
-"""Timeout, in seconds, for the start of the interpreter and `prepare`. It is generous for the sake of loaded hosts."""
+"""Timeout for the start of the interpreter and `prepare`. It is long, because hosts can be loaded."""
 
 MAX_REPLY_BYTES = 16 << 20
 
@@ -52,25 +53,25 @@ _REPLY = struct.Struct("<Q")
 
 
 class ProcessLostError(RuntimeError):
-    """The child died, or exceeded its timeout or memory.
+    """The child died, or exceeded its timeout or memory limit.
 
     The message names the cause, such as "it was killed by signal SIGSEGV".
     """
 
 
 class ProcessStartError(RuntimeError):
-    """The child could not be started, or failed in `prepare`. The request has not caused this."""
+    """The child could not be started, or failed in `prepare`. The request is not the cause."""
 
 
 @dataclass(eq=False, repr=False)
 class SacrificialProcess:
     """A child that runs `module` and handles calls. Thread-safe; concurrent calls run one after the other.
 
-    module:          dotted name; its `__main__` part calls serve().
+    module:          dotted name of a module that calls serve() if it runs as `__main__`.
     memory_bytes:    address space that the child may map in addition to its interpreter and modules (RLIMIT_AS).
-    stack_bytes:     stack size, in bytes, of the child's thread that runs the handler; None: the system's default.
+    stack_bytes:     stack size, in bytes, of the child's thread that runs the handler; None means the system's default.
     setup:           passed to `prepare` of serve() each time the child starts.
-    max_reply_bytes: maximum size of a reply; a child that sends a longer one is killed.
+    max_reply_bytes: maximum size of a reply; a child that sends a longer reply is killed.
     """
 
     module: str
@@ -88,7 +89,7 @@ class SacrificialProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None if it is not running."""
+        """Process id of the child, or None if it is not running."""
         process = self._process
         return process.pid if process is not None else None
 
@@ -98,7 +99,8 @@ class SacrificialProcess:
         timeout_seconds: wall-clock time for the handler, not counting the start of a child.
 
         Raises:
-            ProcessLostError: the child died, or was killed because it exceeded a limit. The next call starts a new one.
+            ProcessLostError: the child died, or was killed because it exceeded a limit. The next call starts another
+                child.
             ProcessStartError: no child could be started. A later call tries again, unless close() was called.
         """
         with self._lock:
@@ -108,7 +110,10 @@ class SacrificialProcess:
             return self._exchange(request, timeout_seconds)
 
     def close(self) -> None:
-        """Kill the child. A call in progress raises ProcessLostError, later ones ProcessStartError. Idempotent."""
+        """Kill the child. A call in progress raises ProcessLostError, and later calls raise ProcessStartError.
+
+        This method is idempotent.
+        """
         self._is_closed = True
         process = self._process
         if process is not None:
@@ -127,7 +132,7 @@ class SacrificialProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
-                    # Ctrl-C in a terminal reaches the whole process group; only the parent ends the child.
+                    # Ctrl-C in a terminal reaches the whole process group, but only the parent may stop the child.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -157,7 +162,7 @@ class SacrificialProcess:
             raise ProcessLostError(f"it took longer than {timeout_seconds:g} s") from error
         except OSError as error:
             raise ProcessLostError(self._cause_of_death()) from error
-        except BaseException:  # also KeyboardInterrupt: otherwise the next call would read this reply
+        except BaseException:  # also KeyboardInterrupt, because otherwise the next call would read this reply
             self._end()
             raise
 
@@ -207,7 +212,7 @@ def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], 
         with socket.socket(fileno=descriptor) as channel:
             handle = prepare(_next_request(channel))
             _reply(channel, b"")
-            # Discard output: native code that crashes may print text of a client, which must not appear in the log.
+            # Discard the output, because native code that crashes may print text of a client into the log.
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stderr.fileno())
             while True:
@@ -248,7 +253,7 @@ def _reply(channel: socket.socket, reply: bytes) -> None:
 
 
 def _receive(channel: socket.socket, size: int, *, deadline: float | None = None) -> bytes:
-    """Receive exactly `size` bytes. Raises ConnectionError at the end of the connection, TimeoutError."""
+    """Receive exactly `size` bytes. Raises ConnectionError at the end of the connection, and TimeoutError."""
     received = bytearray()
     while len(received) < size:
         if deadline is not None:

@@ -1,4 +1,4 @@
-"""Gives the Linux scheduler hints for a process that works briefly and often."""
+"""Gives hints to the Linux scheduler for a process that often runs for a short time."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
 def request_scheduler_slices() -> bool:
-    """Request time slices of 0.1 ms instead of about 3 ms for this thread and the threads that it starts from now on.
+    """Request time slices of 0.1 ms, not about 3 ms, for this thread and the threads that it starts later.
 
-    The threads do not get more CPU time, but they get it earlier: on a loaded machine, a message is handled after 0.1
-    ms instead of after another process's slice. Needs no privilege. Kernels before 6.12 ignore it.
+    The threads do not get more CPU time, but they get it earlier. On a loaded machine, a message is handled after 0.1
+    ms and not after another process's whole slice. The request needs no privilege. Kernels before 6.12 ignore it.
 
     Return False on machines other than x86-64 and ARM, or if the kernel rejects the request.
     """

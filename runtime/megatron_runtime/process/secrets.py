@@ -1,6 +1,6 @@
 """Validates values from the environment and from files that may be secrets, before they are used.
 
-Libraries quote an invalid value in their errors and warnings, which reach logs and, from termination messages, the
+Libraries quote an invalid value in their errors and warnings. These reach logs and, through termination messages, the
 status of a resource. The messages of this module name the variable or file and never contain its value.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 VISIBLE: Final = r"[!-~]([ -~]*[!-~])?"
-"""Visible ASCII, with inner spaces: the characters that an HTTP header can have."""
+"""Visible ASCII with inner spaces, which are the characters that an HTTP header can have."""
 
 
 class SecretError(ValueError):
@@ -34,9 +34,9 @@ class Form:
     want: str
 
     def check(self, name: str, value: str) -> str:
-        """Return the value if it has this form.
+        """Return the value if it has this form. Otherwise raise SecretError.
 
-        Raises SecretError otherwise. name: name of the value in the message.
+        name: name of the value in the message.
         """
         if re.fullmatch(self.pattern, value) is None:
             raise SecretError(f"{name} does not have a valid value: give {self.want}")
@@ -53,5 +53,5 @@ INTEGER = Form(r"-?[0-9]{1,18}", "a whole number")
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return the integer in an environment variable, or `default` if the variable is not set. Raises SecretError."""
+    """Return the integer in an environment variable. Return `default` if it is not set. Raises SecretError."""
     return int(INTEGER.check(f"the environment variable {name}", environment.get(name, str(default)).strip()))

@@ -1,4 +1,4 @@
-"""Runs blocking calls outside of the event loop, even while the interpreter exits."""
+"""Runs blocking calls outside the event loop, even while the interpreter exits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ T = TypeVar("T")
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Run `function` on a thread, as asyncio.to_thread() does. While the interpreter exits, run it on this thread.
+    """Run `function` on a thread, as asyncio.to_thread() does.
+
+    While the interpreter exits, run it on the current thread.
 
     Exit handlers run when the interpreter can no longer start threads.
     """

@@ -1,8 +1,8 @@
-"""Creates OpenTelemetry traces: one span for each component that a request passes, exported by OTLP over HTTP.
+"""Creates OpenTelemetry traces. Each component that a request passes creates one span, exported by OTLP over HTTP.
 
 Tracing is off unless OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. All variables of the
 SDK's specification apply: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. Attributes
-have the same names as in vLLM. The packages come with the extra `tracing`.
+have the same names as in vLLM. The extra `tracing` installs the required packages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Attributes: TypeAlias = Mapping[str, str | bool | int | float | None]
-"""Attributes of a span by name. Attributes that are None are left out."""
+"""Attributes of a span by name. Attributes with the value None are omitted."""
 
 REQUEST_ID = "gen_ai.request.id"
 REQUEST_N = "gen_ai.request.n"
@@ -70,7 +70,7 @@ _FLUSH_SECONDS = 2.0
 
 
 class Span:
-    """A span that has started and not ended.
+    """A span that has started and has not ended.
 
     traceparent: its W3C trace context, for the components that the request passes next.
     """
@@ -89,7 +89,7 @@ class Span:
     def end(self, *, at: float | None = None, error: str = "") -> None:
         """End the span.
 
-        at:    seconds since 1970; None: now.
+        at:    time of the end as Unix time; None means now.
         error: reason why the request failed; empty if it did not fail.
         """
         from opentelemetry.trace import Status, StatusCode
@@ -100,11 +100,13 @@ class Span:
 
 
 class Tracer:
-    """Creates the spans of one process and exports them in the background.
+    """The creator of one process's spans, which exports them in the background.
 
-    name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another. Raises
-    ImportError if the packages of the extra `tracing` are missing, SecretError for a variable with an unusable value,
-    such as a protocol other than OTLP over HTTP.
+    name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another name.
+
+    Raises:
+        ImportError: the packages of the extra `tracing` are missing.
+        SecretError: a variable has an unusable value, such as a protocol other than OTLP over HTTP.
     """
 
     def __init__(self, name: str) -> None:
@@ -127,7 +129,7 @@ class Tracer:
         headers: headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without it, a
                  new trace starts.
         is_server: whether the span answers a request of another process synchronously.
-        at:        seconds since 1970; None: now.
+        at:        start as Unix time; None means now.
         """
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -140,15 +142,15 @@ class Tracer:
     def record(
         self, name: str, *, traceparent: str, start: float, end: float, attributes: Attributes, error: str = ""
     ) -> None:
-        """Export a span that has ended. start, end: seconds since 1970."""
+        """Export a span that has already ended. start, end: Unix times."""
         span = self.begin(name, headers={"traceparent": traceparent}, at=start)
         span.set(attributes)
         span.end(at=end, error=error)
 
     def close(self) -> None:
-        """Export the last spans, for up to two seconds.
+        """Export the last spans, for at most two seconds.
 
-        A collector that does not answer delays the exit only for this time.
+        A collector that does not answer delays the exit by at most this time.
         """
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
@@ -156,7 +158,7 @@ class Tracer:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    """Check the variables of the SDK. Raises SecretError."""
+    """Check the variables of the SDK. Raises SecretError if a value is unusable."""
     protocol = next((name for name in _PROTOCOLS if environment.get(name)), None)
     if protocol is not None:
         _PROTOCOL_FORM.check(protocol, environment[protocol])
@@ -172,9 +174,11 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 
 
 def tracer_from_environment(name: str) -> Tracer | None:
-    """Return the tracer of this process; None if the environment does not enable tracing, or if that fails.
+    """Return the tracer of this process, or None if the environment does not enable tracing.
 
-    name: as for Tracer. If the requested traces cannot be created, the process logs why and serves without them.
+    name: as for Tracer.
+
+    If the tracer cannot be created, the process logs the cause and serves without traces. The result is then None.
     """
     environment: dict[str, Any] = dict(os.environ)
     if (

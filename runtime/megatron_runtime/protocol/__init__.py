@@ -1,4 +1,4 @@
 """Messages, headers, codec, limits and lifecycle tables of docs/reference/protocol.md.
 
-Imports nothing of the project.
+This package imports no other package of the project.
 """

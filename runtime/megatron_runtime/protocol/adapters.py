@@ -1,4 +1,4 @@
-"""The LoRA adapters of a pool of engines, in the form of messages."""
+"""The LoRA adapters of a pool of engines, in the form that messages use."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _NAME = re.compile(r"[A-Za-z0-9][\w./:-]*", re.ASCII)
 class Adapter:
     """One adapter. Adapters with the same name but different sources are different adapters.
 
-    name:   the model name of its requests.
+    name:   the model name that requests for the adapter use.
     source: `hf:ORG/NAME[@REVISION]`, or the path of a directory that every engine can read.
 
-    Raises ValueError: a field is not valid.
+    Raises:
+        ValueError: a field is invalid.
     """
 
     name: str
@@ -42,8 +43,9 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """A name that no other adapter has, for backends. It also seeds the block hashes of the adapter's requests,
-        because their KV differs from the base model's.
+        """A name that no other adapter has, for backends.
+
+        It also seeds the block hashes of the adapter's requests, because their KV differs from the base model's.
         """
         return f"{self.name}@{hashlib.sha256(self.source.encode()).hexdigest()[:_DIGITS]}"
 
@@ -52,10 +54,11 @@ class Adapter:
 class AdapterList:
     """All adapters of a pool. Their order has no meaning.
 
-    generation: number of the change that set the list, assigned by the coordinator; a list with a higher generation is
-                newer. 0: no list was set.
+    generation: number of the change that set the list, assigned by the coordinator. A list with a higher generation is
+                newer. 0 means that no list was set.
 
-    Raises ValueError: there are too many adapters, or two with the same name.
+    Raises:
+        ValueError: there are too many adapters, or two with the same name.
     """
 
     adapters: tuple[Adapter, ...] = ()

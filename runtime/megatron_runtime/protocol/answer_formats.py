@@ -1,7 +1,8 @@
-"""The formats of answers that the OpenAI server reads, by name: how models write tool calls and mark reasoning.
+"""The formats of answers that the OpenAI server can parse, by name. They define how models write tool calls and mark
+reasoning.
 
-No other table has these names: the command line, the resource and the reference use this one, and the server has a
-parser for each format (server/formats).
+No other table has these names. The command line, the resource and the reference page use this table, and the server has
+a parser for each format (server/formats).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 No other module of the project reads msgpack. Each caller of `unpack` limits the number of objects that are created from
 the bytes.
 
-NumPy is imported in the functions that use it, because its import doubles the start-up time of a coordinator.
+NumPy is imported inside the functions that use it, because its import doubles the start-up time of a coordinator.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class UnpackLimits:
 
     elements:   number of values in all lists and maps together; a map entry counts as one.
     containers: number of lists and maps.
-    depth: levels of nested lists and maps; None: msgpack's limit of 1024.
-    text_bytes: bytes of one string or one binary value; None: limited only by the size of the frame.
-    frame_bytes: bytes of the frame; None: limited only by the port.
+    depth: levels of nested lists and maps; None means msgpack's limit of 1024.
+    text_bytes: bytes of one string or one binary value; None means that only the size of the frame limits it.
+    frame_bytes: bytes of the frame; None means that only the port limits it.
     """
 
     elements: int
@@ -44,15 +44,15 @@ class UnpackLimits:
 
 
 REQUEST = UnpackLimits(elements=64, containers=64, depth=64)
-"""Limits of messages of the request path: a few fields, and bodies that stay bytes."""
+"""Limits of messages of the request path, which have a few fields and bodies that stay bytes."""
 CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, frame_bytes=1 << 20)
 """Limits of control messages, and of messages of the Megatron protocol on a port that does not serve it."""
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
-"""Limits of messages of the Megatron protocol, which contain tokens and log-probs as lists, and of log-probs at a
-coordinator.
+"""Limits of messages of the Megatron protocol, which contain tokens and log-probs as lists. Also the limits of
+log-probs at a coordinator.
 """
 REPLIES = UnpackLimits(elements=PLAIN.elements, containers=PLAIN.containers, depth=None)
-"""Limits of replies of a plain engine, whose full depth only pack() visits."""
+"""Limits of replies of a plain engine. Only pack() visits their full depth."""
 PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 """Limits of sampling parameters, which may contain a deep JSON schema."""
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
@@ -60,14 +60,15 @@ DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 
 MAX_TOKEN = (1 << 31) - 1
 _SMALL_BYTES = 64 << 10
-"""Maximum size of a small frame, which has room for a prompt of 16,000 tokens.
-
-At worst each byte becomes an object, 5 MB in total.
+"""Maximum size of a small frame, which can contain a prompt of 16,000 tokens. At worst each byte becomes an object, 5
+MB in total.
 """
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
-"""msgpack allocates a list as soon as it reads its length. 1024 nested lists, the maximum that it reads, with this many
-elements take 8 MiB. If more are allowed, unpack() first checks that the bytes contain all elements."""
+"""Number of elements up to which the bytes are not checked first. msgpack allocates a list as soon as it reads its
+length. 1024 nested lists, the maximum that it reads, with this number of elements take 8 MiB. If the limits allow more,
+unpack() first checks that the bytes contain all elements.
+"""
 
 
 class MalformedMessageError(ValueError):
@@ -80,7 +81,7 @@ _packer = msgpack.Packer()  # creating one takes three times as long as packing 
 
 
 def pack(value: Any) -> bytes:
-    """Encode a value. Raises MalformedMessageError for a value that is nested too deep."""
+    """Return the encoding of a value. Raises MalformedMessageError for a value that is nested too deeply."""
     global _packer
     try:
         data: bytes = _packer.pack(value)
@@ -97,12 +98,12 @@ def unpack(
     *,
     extension: Callable[[int, bytes], Any] | None = None,
 ) -> Any:
-    """Return the value of `data`.
+    """Return the value that `data` encodes.
 
-    extension: converts the code and bytes of an extension type to a value; None: extension types are malformed.
+    extension: converts the code and bytes of an extension type to a value. None makes extension types malformed.
 
     Raises:
-        MalformedMessageError: for bytes that are not one msgpack value, or that exceed `limits`.
+        MalformedMessageError: the bytes are not one msgpack value, or exceed `limits`.
     """
     size = len(data)
     if limits.frame_bytes is not None and size > limits.frame_bytes:
@@ -152,8 +153,9 @@ def unpack(
 
 
 def unpack_request(data: bytes) -> Any:
-    """Return the same as unpack(data, REQUEST). It is faster for small frames: their size bounds the number of objects,
-    so the objects are not counted.
+    """Return the same value as unpack(data, REQUEST), but faster for small frames.
+
+    The size of a small frame limits the number of objects, so the objects need not be counted.
     """
     if len(data) > _SMALL_BYTES:
         return unpack(data, REQUEST)
@@ -166,9 +168,9 @@ def unpack_request(data: bytes) -> Any:
 
 
 def values_of_map(data: bytes) -> Iterator[tuple[Any, int, int]]:
-    """Yield each key of the packed map `data` with the begin and end of its packed value, without unpacking the value.
+    """Yield each key of the packed map `data` with the start and end index of its packed value.
 
-    Raises MalformedMessageError after the valid entries at the beginning.
+    The values are not unpacked. Raises MalformedMessageError after the valid entries at the beginning.
     """
     size = len(data)
     unpacker = msgpack.Unpacker(max_buffer_size=size, raw=False, max_array_len=0, max_map_len=size, max_ext_len=0)
@@ -208,21 +210,21 @@ def split_list(data: bytes) -> list[bytes]:
 
 
 def joined_list(elements: Sequence[bytes]) -> bytes:
-    """Return the packed list of packed values: the inverse of split_list()."""
+    """Return the packed list of packed values. This is the inverse of split_list()."""
     return b"".join((b"\xdd", len(elements).to_bytes(4, "big"), *elements))
 
 
 class PackedTokens(bytes):
-    """Token ids as a packed list, as a Megatron client sent them.
+    """Token ids as a packed list, as a client of Megatron-Core sent them.
 
-    The only check is that they are one complete value.
+    The bytes have only been checked to be one complete value.
     """
 
 
 def unpack_tokens(data: PackedTokens) -> bytes:
     """Return token ids, each from 0 to 2**31 - 1, as little-endian int32.
 
-    No Python code runs per token, and no objects are created for a nested list. Raises MalformedMessageError.
+    No Python code runs per token, and a nested list creates no objects. Raises MalformedMessageError.
     """
     maximum = min(len(data), PLAIN.elements)
     lists = 0
@@ -261,7 +263,10 @@ def checked_tokens(tokens: list[Any]) -> bytes:
 
 
 def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
-    """Return the packed map `data` extended by `count` entries, given packed: key, value, key, value."""
+    """Return the packed map `data` extended by `count` entries.
+
+    entries: the new entries, each packed: key, value, key, value.
+    """
     kind = data[0]
     size = 1 if kind & 0xF0 == 0x80 else 3 if kind == 0xDE else 5
     number = kind & 0x0F if size == 1 else int.from_bytes(data[1:size], "big")
@@ -270,7 +275,7 @@ def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
 
 
 def header_of(frame: bytes) -> int | None:
-    """Return the header of a message, or None if `frame` does not begin like one."""
+    """Return the header of a message, or None if `frame` does not begin like a message."""
     if len(frame) > 1 and frame[0] & 0xF0 == 0x90 and frame[1] < 0x80:
         return frame[1]
     unpacker = msgpack.Unpacker(max_buffer_size=64, max_str_len=0, max_bin_len=0, max_array_len=0, max_map_len=0)
@@ -284,7 +289,7 @@ def header_of(frame: bytes) -> int | None:
 
 
 def _skip(data: bytes | memoryview) -> None:
-    """Raise an error unless `data` begins with one complete value. Creates no objects."""
+    """Raise an error unless `data` begins with one complete value. This function creates no objects."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(data))
     unpacker.feed(data)
     unpacker.skip()
@@ -295,7 +300,7 @@ _CONTAINER_BYTES = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 
 
 def _max_containers(data: bytes | memoryview) -> int:
-    """Return an upper bound of the number of lists and maps in `data`: the number of bytes that may begin one."""
+    """Return an upper bound of the number of lists and maps in `data`. It is the number of bytes that can begin one."""
     return len(data) - len(bytes(data).translate(None, _CONTAINER_BYTES))
 
 
@@ -325,7 +330,7 @@ def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:
 
 
 def tokens_from_bytes(data: bytes) -> Tokens:
-    """Decode token ids, little-endian int32. Raises MalformedMessageError."""
+    """Return an array of the token ids that `data` encodes as little-endian int32. Raises MalformedMessageError."""
     import numpy as np
 
     if len(data) % 4:
@@ -334,14 +339,14 @@ def tokens_from_bytes(data: bytes) -> Tokens:
 
 
 def token_list_from_bytes(data: bytes | bytearray) -> list[int]:
-    """Decode token ids, little-endian int32, to a list. Raises MalformedMessageError."""
+    """Return a list of the token ids that `data` encodes as little-endian int32. Raises MalformedMessageError."""
     if len(data) % 4:
         raise MalformedMessageError(f"token frame of {len(data)} bytes: want a multiple of 4 (int32)")
     return list(struct.unpack(f"<{len(data) // 4}i", data))
 
 
 def block_hashes_from_bytes(data: bytes) -> list[int]:
-    """Decode block hashes, little-endian int64."""
+    """Return a list of the block hashes that `data` encodes as little-endian int64."""
     import numpy as np
 
     return np.frombuffer(data, dtype="<i8").tolist()

@@ -10,12 +10,15 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import MalformedMessageError
 
 TokenEpochs: TypeAlias = Sequence[tuple[int, int]]
-"""Spans `(index of the first token, epoch)` in ascending order. Empty: unknown."""
+"""Spans `(index of the first token, epoch)` in ascending order. Empty means unknown."""
 _SPAN = struct.Struct("<IQ")
 
 
 def epochs_to_bytes(spans: TokenEpochs) -> bytes:
-    """Return 12 bytes per span: the number of its first token and the epoch, little-endian u32 and u64."""
+    """Return the encoded spans.
+
+    Each takes 12 bytes: the index of its first token (u32) and the epoch (u64), little-endian.
+    """
     return b"".join([_SPAN.pack(*span) for span in spans])
 
 
@@ -32,9 +35,9 @@ def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
 
 
 def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, count: int, at: int) -> None:
-    """Append the epochs of the tokens first … first + count - 1 of `spans` to `to`, in which they begin at token `at`.
+    """Append the epochs of the tokens first … first + count - 1 of `spans` to `to`.
 
-    If the last span of `to` has the same epoch, no new span begins.
+    In `to`, these tokens begin at index `at`. If the last span of `to` has the same epoch, no new span begins.
     """
     begin, end = first, first + count
     for number, (start, epoch) in enumerate(spans):
@@ -51,9 +54,9 @@ def continued_epochs(
     A token that the forward pass of a position samples belongs to the next position. The prompt has the epoch of the
     first token.
 
-    spans:         epochs of the `num_generated` tokens that another engine sampled, by index; empty: unknown.
-    engine_spans:  epochs of this engine, by position, for an answer that it began.
-    prompt_length: in tokens.
+    spans:         epochs of the `num_generated` tokens that another engine sampled, by index; empty means unknown.
+    engine_spans:  epochs of this engine, by position, for an answer that this engine began.
+    prompt_length: length of the prompt in tokens.
     """
     positions = [(prompt_length + number - 1 if number else 0, epoch) for number, epoch in spans]
     sampled = prompt_length + num_generated - 1 if positions else 0

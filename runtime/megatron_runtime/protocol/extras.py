@@ -1,4 +1,4 @@
-"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking the other requests."""
+"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking those of other requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Extras:
         self._bounds = array("I")
 
     def of(self, uid: bytes) -> bytes:
-        """Return the packed details of one request; empty if there are none."""
+        """Return the packed details of one request. The result is empty if there are none."""
         uids = self._uids if self._uids is not None else self._index()
         at = uids.find(uid)
         while at >= 0 and at % UID_BYTES:

@@ -1,6 +1,6 @@
-"""The headers of messages: the integer that is the first element of every message.
+"""The headers of messages. A header is the integer that is the first element of every message.
 
-0 to 99 are Megatron-Core's; 100 and above are this runtime's extensions.
+The headers 0 to 99 belong to Megatron-Core. The headers from 100 on are this runtime's extensions.
 """
 
 from __future__ import annotations
@@ -8,10 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 PROTOCOL_VERSION = 3
-"""The version that HELLO announces.
-
-A change that the previous release cannot read increments it. Peers accept neighbouring versions, so 2 was skipped:
-messages of version 1 had other frames.
+"""The version that HELLO announces. A change that the previous release cannot read increments it. Peers accept
+neighbouring versions. Version 2 was skipped, because messages of version 1 had other frames.
 """
 
 
@@ -67,16 +65,16 @@ SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME
 """Control messages that change the state of engines and have no arguments."""
 
 PROFILER = frozenset({Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER})
-"""Control messages that change no state. An engine that cannot carry them out keeps serving."""
+"""Control messages that change no state. An engine that cannot execute them keeps serving."""
 
 CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.SET_ADAPTERS, Header.DRAIN}
-"""All control messages: answered by one CONTROL_ACK per operation id."""
+"""All control messages. Each operation id gets one CONTROL_ACK."""
 
 
 class Role(IntEnum):
-    """The role of a peer, which decides what it may do.
+    """The role of a peer, which determines what the peer may do.
 
-    If the coordinator has three ports, the peer's port decides the role.
+    If the coordinator has three ports, the port of the peer's connection determines the role.
     """
 
     CLIENT = 0
@@ -85,7 +83,7 @@ class Role(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Codes of ERROR and of a CONTROL_ACK that rejects a verb. 4xx and 5xx are as in HTTP.
+    """Codes of ERROR and of a CONTROL_ACK that rejects a verb. The codes 4xx and 5xx have their meaning in HTTP.
 
     Codes below 100 concern the connection.
     """
@@ -98,11 +96,11 @@ class ErrorCode(IntEnum):
     INVALID_REQUEST = 400
     ADAPTER_NOT_FOUND = 404  # a request's adapter is not in the pool's list
     TOO_LARGE = 413
-    ILLEGAL_SIGNAL = 409  # of a control message: not legal in the state named in the message
-    MODEL_CHANGED = 409  # of a request: the engines run another model than the request names
+    ILLEGAL_SIGNAL = 409  # for a control message that is not legal in the state that the error names
+    MODEL_CHANGED = 409  # for a request whose model differs from the engines' model
     STALE_FENCE = 412  # the coordinator has received a higher fence
     IN_PROGRESS = 423  # another operation is in progress
-    MEDIA_MISSING = 428  # the coordinator lacks data that SUBMIT left out: submit again with all of it
+    MEDIA_MISSING = 428  # the coordinator lacks data that SUBMIT omitted; submit again with all data
     QUEUE_FULL = 429
     ENGINE_FAILED = 500
     UNSUPPORTED = 501  # the engine's backend has no such feature

@@ -1,4 +1,4 @@
-"""Every lifecycle table: states of engines and coordinators, legal signals, and the paths between states.
+"""All lifecycle tables: states of engines and coordinators, legal signals, and the paths between states.
 
 The coordinator, the engines and the operator's planner read the same tables (docs/reference/protocol.md).
 """
@@ -34,9 +34,10 @@ class CoordinatorState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """The effect of one signal. A coordinator in a state of `idempotent_in` answers success and does nothing.
+    """The effect of one signal.
 
-    After `lands_in` is reached, a coordinator goes to `coordinator_after` (STOP: RUNNING again, for future engines).
+    A coordinator in a state of `idempotent_in` reports success and does nothing. When the engines are in `lands_in`,
+    the coordinator enters `coordinator_after`. After STOP this is RUNNING, for future engines.
     """
 
     legal_from: frozenset[CoordinatorState]
@@ -57,7 +58,7 @@ TRANSITIONS: dict[Header, Transition] = {
     Header.RESUME: Transition(frozenset({_C.SUSPENDED}), _E.PAUSED, _E.RESUMING, _C.PAUSED),
     Header.STOP: Transition(frozenset({_C.PAUSED, _C.SUSPENDED}), _E.STOPPED, _E.STOPPING, _C.RUNNING),
 }
-"""The transition of each signal. RESUME lands in PAUSED: generation starts again only with UNPAUSE."""
+"""The transition of each signal. RESUME leads to PAUSED, because only UNPAUSE starts generation again."""
 
 PASSING_STATES = frozenset(transition.passing for transition in TRANSITIONS.values())
 """States of an engine between its acknowledgement and the commit."""
@@ -81,7 +82,9 @@ NEXT_SIGNAL: dict[tuple[CoordinatorState, CoordinatorState], Header] = {
     (_C.SUSPENDED, _C.PAUSED): Header.RESUME,
     (_C.SUSPENDED, _C.STOPPING): Header.STOP,
 }
-"""The first signal on the shortest path from one steady state to another. STOPPING stands for the goal of a stop."""
+"""The first signal on the shortest path from one steady state to another. As a target, STOPPING stands for the goal of
+a stop.
+"""
 
 STEADY_ENGINE_STATES: dict[CoordinatorState, frozenset[EngineState]] = {
     _C.RUNNING: frozenset({_E.RUNNING}),
@@ -95,7 +98,9 @@ SETTLED_ENGINE_STATE: dict[EngineState, EngineState] = {
     _E.UNPAUSING: _E.PAUSED,  # generation starts with the commit
     _E.RESUMED: _E.PAUSED,
 }
-"""The state that an engine which has done the work of a signal assumes if the commit is lost with the coordinator."""
+"""The state that an engine enters, after it has done the work of a signal, if the commit is lost together with the
+coordinator.
+"""
 
 ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     **{
@@ -108,10 +113,9 @@ ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
 
 
 def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
-    """Return the signals, in order, that bring an engine in `state` to `target`, the state of the coordinator that it
-    joins.
+    """Return the signals, in order, that bring a joining engine from `state` to `target`, the coordinator's state.
 
-    Empty if the states already agree, or if `state` or `target` is not steady.
+    The result is empty if the states already agree, or if `state` or `target` is not steady.
     """
     if state.value not in CoordinatorState.__members__ or target not in STEADY_ENGINE_STATES:
         return ()

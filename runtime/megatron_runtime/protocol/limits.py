@@ -1,13 +1,12 @@
-"""Limits of the protocol, which both senders and receivers check."""
+"""Limits of the protocol, which both senders and receivers enforce."""
 
 from __future__ import annotations
 
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
 MAX_ENGINE_MESSAGE_BYTES = 64 << 20
 MAX_MEDIA_BYTES = 7 << 20
-"""Maximum bytes of images, audio and video in one request.
-
-A SUBMIT with this many is within the limit of a client's message.
+"""Maximum bytes of images, audio and video in one request. A SUBMIT with this number of bytes is within the limit of a
+client's message.
 """
 MAX_NAME_BYTES = 128
 MAX_OPERATION_ID_BYTES = 64
@@ -22,17 +21,17 @@ MAX_LACKS = 64
 MAX_PARAMETERS = 256
 MAX_TASKS = 16
 MAX_TEXT_CHARACTERS = 4096
-"""Maximum length of an error, a reason or a source. Errors and reasons are truncated to it."""
+"""Maximum length of an error, a reason or a source. Longer errors and reasons are truncated."""
 MAX_CAUSE_CHARACTERS = 512
-"""Maximum length of the error of one adapter, which is truncated to it."""
+"""Maximum length of the error of one adapter. A longer error is truncated."""
 MAX_RANKS = 1024
-"""Ranks of an engine that offer their weights to other engines."""
+"""Maximum number of ranks of an engine that offer their weights to other engines."""
 MAX_ENGINES = 2048
 """Maximum number of engines that are registered at the same time."""
 
 MAX_FENCE = 1 << 53
 MAX_EPOCH = 1 << 53
-"""Maximum epoch. It is exactly representable in JSON, and larger than any realistic number of updates."""
+"""Maximum epoch. JSON can represent it exactly, and it exceeds any realistic number of updates."""
 
 MAX_ADMIN_MESSAGE_BYTES = 1 << 20
 """Size limit of a message to the operator, which keeps the answers of many coordinators in memory."""

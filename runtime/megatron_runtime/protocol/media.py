@@ -1,7 +1,8 @@
-"""Images, audio and video of a request: the optional last element of SUBMIT and DISPATCH.
+"""Images, audio and video of a request, which are an optional last element of SUBMIT and DISPATCH.
 
-A message contains an item as the file that the client sent, not as the features that the model computes from it: for
-some models, a photo of 200 KB has 25 MB of features. Reading a file also needs no pickle. A digest identifies the item.
+A message contains an item as the file that the client sent. It does not contain the features that the model computes
+from the file, because for some models a photo of 200 KB has 25 MB of features. Reading a file also needs no pickle. A
+digest identifies the item.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ from megatron_runtime.protocol.codec import MalformedMessageError
 from megatron_runtime.protocol.text import shown
 
 FRAMES = "video/jpeg"
-"""The kind of a video that is a list of images. The data are the images in base64, separated by commas."""
+"""The kind of a video that is a list of images. Its data are the images in base64, separated by commas."""
 KINDS = ("image", "audio", "video", FRAMES)
-"""The kinds of an item's data; the index is the number in messages."""
+"""The kinds of an item's data. The index of a kind is its number in messages."""
 MEDIA_NEED = "media"
-"""A need of requests with media, and a parameter that engines announce if they accept media.
-
-It has the form of a parameter so that engines and coordinators of releases without media reject these requests.
+"""A need of requests with media. Engines that accept media announce it as a parameter. It has the form of a parameter
+so that engines and coordinators of releases without media reject these requests.
 """
 MAX_MEDIA_ITEMS = 256
 
@@ -34,8 +34,8 @@ class MediaItem(NamedTuple):
 
     kind:   one of KINDS.
     digest: media_digest() of kind and data.
-    offset, length: range of the prompt tokens that stand for it.
-    data:   the file; empty in a SUBMIT if another open request of the client has sent it already.
+    offset, length: range of the prompt tokens that stand for the item.
+    data:   the file; empty in a SUBMIT if another open request of the client has already sent it.
     """
 
     kind: str
@@ -60,14 +60,14 @@ class Media(NamedTuple):
         return sum(len(item.data) for item in self.items)
 
     def without(self, digests: Iterable[bytes]) -> Self:
-        """Return a copy without the data of these items."""
+        """Return a copy that lacks the data of the items with these digests."""
         left_out = frozenset(digests)
         return self._replace(
             items=tuple(item._replace(data=b"") if item.digest in left_out else item for item in self.items)
         )
 
     def to_list(self) -> list[bytes]:
-        """Return the element of a message."""
+        """Return the items as the element of a message."""
         index = [
             _INDEX.pack(item.digest, KINDS.index(item.kind), item.offset, item.length, len(item.data))
             for item in self.items
@@ -76,7 +76,7 @@ class Media(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Read the element of a message. Raises MalformedMessageError."""
+        """Return the media in an element of a message. Raises MalformedMessageError."""
         if type(value) is not list or len(value) < 3 or any(type(part) is not bytes for part in value[:3]):
             raise MalformedMessageError(f"media {shown(value)}: want [template, index, data] as bytes")
         template, index, data = value[:3]
@@ -101,19 +101,19 @@ class Media(NamedTuple):
 
 
 def media_digest(kind: str, data: bytes) -> bytes:
-    """Return the SHA-256 that identifies an item."""
+    """Return the SHA-256 that identifies an item of this kind with this data."""
     return hashlib.sha256(kind.encode() + b"\0" + data).digest()
 
 
 def data_url(kind: str, data: bytes) -> str:
-    """Return a data URL of an item. vLLM only uses its media type to see whether a video is a list of images."""
+    """Return a data URL of an item. vLLM uses its media type only to detect whether a video is a list of images."""
     if kind == FRAMES:
         return f"data:{kind};base64,{data.decode('ascii', 'replace')}"
     return f"data:{kind}/x;base64,{base64.b64encode(data).decode()}"
 
 
 def media_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
-    """Return, by block index, the joined digests of the items that have tokens in the block of the prompt."""
+    """Return, by block index, the joined digests of the items that have tokens in this block of the prompt."""
     digests: dict[int, bytes] = {}
     for item in items:
         for block in range(item.offset // block_size, -(-(item.offset + item.length) // block_size)):

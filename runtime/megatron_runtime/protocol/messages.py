@@ -1,9 +1,10 @@
-"""All messages of docs/reference/protocol.md as types, and `decode`, which reads any of them.
+"""All messages of docs/reference/protocol.md as types, and `decode`, which decodes any of them.
 
-A message is one frame, a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are `[header, map]`:
-they are read by field name and validated here, unknown keys are ignored, and every number, text and list has a bound.
-Messages of the request path are a list of small fields and bodies of opaque bytes, which a coordinator forwards without
-parsing; they are named tuples, because creating a frozen dataclass takes three times as long.
+A message is one frame that contains a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are
+`[header, map]`. They are read by field name and validated here. Unknown keys are ignored, and every number, text and
+list has a limit. Messages of the request path are a list of small fields and bodies of opaque bytes, which a
+coordinator forwards without parsing. They are named tuples, because creating a frozen dataclass takes three times as
+long.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ Uid = Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_
 TenantName = Annotated[str, Field(min_length=1, max_length=limits.MAX_TENANT_CHARACTERS)]
 PerMinute = Annotated[int, Field(ge=1, lt=1 << 31)]
 Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARACTERS])]
-"""An error or a reason. A longer text is truncated, not rejected."""
+"""An error or a reason. A longer text is not rejected but truncated."""
 Cause = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_CAUSE_CHARACTERS])]
-"""The error of one adapter. A longer text is truncated, not rejected."""
+"""The error of one adapter. A longer text is not rejected but truncated."""
 Tasks = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_TASKS)]
 Addresses = Annotated[tuple[Label, ...], Field(max_length=limits.MAX_RANKS)]
 """`tcp://HOST:PORT` of each rank of an engine."""
@@ -96,21 +97,20 @@ class ControlMessage(_Map):
 
 
 class AnswerFormats(_Map):
-    """The formats of answers that an OpenAI server reads, by the names of protocol/answer_formats.py."""
+    """The formats of answers that an OpenAI server parses, by the names of protocol/answer_formats.py."""
 
     tool_calls: Label = ""
-    """Format of tool calls.
-
-    Empty: it is unknown, or tools are not offered; calls that the model chooses to make are text.
+    """Format of tool calls. Empty if it is unknown, or if tools are not offered, so that calls that the model makes on
+    its own are text.
     """
     reasoning: Label = ""
-    """Format of reasoning. Empty: reasoning is part of the text."""
+    """Format of reasoning. Empty if reasoning is part of the text."""
 
 
 class KVPort(_Map):
     """The port at which an engine exports blocks of its prefix cache.
 
-    Engines exchange only blocks with equal layouts.
+    Engines exchange blocks only if their layouts are equal.
     """
 
     address: Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
@@ -121,69 +121,84 @@ class KVPort(_Map):
 
 
 class Hello(ControlMessage):
-    """Registers a peer, or reports that an engine has loaded (`serving`). Answered by HELLO_ACK."""
+    """HELLO, which registers a peer, or reports that an engine has loaded its weights (`serving`).
+
+    The answer is HELLO_ACK.
+    """
 
     header = Header.HELLO
     role: Role
     name: Name
-    """The identity of the peer; stays the same after a restart."""
+    """The identity of the peer, which stays the same after a restart."""
     incarnation: U64
-    """A random number, new at each start of the process and for each socket that it opens."""
+    """A random number that is new for each start of the process and for each socket that it opens."""
     version: Count = PROTOCOL_VERSION
     serving: bool = False
-    """Engines: the weights are loaded, or the engine waits SUSPENDED. From now on it takes part in verbs."""
+    """Engines: whether the weights are loaded, or the engine waits SUSPENDED. The engine then takes part in verbs."""
     state: EngineState | None = None
     epoch: Epoch = 0
     fence: Fence = 0
-    """The highest fence that this engine has received. A recovering coordinator takes the highest of all engines."""
+    """The highest fence that this engine has received. A recovering coordinator adopts the maximum over all engines."""
     ranks: Count = 1
     revision: Text = ""
     model: Label = ""
-    """Hash of the model that an engine runs or a client makes its requests for. Empty: compatible with every model."""
+    """Hash of the model that an engine runs or for which a client makes its requests. Empty means compatible with every
+    model.
+    """
     max_requests: Count = 0
     max_sequence_length: Count = 0
     max_tokens: Count | None = None
-    """Engines: limit of tokens of one step. None: unknown."""
+    """Engines: limit of tokens of one step. None if unknown."""
     kv_cache_bytes: U64 | None = None
-    """Engines: size of each rank's KV cache, in bytes. None: unknown."""
+    """Engines: size of each rank's KV cache, in bytes. None if unknown."""
     block_size_tokens: Count = 0
     source: Text | None = None
-    """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
+    """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator adopts it."""
     adapters: AdapterList | None = None
-    """Engines: the list of adapters set last. A recovering coordinator takes it from here. None: the engine's release
-    has no adapters."""
+    """Engines: the list of adapters that was last set. A recovering coordinator adopts it. None if the engine's release
+    does not support adapters.
+    """
     adapter_errors: AdapterErrors | None = None
     """Engines: reasons why adapters are not loaded, by their names."""
     term: U64 | None = None
-    """The highest term of a coordinator that this peer has been registered with. None: it knows none."""
+    """The highest term of a coordinator with which this peer has been registered. None if it knows no term."""
     tokenizes: bool = False
     """Engines: whether a DISPATCH may have a text prompt."""
     started_ms: U64 | None = None
-    """Engines: when the process started, in milliseconds since 1970. None: unknown."""
+    """Engines: when the process started, in milliseconds since 1970. None if unknown."""
     backend: Label | None = None
     """Engines: name of the backend, for errors."""
     lacks: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_LACKS)] | None = None
-    """Engines: names of the features that requests may need and that the engine lacks. None: it lacks none, or its
-    release does not announce them."""
+    """Engines: names of the features that requests can need and that the engine lacks. None if it lacks none, or if its
+    release does not announce them.
+    """
     parameters: Annotated[tuple[Label, ...], Field(max_length=limits.MAX_PARAMETERS)] | None = None
-    """Engines: names of the sampling parameters that it knows. None: the parameters of release 0.1."""
+    """Engines: names of the sampling parameters that the engine supports. None means the parameters of release 0.1."""
     task: Label | None = None
-    """Engines: what its pooling model computes instead of tokens. None: it generates tokens."""
+    """Engines: what its pooling model computes instead of tokens. None if it generates tokens."""
     weights_unavailable: Words | None = None
-    """Engines: why the weights of a trainer that HELLO_ACK named cannot be loaded. The engine serves when they are."""
+    """Engines: why the weights of a trainer that HELLO_ACK named cannot be loaded. The engine serves as soon as they
+    are loaded.
+    """
     engine_role: Literal["prefill", "decode"] | None = None
-    """Engines: the stage of requests that they are preferred for. None: both."""
+    """Engines: the stage of requests for which the engine is preferred. None means both stages."""
     kv: KVPort | None = None
-    """Engines: the port of their KV cache. None: their backend has none."""
+    """Engines: the port of the engine's KV cache. None if the backend has none."""
     formats: AnswerFormats | None = None
-    """OpenAI servers: the formats of answers that they read. None: another client, or a release
-    that does not report them."""
+    """OpenAI servers: the formats of answers that the server parses. None for another client, or a release that does
+    not report them.
+    """
     copies: Addresses | None = None
-    """Engines: the address of each rank at which other engines get a trainer's weights in use. None: there is none."""
+    """Engines: the address of each rank from which other engines can get the trainer's weights in use. None if there is
+    none.
+    """
 
 
 class HelloAck(ControlMessage):
-    """The coordinator's answer to HELLO: the state and epoch that an engine enters before it serves."""
+    """HELLO_ACK, the coordinator's answer to HELLO.
+
+    It has the state and epoch that an engine enters before it serves.
+    """
 
     header = Header.HELLO_ACK
     incarnation: U64
@@ -198,24 +213,30 @@ class HelloAck(ControlMessage):
     max_message_bytes: Annotated[int, Field(ge=1, le=limits.MAX_ENGINE_MESSAGE_BYTES)] = limits.MAX_CLIENT_MESSAGE_BYTES
     """Maximum size, in bytes, of a message from the peer."""
     source: Text | None = None
-    """Engines: load the weights of `epoch` from this source instead of the configured one. None: there was no
-    update."""
+    """Engines: load the weights of `epoch` from this source, not from the configured one. None if there was no
+    update.
+    """
     adapters: AdapterList | None = None
-    """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None: there are
-    none."""
+    """Engines: the adapters to load before they serve. Clients: the adapters that requests may name. None if there are
+    none.
+    """
     term: U64 | None = None
-    """Counts the takeovers of a pair of coordinators. None: there is no other coordinator."""
+    """Number of takeovers of a pair of coordinators. None if there is no other coordinator."""
     other: Text | None = None
-    """Host of the other coordinator of a pair, with the same port. None: there is none."""
+    """Host of the other coordinator of a pair, which has the same port. None if there is none."""
     tasks: Tasks | None = None
     """Clients: the tasks of the serving engines. Engines that announce none have the task "generate"."""
     copies: Addresses | None = None
-    """Engines: addresses of the ranks of an engine that serves the weights of `source`, from its HELLO. None: there is
-    no such engine; get the weights from the trainer."""
+    """Engines: addresses of the ranks of an engine that serves the weights of `source`, from its HELLO. None if there
+    is no such engine; the engine then gets the weights from the trainer.
+    """
 
 
 class Heartbeat(ControlMessage):
-    """Sent both ways. An engine reports its load; a coordinator its incarnation, so that peers detect a restart."""
+    """A heartbeat, which both sides send. An engine reports its load.
+
+    A coordinator reports its incarnation, so that peers detect a restart.
+    """
 
     header = Header.HEARTBEAT
     incarnation: U64
@@ -227,43 +248,52 @@ class Heartbeat(ControlMessage):
     running: Count = 0
     waiting: Count = 0
     steps: U64 = 0
-    """Number of engine steps so far. If it does not change while `running` > 0, the engine is stalled."""
+    """Number of engine steps so far. If it does not increase while `running` > 0, the engine is stalled."""
     busy_for: Seconds = 0.0
-    """Seconds for which the engine sends no heartbeat (load, capture, compile)."""
+    """Number of seconds for which the engine may send no heartbeat, because of a load, a capture or a compilation."""
     digest: Label = ""
-    """Engines: digest of the weights in use, to check that all engines have the same. Empty: unknown."""
+    """Engines: digest of the weights in use, by which the coordinator checks that all engines have the same weights.
+    Empty if unknown.
+    """
     adapters: U64 | None = None
-    """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine that is behind; a client that is
-    behind sends HELLO."""
+    """Generation of the list of adapters. The coordinator sends HELLO_ACK to an engine with an older list. A client
+    with an older list sends HELLO.
+    """
     tasks: Tasks | None = None
     """From the coordinator: the same as in HELLO_ACK."""
     prefill_rate: Rate | None = None
-    """Engines: prompt tokens that they compute per second. None: unknown."""
+    """Engines: prompt tokens that the engine computes per second. None if unknown."""
     decode_rate: Rate | None = None
-    """Engines: tokens in the KV cache divided by the seconds that they add to a step. None: unknown."""
+    """Engines: number of tokens in the KV cache, divided by the seconds that these tokens add to a step. None if
+    unknown.
+    """
     queued_tokens: Count | None = None
-    """Engines: prompt tokens of open requests that they have not computed and do not have in their prefix cache. None:
-    not counted."""
+    """Engines: prompt tokens of open requests that are neither computed nor in the prefix cache. None if not
+    counted.
+    """
     last_dispatch: U64 | None = None
     """Engines: the highest dispatch id that `queued_tokens` includes."""
     free_blocks: Count | None = None
-    """Engines: blocks that an import can take now: the free ones, and cached ones that no request holds. None: not
-    counted."""
+    """Engines: blocks that an import can use now, which are free blocks and cached blocks that no request holds. None
+    if not counted.
+    """
 
 
 class Control(ControlMessage):
     """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, SET_ADAPTERS, DRAIN,
     START_CUDA_PROFILER or STOP_CUDA_PROFILER.
 
-    An operation id takes effect once. If it is sent again, it joins the operation in progress, or gets the earlier
-    answer.
+    An operation id takes effect once. If a control message is sent again, it joins the operation in progress, or gets
+    the earlier answer.
     """
 
     operation_id: OperationId | None = None
     fence: Fence | None = None
     timeout_seconds: float = Field(default=60.0, gt=0, le=86400)
     expected_engines: Count | None = None
-    """Reject the verb (ENGINES_MISSING) if fewer engines are registered. Without engines any verb would succeed."""
+    """Reject the verb (ENGINES_MISSING) if fewer engines are registered, because without engines any verb would
+    succeed.
+    """
     engine: Text | None = None
     """DRAIN: the name of one engine; None means all."""
     epoch: Epoch | None = None
@@ -275,7 +305,7 @@ class Control(ControlMessage):
     adapters: AdapterList | None = None
     """SET_ADAPTERS: the complete list of adapters of the engines. The coordinator assigns the generation."""
     tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
-    """SUSPEND: kinds of memory to release, "weights" and "kv_cache"; None means both."""
+    """SUSPEND: kinds of memory to release, "weights" and "kv_cache". None means both."""
 
     kind: Header = Header.PAUSE
     """The kind of this control message. It is the header of the message, not an entry of the map."""
@@ -296,9 +326,9 @@ class EngineOutcome(_Map):
 
 
 class ControlAck(ControlMessage):
-    """Acknowledges a control message.
+    """CONTROL_ACK, which acknowledges a control message.
 
-    An engine reports that its work is done or failed, the coordinator the whole outcome.
+    An engine reports that its work is done or has failed. The coordinator reports the result of the whole operation.
     """
 
     header = Header.CONTROL_ACK
@@ -310,7 +340,7 @@ class ControlAck(ControlMessage):
     total_ranks: U64 = 0
     engines: dict[PeerName, EngineOutcome] = Field(default_factory=dict, max_length=limits.MAX_ENGINES)
     evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
-    """Engines that failed or missed the deadline and were removed. The others committed."""
+    """Engines that failed or missed the deadline and were removed. The other engines committed."""
     code: Count | None = None
     error: Words | None = None
     fence: U64 | None = None
@@ -319,11 +349,15 @@ class ControlAck(ControlMessage):
     """If SET_ADAPTERS failed: reasons why adapters could not be loaded, by their names."""
     must_load: bool | None = None
     """From an engine, in answer to UPDATE_WEIGHTS: the weights are verified, but loading them will overwrite the
-    weights in use. The coordinator sends the message again with `load` when every engine has acknowledged."""
+    weights in use. When every engine has acknowledged, the coordinator sends the message again with `load`.
+    """
 
 
 class ControlCommit(ControlMessage):
-    """Coordinator to engines: every engine has acknowledged; enter `state`. Or, with `discard`, that one has failed."""
+    """CONTROL_COMMIT, from coordinator to engines. Every engine has acknowledged, so the engines enter `state`.
+
+    With `discard`, the message reports instead that an engine has failed.
+    """
 
     header = Header.CONTROL_COMMIT
     operation_id: OperationId
@@ -331,7 +365,9 @@ class ControlCommit(ControlMessage):
     state: EngineState | None = None
     epoch: Epoch | None = None
     discard: bool | None = None
-    """SET_ADAPTERS failed: unload the adapters that were loaded for it. UPDATE_WEIGHTS failed: use the old weights."""
+    """After a failed SET_ADAPTERS, unload the adapters that were loaded for it. After a failed UPDATE_WEIGHTS, use the
+    old weights.
+    """
 
 
 class Status(ControlMessage):
@@ -348,28 +384,29 @@ class EngineStatus(_Map):
     in_flight: Count = 0
     silent_seconds: float = 0.0
     suspect: bool = False
-    """The engine has sent no heartbeat for SUSPECT_SECONDS and announced no long step, so it gets no new requests."""
+    """Whether the engine has sent no heartbeat for SUSPECT_SECONDS and announced no long step, so that it gets no new
+    requests.
+    """
     draining: bool = False
     digest: Label = ""
     """Digest of the engine's weights, from its last heartbeat.
 
-    Empty: unknown, for example until the first heartbeat after an update.
+    Empty if unknown, for example until the first heartbeat after an update.
     """
     source: Text | None = None
-    """Source of the engine's weights, if an UPDATE_WEIGHTS or HELLO_ACK has set it, otherwise "". None: unknown."""
+    """Source of the engine's weights, if an UPDATE_WEIGHTS or HELLO_ACK has set it, otherwise "". None if unknown."""
     max_requests: Count | None = None
     max_sequence_length: Count | None = None
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
-    """Size of each rank's KV cache, in bytes. It and the limits above come from the engine's HELLO. None: unknown."""
+    """Size of each rank's KV cache, in bytes. The engine's HELLO has it and the limits above. None if unknown."""
     weights_unavailable: Words | None = None
-    """Reason why the engine waits for the weights of a trainer, from its HELLO. None: it does not wait."""
+    """Reason why the engine waits for the weights of a trainer, from its HELLO. None if it does not wait."""
     role: Label | None = None
     """The `engine_role` in the engine's HELLO."""
     recomputes: Words | None = None
-    """Reason why the engine computes prompts that a prefill engine has computed.
-
-    None: it imports them, or there is no prefill engine.
+    """Why the engine computes prompts that a prefill engine has already computed. None if it imports them, or if there
+    is no prefill engine.
     """
 
 
@@ -379,18 +416,18 @@ class AdapterStatus(_Map):
     engines: Count = 0
     """Number of serving engines that have loaded the adapter."""
     error: Cause | None = None
-    """Reason why the first engine without this adapter has not loaded it."""
+    """Why the first engine without this adapter has not loaded it."""
 
 
 class KeyReport(_Map):
-    """The public keys in use, in Z85, which show the state of a key rotation."""
+    """The public keys in use, in Z85. They show the state of a key rotation."""
 
     server: Key
-    """The coordinator's own public key, in use since its start."""
+    """The coordinator's own public key, which it has used since its start."""
     admitted: list[Key] = Field(default_factory=list, max_length=1024)
-    """Keys that open one of the ports."""
+    """Keys that open any of the ports."""
     connected: list[Key] = Field(default_factory=list, max_length=1024)
-    """Keys of the registered engines and clients, each once."""
+    """Keys of the registered engines and clients, without duplicates."""
 
 
 class FailedRequest(_Map):
@@ -433,19 +470,21 @@ class StatusReply(ControlMessage):
     """Records of the last operations, oldest first."""
     rejected_frames: U64 = 0
     drained_all: bool = False
-    """All engines were drained: no engine, registered now or later, gets a request until UNPAUSE or STOP."""
+    """Whether all engines were drained. No engine, registered now or later, then gets a request until UNPAUSE or
+    STOP.
+    """
     keys: KeyReport | None = None
-    """The keys in use. None: connections are not encrypted."""
+    """The keys in use. None if connections are not encrypted."""
     failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
     """The last requests that failed because engines crashed, oldest first; None if there are none."""
     adapters: Annotated[list[AdapterStatus], Field(max_length=MAX_ADAPTERS)] | None = None
-    """The adapters of the pool. None: the coordinator is of a release without adapters."""
+    """The adapters of the pool. None if the coordinator's release does not support adapters."""
     formats: AnswerFormats | None = None
-    """The formats of the OpenAI server that registered last. None: no registered server reports them."""
+    """The formats of the OpenAI server that registered last. None if no registered server reports them."""
 
 
 class Error(ControlMessage):
-    """Rejects a message. With a `uid` it is the final answer to that request."""
+    """ERROR, which rejects a message. An ERROR with a `uid` is the final answer to that request."""
 
     header = Header.ERROR
     code: ErrorCode
@@ -460,45 +499,46 @@ class Error(ControlMessage):
 
 
 class PairState(ControlMessage):
-    """Sent between the two coordinators of a pair, as heartbeat and after each change."""
+    """The state that the two coordinators of a pair exchange, as a heartbeat and after each change."""
 
     header = Header.PAIR_STATE
     incarnation: U64
-    """Decides between two coordinators that became active with the same term."""
+    """Number that decides between two coordinators that became active in the same term."""
     term: U64 = 0
-    """If active, the term in which it serves; otherwise the highest that it knows."""
+    """If the coordinator is active, its term; otherwise the highest term that it knows."""
     active: bool = False
 
 
 class Reserve(ControlMessage):
-    """Count requests and tokens of a tenant against its limits, all of them or none. Answered by QUOTA.
+    """RESERVE, which counts requests and tokens of a tenant against its limits. All of them are counted, or none.
 
-    Without requests and tokens, it asks for the remaining amounts.
+    The answer is QUOTA. With zero requests and tokens, the message only queries the remaining amounts.
     """
 
     header = Header.RESERVE
     uid: Uid
-    """Id of the reservation. If it is sent again, it counts once."""
+    """Id of the reservation. If it is sent again, it is counted once."""
     tenant: TenantName
     requests_per_minute: PerMinute | None = None
-    """Limit per minute. None: there is no limit, and nothing is counted."""
+    """Limit per minute. None means that there is no limit and nothing is counted."""
     tokens_per_minute: PerMinute | None = None
-    """Limit per minute. None: there is no limit, and nothing is counted."""
+    """Limit per minute. None means that there is no limit and nothing is counted."""
     requests: Count = 0
-    """With at least one, a tenant that has no tokens left is rejected as well."""
+    """Number of requests to count. If it is at least one, a tenant that has no tokens left is also rejected."""
     tokens: Count = 0
 
 
 class Quota(ControlMessage):
-    """The answer to RESERVE, with the remaining amount of each limit, and the seconds until the limit is fully
-    available again.
+    """QUOTA, the answer to RESERVE.
+
+    It has the remaining amount of each limit, and the seconds until each limit is fully available again.
     """
 
     header = Header.QUOTA
     uid: Uid
     accepted: bool
     window: U64 = 0
-    """The minute that the tokens were counted in. CHARGE returns tokens to this one only."""
+    """The minute in which the tokens were counted. CHARGE can return tokens only to this minute."""
     requests_left: Count | None = None
     requests_reset_seconds: Seconds = 0.0
     tokens_left: Count | None = None
@@ -508,26 +548,32 @@ class Quota(ControlMessage):
 
 
 class Charge(ControlMessage):
-    """Count tokens of a tenant, even beyond its limit, or return tokens of a reservation. There is no answer."""
+    """CHARGE, which counts tokens of a tenant, even beyond its limit, or returns tokens of a reservation.
+
+    There is no answer.
+    """
 
     header = Header.CHARGE
     tenant: TenantName
     tokens_per_minute: PerMinute
     tokens: Annotated[int, Field(gt=-(1 << 31), lt=1 << 31)]
-    """Negative: tokens of a reservation that were not used."""
+    """Number of tokens to count. A negative number returns tokens of a reservation that were not used."""
     window: U64 | None = None
-    """With negative tokens: `window` of the QUOTA that reserved them. Tokens of an earlier minute are not returned."""
+    """With negative tokens, `window` of the QUOTA that reserved them. Tokens of an earlier minute are not returned."""
 
 
 ENGINE_FAILED = "engine failed"
 """Reason in the DISCONNECT of an engine that exits because a step raised an exception or a rank was lost."""
 ENGINE_LEAVES, ENGINE_STOPPED = "engine leaves", "stopped"
 ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
-"""Reasons of an engine that exits in order: after SIGTERM, after STOP, or without giving a reason."""
+"""Reasons of an engine that exits in an orderly way: after SIGTERM, after STOP, or without giving a reason."""
 
 
 class Disconnect(ControlMessage):
-    """The peer leaves. Its requests are dispatched to other engines, or aborted, at once."""
+    """DISCONNECT, which reports that the peer leaves.
+
+    Its requests are immediately dispatched to other engines, or aborted.
+    """
 
     header = Header.DISCONNECT
     reason: Words = ""
@@ -540,8 +586,12 @@ _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 
 class Submit(NamedTuple):
-    """SUBMIT: client to coordinator. `generated`: tokens that the client already has, if it submits again, and `epochs`
-    of the weights that sampled them. `handoff`: token of an earlier answer, whose blocks the request may use."""
+    """SUBMIT, from client to coordinator.
+
+    generated: tokens that the client already has, if it submits the request again.
+    epochs:    epochs of the weights that sampled the tokens in `generated`.
+    handoff:   token of an earlier answer, whose blocks the request may use.
+    """
 
     uid: bytes
     meta: RequestMeta
@@ -561,10 +611,10 @@ class Submit(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH: coordinator to engine. The bodies come from SUBMIT. `generated` may be longer, and `media` has all
-    data. `epochs` covers all tokens in `generated`.
+    """DISPATCH, from coordinator to engine. The bodies come from SUBMIT.
 
-    A translator may also receive a prompt of PackedTokens.
+    `generated` may be longer than in SUBMIT, and `media` has all data. `epochs` covers all tokens in `generated`. If
+    the receiver is a translator, the prompt can also be PackedTokens.
     """
 
     dispatch_id: int
@@ -584,7 +634,10 @@ class Dispatch(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """PREFILL: coordinator to engine, a DISPATCH of which only the complete blocks of the prompt are computed."""
+    """PREFILL, from coordinator to engine.
+
+    It is a DISPATCH for which the engine computes only the prompt's complete blocks.
+    """
 
     dispatch: Dispatch
 
@@ -605,7 +658,7 @@ def _optional(media: Media | None, epochs: TokenEpochs) -> tuple[list[bytes] | b
 
 
 class PartialEntry(NamedTuple):
-    """`count` new tokens of one request. The first one is generated token number `offset`."""
+    """`count` new tokens of one request. The first of them is the generated token with index `offset`."""
 
     uid: bytes
     dispatch_id: int
@@ -619,7 +672,10 @@ DIGEST_BYTES = 32
 
 
 class Partial(NamedTuple):
-    """PARTIAL: the new tokens of one engine step for one client. Forwarded to the client unchanged."""
+    """PARTIAL, the new tokens of one engine step for one client.
+
+    The coordinator forwards it to the client unchanged.
+    """
 
     route: int
     entries: list[PartialEntry]
@@ -637,15 +693,16 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """FINAL: the result of a request, all generated tokens and the reply map. Forwarded unchanged."""
+    """FINAL, the result of a request, with all generated tokens and the reply map. It is forwarded unchanged."""
 
     dispatch_id: int
     uid: bytes
     tokens: bytes
     """All generated tokens, including the tokens that came with DISPATCH."""
     reply: Any
-    """msgpack map, bytes; see docs/reference/protocol.md. Between two translators of a coordinator: the map itself, as
-    a plain engine sent it."""
+    """A msgpack map in bytes; see docs/reference/protocol.md. Between two translators of a coordinator, the map itself,
+    as a plain engine sent it.
+    """
 
     def to_frames(self) -> Frames:
         dispatch_id, uid, tokens, reply = self
@@ -653,11 +710,14 @@ class Final(NamedTuple):
 
 
 class Exported(NamedTuple):
-    """EXPORTED: engine to coordinator, PREFILL has ended. The engine keeps the blocks until RELEASE or its deadline.
+    """EXPORTED, from engine to coordinator, after PREFILL has ended.
 
-    digests: digests of the blocks that it keeps, 32 bytes each, in the order of the prompt; empty: it could not compute
-             or keep any.
-    weights: the weights and the epoch that computed them. Engines import blocks of their own weights only.
+    The engine keeps the blocks until RELEASE or its deadline.
+
+    digests: digests of the kept blocks, 32 bytes each, in the order of the prompt; empty if the engine could not
+        compute
+             or keep any block.
+    weights: the weights and the epoch that computed the blocks. Engines import only blocks of their own weights.
     """
 
     dispatch_id: int
@@ -669,13 +729,13 @@ class Exported(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """TRANSFER: coordinator to both engines, the second one imports blocks of the first.
+    """TRANSFER, from coordinator to both engines. One engine imports blocks of the other.
 
     export_id:   dispatch id of the PREFILL.
     dispatch_id: dispatch id of the import.
     ticket:      opens the blocks once, within `seconds`.
     key:         public key of the other engine, Z85; empty without keys.
-    address:     address of the exporting engine's KV port; empty in the message to that engine.
+    address:     address of the exporting engine's KV port; empty in the message to the exporting engine.
     """
 
     export_id: int
@@ -692,11 +752,11 @@ class Transfer(NamedTuple):
 
 
 class Imported(NamedTuple):
-    """IMPORTED: engine to coordinator, an import has ended.
+    """IMPORTED, from engine to coordinator, after an import has ended.
 
-    ok:       the engine pins the blocks for the next request that begins with them, or until RELEASE or its deadline.
-    has_room: False: too few blocks are free. The engine has not asked for any.
-    seconds:  that the received bytes took.
+    ok:       the engine pins the blocks for the next request that begins with them, until RELEASE or its deadline.
+    has_room: False if too few blocks are free. The engine has then requested no block.
+    seconds:  time in which the bytes were received.
     """
 
     dispatch_id: int
@@ -711,8 +771,10 @@ class Imported(NamedTuple):
 
 
 class ReleaseBlocks(NamedTuple):
-    """RELEASE: coordinator to engine, drop the blocks of an export or an import. Client to coordinator, drop the blocks
-    of a handoff. An unknown id is ignored."""
+    """RELEASE. From the coordinator it tells an engine to drop the blocks of an export or an import.
+
+    From a client it tells the coordinator to drop the blocks of a handoff. An unknown id is ignored.
+    """
 
     dispatch_id: int
 
@@ -722,7 +784,10 @@ class ReleaseBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """ABORT_REQUEST. `id`: the uid from a client, the dispatch id to an engine, the integer id of a plain client."""
+    """ABORT_REQUEST.
+
+    `id` is the uid from a client, the dispatch id to an engine, or the integer id of a plain client.
+    """
 
     id: bytes | int
 
@@ -732,11 +797,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlocks:
-    """CACHED_BLOCKS: engine to coordinator, the changes of the engine's prefix cache.
+    """CACHED_BLOCKS, from engine to coordinator. It has the changes of the engine's prefix cache.
 
     evicted: hashes of removed blocks, little-endian int64.
     stored:  hashes of added blocks, in the order of the prompt, little-endian int64.
-    cleared: all earlier blocks were removed: new weights, or released memory.
+    cleared: all earlier blocks were removed, because of new weights or released memory.
     """
 
     evicted: bytes = b""
@@ -800,7 +865,7 @@ def _decode_prefill(items: list[Any]) -> Prefill:
 
 
 def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
-    """Return the optional media of a request. Their items have tokens within the prompt."""
+    """Return the optional media of a request. The tokens of its items are within the prompt."""
     if not rest or rest[0] is None:
         return None
     media = Media.from_list(rest[0])
@@ -813,7 +878,10 @@ def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
 
 
 def _epochs(rest: list[Any]) -> TokenEpochs:
-    """Return the epochs of tokens, the optional last element of a message; empty if it is absent."""
+    """Return the epochs of tokens, which are the optional last element of a message.
+
+    The result is empty if it is absent.
+    """
     return epochs_from_bytes(rest[0]) if rest else ()
 
 
@@ -901,7 +969,7 @@ def _decode_cached(items: list[Any]) -> CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A message of the Megatron protocol, as its list. `[]` is the empty frame that registers a plain engine."""
+    """A message of the Megatron protocol as a list. `[]` is the empty frame that registers a plain engine."""
 
     items: list[Any]
 
@@ -920,8 +988,9 @@ def frames_of(message: Outgoing) -> Frames:
 
 
 def size_of(message: Outgoing) -> int:
-    """Return the size of a message in bytes; 0 if it cannot be encoded, in which case its translator answers with an
-    error.
+    """Return the size of a message in bytes.
+
+    Returns 0 if the message cannot be encoded; its translator then answers with an error.
     """
     try:
         return sum(map(len, frames_of(message)))
@@ -948,9 +1017,8 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),
 }
-"""Names of the elements that follow a header, and the function that reads them, by header.
-
-Further elements are ignored.
+"""For each header, the names of the elements that follow it, and the function that reads them. Further elements are
+ignored.
 """
 _MIN_FIELDS = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
 """Minimum number of elements, including the header, of each message of the request path."""
@@ -966,7 +1034,7 @@ _CONTROL: dict[int, type[ControlMessage]] = {
 
 
 def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message:
-    """Return the message of `frames`, without the routing identity.
+    """Return the message in `frames`, which do not include the routing identity.
 
     plain: limits of messages of the Megatron protocol, for a port that serves it.
 

@@ -1,10 +1,9 @@
-"""Weights that a trainer publishes: the reference that names them, their manifest, and the two messages that open a
-session.
+"""Weights that a trainer publishes: the reference that names them, their manifest, and the messages of a session.
 
-A rank of an engine connects with CURVE, to the trainer or to the same rank of another engine, and opens a session for
-a reference. The answer contains the manifest and a token. With the token, the rank receives the tensors in blocks, over
-a second connection to the same port, without keys. So the manifest has the SHA-256 of each block, and the reference has
-the SHA-256 of the trainer's manifest.
+A rank of an engine connects with CURVE, to the trainer or to the same rank of another engine, and opens a session for a
+reference. The answer contains the manifest and a token. With the token, the rank receives the tensors in blocks, over a
+second connection to the same port, without keys. Because this connection has no keys, the manifest has the SHA-256 of
+each block, and the reference has the SHA-256 of the trainer's manifest.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """No engine or trainer answers, holds these weights, and sends the right bytes.
+    """No engine or trainer could be reached that holds these weights and sends the right bytes.
 
     The message names the remedy.
     """
@@ -52,8 +51,8 @@ class PublishedSource:
     """The reference `trainer://HOST:PORT/EPOCH-DIGEST`.
 
     digest: digest of the manifest, in hexadecimal digits.
-    copies: addresses of the ranks of an engine that serves these weights, by rank. They are not part of the reference:
-            an engine appends them for its ranks.
+    copies: addresses of the ranks of an engine that serves these weights, by rank. They are not part of the reference
+            itself. An engine appends them for its ranks.
     """
 
     host: str
@@ -64,7 +63,7 @@ class PublishedSource:
 
     @classmethod
     def parse(cls, source: str) -> PublishedSource:
-        """Return the parts of a reference. Raises ValueError."""
+        """Return the parts of a reference. Raises ValueError if it is malformed."""
         reference, _, copies = source.partition(_COPIES)
         match = _SOURCE.fullmatch(reference)
         if match is None:
@@ -85,13 +84,13 @@ class PublishedSource:
 
 
 def with_copies(source: str, copies: Sequence[str]) -> str:
-    """Return a reference with PublishedSource.copies."""
+    """Return a reference extended by the addresses in PublishedSource.copies."""
     return f"{source}{_COPIES}{','.join(copies)}" if copies else source
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """One tensor. From a trainer: a whole tensor, with the name and layout of transformers.
+    """One tensor. A tensor from a trainer is a whole tensor, with the name and layout of transformers.
 
     dtype:   one of STORED_TYPES.
     digests: SHA-256 of all blocks, joined in order.
@@ -104,7 +103,10 @@ class PublishedTensor:
 
     @property
     def block_rows(self) -> int:
-        """Number of rows of each block except the last: a multiple of eight, with about a million values."""
+        """Number of rows of each block except the last.
+
+        It is a multiple of eight, with about a million values per block.
+        """
         return max(8, _BLOCK_VALUES // prod(self.shape[1:]) // 8 * 8)
 
     @property
@@ -112,7 +114,7 @@ class PublishedTensor:
         return -(-self.shape[0] // self.block_rows)
 
     def rows(self, block: int) -> slice:
-        """Return the rows of a block."""
+        """Return the range of rows of a block, as a slice."""
         first = block * self.block_rows
         return slice(first, min(first + self.block_rows, self.shape[0]))
 
@@ -164,11 +166,11 @@ def digest_of(manifest: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Engine rank to trainer or engine rank: open the session of a reference.
+    """Request of an engine's rank to a trainer or to another engine's rank, to open the session of a reference.
 
-    session:     empty in a question: which session is the newest.
+    session:     the session to open; empty in a question for the newest session.
     is_question: only ask whether the other side holds its tensors.
-    part:        the part of the model that the rank holds, as it stores it; empty: whole tensors, from a trainer.
+    part:        the part of the model that the rank holds, as it stores it; empty for whole tensors from a trainer.
     """
 
     session: str
@@ -190,10 +192,10 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """Answer to OpenSession: how to receive the tensors, or why they are not available.
+    """Answer to OpenSession. It describes how to receive the tensors, or why they are not available.
 
-    token:  hexadecimal digits, the first TOKEN_BYTES of the second connection; used once.
-    digest: from an engine: digest of its weights, as it reports it. The newest session, if the question is for it.
+    token:  hexadecimal digits of the first TOKEN_BYTES of the second connection; usable once.
+    digest: from an engine, the digest of its weights as it reports them. For a question, the newest session.
     """
 
     error: str = ""

@@ -18,31 +18,37 @@ class RequestMeta(NamedTuple):
     deadline_ms: int | None = None
     """Remaining time when the message is sent; None means no deadline."""
     text: bool = False
-    """The prompt is UTF-8 text. The coordinator tokenizes it if it has a tokenizer, otherwise an engine that has
-    one."""
+    """Whether the prompt is UTF-8 text. The coordinator tokenizes it if it has a tokenizer, otherwise an engine with a
+    tokenizer does.
+    """
     priority: int = 0
     """The waiting request with the lowest number is dispatched first."""
     cache_salt: str = ""
-    """Seeds the block hashes, so that requests with different salts share no prefix."""
+    """Seed of the block hashes, so that requests with different salts share no prefix."""
     engine: str = ""
-    """The only engine that may answer. Empty: any engine."""
+    """The only engine that may answer. Empty means any engine."""
     tenant: str = ""
-    """Opaque id of the tenant whose share of the engines the request counts against. Empty: the client's connection."""
+    """Opaque id of the tenant whose share of the engines the request counts against. If it is empty, the client's
+    connection is the tenant.
+    """
     adapter: str = ""
-    """Name of the LoRA adapter that answers. Empty: the base model."""
+    """Name of the LoRA adapter that answers. Empty means the base model."""
 
     request_id: str = ""
-    """Id by which logs and traces of all components name the request. Empty: it has none."""
+    """Id by which logs and traces of all components name the request. Empty if it has none."""
     traceparent: str = ""
-    """W3C trace context of the span that sent the request. Empty: the request is not traced."""
+    """W3C trace context of the span that sent the request. Empty if the request is not traced."""
     needs: str = ""
-    """Names of the features that an engine must have, and of the sampling parameters that it must know, to answer;
-    separated by spaces. Empty: every engine may."""
+    """Names, separated by spaces, of the features that an engine must have, and of the sampling parameters that it must
+    support. Empty if every engine can answer.
+    """
     session: str = ""
-    """Opaque id of a session whose requests go to one engine while it holds their prefix. Empty: no session."""
+    """Opaque id of a session. Its requests go to one engine while this engine holds their prefix. Empty means no
+    session.
+    """
 
     def items(self) -> tuple[Any, ...]:
-        """The elements to send, without trailing optional elements that are empty."""
+        """The elements to send. Trailing optional elements that are empty are omitted."""
         count = len(self)
         while count > _REQUIRED and not self[count - 1]:
             count -= 1
@@ -50,9 +56,9 @@ class RequestMeta(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Read the elements. The last nine may be absent, because peers of earlier releases do not send them.
+        """Return the fields that a list of elements encodes. The last nine elements may be absent.
 
-        Raises MalformedMessageError.
+        Peers of earlier releases do not send them. Raises MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
             meta = cls._make((value + _META[len(value) :])[: len(_META)])

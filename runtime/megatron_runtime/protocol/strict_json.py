@@ -1,10 +1,11 @@
-"""JSON without non-finite numbers: RFC 8259 does not allow them, and parsers other than Python's reject the whole text.
+"""JSON without non-finite numbers. RFC 8259 does not allow them, and other parsers than Python's reject such texts.
 
 The functions have the names and options of the standard library's module json, which the linter bans elsewhere:
 
     from megatron_runtime.protocol import strict_json as json
 
-When written, non-finite numbers become null. When read, they are an error, and so is 1e999, which overflows a float.
+The functions write non-finite numbers as null. Reading a non-finite number is an error. So is reading 1e999, which
+overflows a float.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """Return `value` as JSON; numbers that are not finite become null. options: options of json.dumps().
+    """Return `value` as JSON, with null for numbers that are not finite. options: options of json.dumps().
 
     Raises:
         ValueError: allow_nan=False is given, and there are such numbers.
@@ -32,27 +33,28 @@ def loads(text: str | bytes | bytearray) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or has a number that is not finite.
-        RecursionError: it is nested too deeply.
+        ValueError: the text is not JSON, or has a number that is not finite.
+        RecursionError: the text is nested too deeply.
     """
     return json.loads(text, parse_constant=_reject, parse_float=_finite_float)
 
 
 def raw_decode(text: str, start: int) -> tuple[Any, int]:
-    """Return the JSON value that begins at index `start`, and the index of its end. Raises the errors of loads()."""
+    """Return the JSON value that begins at index `start`, and its end index. Raises the errors of loads()."""
     return json.JSONDecoder(parse_constant=_reject, parse_float=_finite_float).raw_decode(text, start)
 
 
 def loads_python(text: str | bytes | bytearray) -> Any:
-    """Return the value of a text as Python's json writes it, with NaN and Infinity.
+    """Return the value of a text in the form that Python's json writes, with NaN and Infinity.
 
-    Only for model files: transformers writes such numbers into config.json. Raises the errors of loads().
+    Use it only for model files, because transformers writes such numbers into config.json. Raises the errors of
+    loads().
     """
     return json.loads(text)
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with every non-finite number replaced by None. value: consists of JSON's types."""
+    """Return `value`, which has only JSON's types, with every non-finite number replaced by None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -7,8 +7,10 @@ _MAX_BITS = 128
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Escape every invisible character: control characters, ANSI sequences, bidirectional overrides,
-    zero-width characters and line breaks become `\\x1b`, `\\u202e`, `\\n`. Escaping twice changes nothing.
+    r"""Return `text` with every invisible character escaped.
+
+    Control characters, ANSI sequences, bidirectional overrides, zero-width characters and line breaks become `\x1b`,
+    `\u202e`, `\n`. Escaping twice changes nothing.
 
     Args:
         lines: keep line feeds, for text of several lines that this program has composed.
@@ -22,9 +24,11 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` for an error message or a log line: short, printable, never larger than the value itself.
+    """Return `value` for an error message or a log line.
 
-    Control characters and lone surrogates are escaped, long text is truncated, and containers are shown only by type
+    The text is short, printable and never longer than the value.
+
+    Control characters and lone surrogates are escaped, and long text is truncated. Containers are shown only by type
     and length, because a nested value of a few bytes can have a representation of gigabytes.
     """
     if isinstance(value, str):
@@ -41,6 +45,6 @@ def shown(value: object) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return `text` as shown() does, without quotes."""
+    """Return `text` as shown() does, but without quotes."""
     cut = printable(text[:_MAX_CHARACTERS])
     return cut if len(text) <= _MAX_CHARACTERS else f"{cut}… ({len(text)} characters)"

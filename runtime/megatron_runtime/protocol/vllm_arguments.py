@@ -1,7 +1,8 @@
-"""Classifies the engine arguments of vLLM, for the operator and the engine. Imports nothing of vLLM.
+"""Classifies the engine arguments of vLLM, for the operator and the engine. Imports no module of vLLM.
 
-The names are the fields of vLLM's AsyncEngineArgs in the supported versions; members of nested objects have dots. The
-operator checks classes before it changes a pod; the engine also checks fields and types against the installed version.
+The names are the fields of vLLM's AsyncEngineArgs in the supported versions. Names of members of nested objects have
+dots. The operator checks classes before it changes a pod. The engine also checks fields and types against the installed
+version.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ class Effect(Enum):
 class Class:
     """The classification of one argument of vLLM.
 
-    kind:   what the argument can do.
-    values: for a harmless argument, the values that load no code; empty: all values.
+    kind:   the effect that the argument can have.
+    values: for a harmless argument, the values that load no code; empty means all values.
     field:  path of the field that sets the argument.
     """
 
@@ -243,22 +244,27 @@ CLASSES: Mapping[str, Class] = {
         for name in names.split()
     },
 }
-"""The class of each argument, and of each member of the arguments that are objects. An argument that is not listed
-counts as CODE."""
+"""The class of each argument, and of each member of an argument that is an object. An argument that is not listed
+counts as CODE.
+"""
 WITHOUT_DRAFT_WEIGHTS = ("ngram", "ngram_gpu", "suffix")
-"""Methods of speculation without draft weights, which take the drafts from the tokens of the request."""
+"""Methods of speculative decoding without draft weights, which take the draft tokens from the tokens of the request."""
 OBJECTS = frozenset(name.rpartition(".")[0] for name in CLASSES if "." in name)
-"""Arguments and members that are objects, whose members have classes."""
+"""Arguments and members that are objects and whose members have their own classes."""
 _REQUIRED = {"speculative_config": "method"}
-"""Required members of object arguments: without them, vLLM chooses a value by the model, or imports a class."""
+"""Required members of object arguments. Without them, vLLM chooses a value that depends on the model, or imports a
+class.
+"""
 _DRAFT = re.compile(r"(hf:|s3://|gs://|az://|https://|/)[!-~]+")
-"""A draft model, which the engine resolves like `spec.model.source`: "hf:ORG/NAME[@REVISION]", the URL of an object
-store, or a path."""
+"""Value that names a draft model. The engine resolves it like `spec.model.source`: "hf:ORG/NAME[@REVISION]", the URL of
+an object store, or a path.
+"""
 
 
 def _leaves(arguments: Mapping[str, object], parent: str = "") -> Iterator[tuple[str, object, Class | None]]:
-    """Yield the full name of each argument and member that has its own class, with its value and its class. The class
-    is None if the argument is unknown.
+    """Yield the full name, value and class of each argument, and of each member that has its own class.
+
+    The class is None if the argument is unknown.
     """
     required = _REQUIRED.get(parent)
     if required is not None and required not in arguments:
@@ -287,8 +293,9 @@ def code_arguments(arguments: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | None:
-    """Return the reason why the first invalid argument is rejected, with its name and the remedy; None if all are
-    allowed.
+    """Return the reason to reject the first invalid argument, with its name and the remedy.
+
+    Returns None if all are allowed.
     """
     for name, value, classified in _leaves(arguments):
         if _loads_code(value, classified):
@@ -302,8 +309,9 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 
 
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
-    """Return whether speculative_config.model names a model; with a method that can load code, the field may name
-    something else.
+    """Return whether speculative_config.model names a model.
+
+    With a method that can load code, the field may name something else.
     """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:
@@ -346,7 +354,7 @@ def _problem(name: str, value: object, classified: Class) -> str | None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the strings in a value, with the names of members."""
+    """Yield all strings in a value, including the names of members."""
     if isinstance(value, str):
         yield value
     entries: Sequence[object] = ()

@@ -1,1 +1,1 @@
-"""Connections between peers: the registered peer connection, the coordinator's router, CURVE keys."""
+"""Connections between peers: the connection of a registered peer, the coordinator's router, and CURVE keys."""

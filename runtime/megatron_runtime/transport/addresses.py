@@ -19,7 +19,7 @@ def coordinator_address(where: int | str) -> str:
 
 
 class CoordinatorAddresses:
-    """The addresses of one coordinator or of a pair. `current` is the address in use, or the address to try.
+    """The addresses of one coordinator or of a pair. `current` is the address in use, or the next address to try.
 
     addresses: `tcp://HOST:PORT` or `ipc://PATH` of each coordinator, in the order in which they are tried.
     learns:    whether the current coordinator may report the host of the other coordinator of its pair. Both use the
@@ -36,13 +36,13 @@ class CoordinatorAddresses:
         return len(self._all)
 
     def move_on(self) -> None:
-        """Make the next address the current one."""
+        """Select the next address as the current one."""
         self.current = self._all[(self._all.index(self.current) + 1) % len(self._all)]
 
     def learn(self, other: str | None) -> None:
-        """Record the host of the other coordinator, as the current one reports it.
+        """Record the host of the other coordinator, which the current coordinator reports.
 
-        None: there is no other coordinator.
+        other: host of the other coordinator; None if there is none.
         """
         if not self._learns:
             return

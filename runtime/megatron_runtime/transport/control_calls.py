@@ -13,8 +13,7 @@ from megatron_runtime.protocol.messages import Control, ControlAck, Error, Frame
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 ANSWER_MARGIN_SECONDS = 5.0
-"""Seconds that a caller waits beyond the deadline of its operation, so that the coordinator's answer arrives first.
-"""
+"""Time that a caller waits beyond the deadline of its operation, so that the coordinator's answer arrives first."""
 
 
 class ControlRejectedError(Exception):
@@ -23,7 +22,7 @@ class ControlRejectedError(Exception):
     code:  ErrorCode; ILLEGAL_SIGNAL, IN_PROGRESS, STALE_FENCE, ENGINES_MISSING, DEADLINE, ENGINE_FAILED …
     state: state of the coordinator, as text; empty if the answer does not contain it.
     fence: with STALE_FENCE, the highest fence that the coordinator has received.
-    ack:   the whole answer, with the outcome of each engine; None for an ERROR.
+    ack:   the whole answer, with the result of each engine; None for an ERROR.
     """
 
     def __init__(self, code: int, message: str, ack: ControlAck | None = None) -> None:
@@ -38,7 +37,7 @@ class ControlRejectedError(Exception):
 class ControlCalls:
     """The unanswered calls of one connection.
 
-    They are sent again after each new registration; operation ids prevent a second execution.
+    They are sent again after each new registration. Operation ids prevent a second execution.
     """
 
     def __init__(self, send: Callable[[Frames], bool], *, address: str) -> None:
@@ -81,7 +80,7 @@ class ControlCalls:
             self._send(Status().to_frames())
 
     def handle(self, message: Message) -> bool:
-        """Handle `message` if it answers a call, and return whether it does."""
+        """Handle `message` if it answers a call. Return whether it answers a call."""
         match message:
             case ControlAck(operation_id=operation_id):
                 _, future = self._operations.get(operation_id, (None, None))

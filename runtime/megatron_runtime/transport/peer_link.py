@@ -1,6 +1,6 @@
-"""The connection of one peer to a coordinator: registration, heartbeats, loss detection, reconnection.
+"""The connection of one peer to a coordinator, with registration, heartbeats, loss detection and reconnection.
 
-Two coordinators may form a pair. The peer is registered with one of them at a time. It tries the other one if its
+Two coordinators may form a pair. The peer is registered with one coordinator at a time. It tries the other one if its
 coordinator is silent or reports that it is a standby.
 """
 
@@ -36,9 +36,9 @@ from megatron_runtime.transport.zmtp.dealer import Dealer, parse_address
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 3.0
-"""Seconds without any message after which a peer opens a new socket."""
+"""Time without any message after which a peer opens a new socket."""
 REDIRECT_SECONDS = 0.1
-"""Seconds between the answer of a standby coordinator and the next attempt, with the other coordinator."""
+"""Time between the answer of a standby coordinator and the next attempt, which uses the other coordinator."""
 PROBE_SECONDS = 2.0
 """Timeout, in seconds, of the test connection that determines why a coordinator does not answer."""
 GOODBYE_LINGER_MS = 2000
@@ -49,12 +49,13 @@ class CoordinatorUnreachableError(TimeoutError):
 
 
 class HandshakeRejectedError(AssertionError):
-    """The coordinator rejected HELLO: wrong port for the role, or no protocol version in common."""
+    """The coordinator rejected HELLO, because the port is for another role or no protocol version is shared."""
 
 
 SEND_BUFFER_BYTES = 1 << 30
-"""Maximum number of unsent bytes of a connection: practically unlimited, because the messages of open requests must not
-be dropped."""
+"""Maximum number of unsent bytes of a connection. It is practically unlimited, because the messages of open requests
+must not be dropped.
+"""
 
 
 class PeerSocket(Protocol):
@@ -66,7 +67,7 @@ class PeerSocket(Protocol):
 
 
 class OpenSocket(Protocol):
-    """Opens a socket. Takes the arguments of zmtp.dealer.Dealer's constructor."""
+    """A function that opens a socket. It takes the arguments of zmtp.dealer.Dealer's constructor."""
 
     def __call__(
         self,
@@ -83,16 +84,16 @@ class OpenSocket(Protocol):
 open_dealer: OpenSocket = partial(
     Dealer, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES, send_buffer_bytes=SEND_BUFFER_BYTES
 )
-"""The socket of engines and clients."""
+"""Opens the socket of engines and clients."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
     """Times in seconds.
 
-    tick:      interval of heartbeats, and of HELLO until the registration; None: the interval in HELLO_ACK.
+    tick:      interval of heartbeats, and of HELLO until the registration; None uses the interval in HELLO_ACK.
     silence:   time without any message after which a new socket is opened.
-    other_key: the same timeout before the registration, if another key or address can be tried; None: `silence`.
+    other_key: the same timeout before the registration, if another key or address can be tried; None uses `silence`.
     """
 
     tick: float | None = None
@@ -123,16 +124,18 @@ def _log_malformed(error: MalformedMessageError) -> None:
 
 @dataclass(eq=False, repr=False)
 class PeerLink:
-    """Keeps one DEALER registered with a coordinator. It reconnects after a lost connection or a restart.
+    """A link that keeps one DEALER registered with a coordinator.
 
-    addresses:    addresses of the coordinator, or of both of a pair.
-    keys:         keys in use, which are read again when their files change; None: no encryption.
+    It reconnects after a lost connection or a restart.
+
+    addresses:    addresses of the coordinator, or of both coordinators of a pair.
+    keys:         keys in use, which are read again when their files change; None means no encryption.
     hello:        returns the HELLO to send now. Its argument is the incarnation of the link.
     on_ack:       called with each HELLO_ACK and a flag that is set if the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
-    heartbeat:    returns the HEARTBEAT to send now, for an incarnation; None: the peer sends no heartbeats.
+    heartbeat:    returns the HEARTBEAT to send now, for an incarnation; None if the peer sends no heartbeats.
     on_lost:      called with the reason when a registration ends other than by close().
-    on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
+    on_malformed: called with the error of each message that cannot be decoded; by default the error is logged.
     open_socket:  opens a new DEALER for each attempt to register.
     """
 
@@ -151,10 +154,10 @@ class PeerLink:
     def __post_init__(self) -> None:
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
-        """From the last HELLO_ACK."""
+        """Size limit of a message, from the last HELLO_ACK."""
         self.coordinator_incarnation = 0
         self._term = 0
-        """The highest term of the coordinators that this peer has been registered with."""
+        """The highest term of the coordinators with which this peer has been registered."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: PeerSocket | None = None
         self._incarnation = 0
@@ -171,12 +174,12 @@ class PeerLink:
 
     @property
     def address(self) -> str:
-        """The address in use, or the address to try."""
+        """The address in use, or the next address to try."""
         return self.addresses.current
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the connection to the coordinator; None if no Dealer is connected."""
+        """This machine's address on the connection to the coordinator, or None if no Dealer is connected."""
         return self._socket.local_host if isinstance(self._socket, Dealer) else None
 
     def open(self) -> None:
@@ -208,7 +211,7 @@ class PeerLink:
             raise
 
     def close(self, reason: str = "", *, linger_ms: int = GOODBYE_LINGER_MS) -> None:
-        """Send DISCONNECT and close the socket. Idempotent.
+        """Send DISCONNECT and close the socket. This method is idempotent.
 
         linger_ms: maximum time for sending DISCONNECT, in milliseconds.
         """
@@ -227,7 +230,7 @@ class PeerLink:
         self.registered = False
 
     def send(self, frames: Frames) -> bool:
-        """Send a message; before the registration it is dropped.
+        """Send a message. Before the registration, the message is dropped.
 
         Return False, without sending it, if the message is larger than the coordinator accepts or if the socket's
         buffer is full.
@@ -258,7 +261,10 @@ class PeerLink:
         self._open()
 
     def move(self, reason: str) -> None:
-        """Open a new socket to the other coordinator of a pair, or to the same one if there is no other."""
+        """Open a new socket to the other coordinator of a pair.
+
+        Without another one, open it to the same coordinator.
+        """
         self._hang_up(reason)
         self.addresses.move_on()
         self._open()
@@ -270,7 +276,7 @@ class PeerLink:
         self._lose(reason)
 
     def _redirected(self, reason: str) -> None:
-        """Handle the answer of a standby coordinator: try the other coordinator after REDIRECT_SECONDS."""
+        """Handle the answer of a standby coordinator. The other coordinator is tried after REDIRECT_SECONDS."""
         assert self._loop is not None
         self._hang_up(reason)
         self.addresses.move_on()
@@ -348,9 +354,10 @@ class PeerLink:
         return self.timing.silence
 
     def _own_key_changed(self) -> bool:
-        """Whether the key file has a new key.
+        """Return whether the key file has a new key.
 
-        The link switches to it while the coordinator still accepts the old key, so the switch interrupts nothing.
+        The link switches to the new key while the coordinator still accepts the old key, so the switch interrupts
+        nothing.
         """
         if self.keys is None:
             return False
@@ -393,7 +400,7 @@ class PeerLink:
 
     @property
     def _knows_no_coordinator(self) -> bool:
-        """Whether this link has never been registered."""
+        """Return whether this link has never been registered."""
         return not self.registered and self.coordinator_incarnation == 0
 
     def _register(self, ack: HelloAck) -> None:

@@ -1,9 +1,9 @@
 """CURVE keys and their roles. Each port is for one role, and a peer must hold a key of this role.
 
-A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
-`engine`, `client` or `admin`. `trainer.pub` and `trainer.key` are optional: a trainer publishes weights, and sends some
-of the verbs to the admin port. During a rotation a file has two keys, one on each line. A port accepts both. A peer
-alternates between the server's keys. A process uses the first line of its own key files.
+A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`. ROLE is `server` (the coordinator),
+`engine`, `client` or `admin`. `trainer.pub` and `trainer.key` are optional and belong to a trainer, which publishes
+weights and sends some of the verbs to the admin port. During a rotation a file has two keys, one on each line. A port
+accepts both keys. A peer alternates between the server's keys. A process uses the first line of its own key files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _Z85_KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 _Z85 = b"0123456789" + _LETTERS + _LETTERS.upper() + b".-:+=^!/*?&<>()[]{}@%$#"
 _BASE85 = b"0123456789" + _LETTERS.upper() + _LETTERS + b"!#$%&()*+-;<=>?@^_`{|}~"
-"""The digits of Z85 (ZeroMQ RFC 32), and the digits of the standard library's Base85. The codes are otherwise equal."""
+"""The digits of Z85 (ZeroMQ RFC 32), and the digits of the standard library's Base85. Both encodings are otherwise the
+same.
+"""
 
 
 class KeyFileError(ValueError):
@@ -39,7 +41,7 @@ def key_text(key: bytes) -> bytes:
 
 
 def key_bytes(text: bytes) -> bytes:
-    """Return the 32 bytes of a key in Z85 text. Raises ValueError."""
+    """Return the 32 bytes of a key in Z85 text. Raises ValueError if the text is not a key."""
     if not _Z85_KEY.fullmatch(text):
         raise ValueError(f"key of {len(text)} characters: want {Z85_KEY_LENGTH} characters of Z85")
     return base64.b85decode(text.translate(bytes.maketrans(_Z85, _BASE85)))
@@ -47,7 +49,7 @@ def key_bytes(text: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """Z85 text of a public key and its secret key."""
+    """A public key and its secret key, as Z85 text."""
 
     public: bytes
     secret: bytes
@@ -83,7 +85,7 @@ class PeerKeys:
         role:   role of this process, or TRAINER.
         server: file name of the other side's public keys: "server" for the coordinator, or TRAINER.
 
-        Raises KeyFileError.
+        Raises KeyFileError if a file is missing or invalid.
         """
         name = role if isinstance(role, str) else _file_name(role)
         own = _load_pair(directory, name)
@@ -91,14 +93,14 @@ class PeerKeys:
         return cls(own, first, tuple(others), (directory, name, server))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes if the file of this side's key pair changes; None without a file."""
+        """Return a value that changes when the file of this side's key pair changes, or None without a file."""
         if self.source is None:
             return None
         directory, name, _ = self.source
         return _stamp(directory / f"{name}.key")
 
     def refreshed(self) -> PeerKeys:
-        """Return the keys that are in the files now, or this object if the files cannot be read."""
+        """Return the keys that the files have now. If the files cannot be read, return this object."""
         if self.source is None:
             return self
         try:
@@ -109,13 +111,13 @@ class PeerKeys:
             return self
 
     def for_try(self, number: int) -> PeerKeys:
-        """Return the keys for attempt `number`. Successive attempts use the coordinator's public keys in turn."""
+        """Return the keys for attempt `number`. Successive attempts alternate between the coordinator's public keys."""
         servers = (self.server_public, *self.other_server_publics)
         return replace(self, server_public=servers[number % len(servers)])
 
 
 class Gatekeeper:
-    """The coordinator's own pair and, for each role, the public keys that open its port.
+    """The coordinator's own key pair and, for each role, the public keys that open its port.
 
     own:     the key pair, which stays the same until the process ends.
     allowed: public keys by role, read again by changed(). Existing connections are not checked again.
@@ -160,7 +162,7 @@ class Gatekeeper:
 
 
 def public_keys(directory: Path, role: Role) -> frozenset[bytes]:
-    """Return the public keys of a role that are in a directory now. Raises KeyFileError."""
+    """Return the public keys of a role that a directory has now. Raises KeyFileError."""
     return frozenset(_read_keys(directory / f"{_file_name(role)}.pub"))
 
 
@@ -179,7 +181,7 @@ def _file_name(role: Role) -> str:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes if the file changes; None if there is no file."""
+    """Return a value that changes when the file changes, or None if there is no file."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The ordered list of policies. The first that applies decides; its reason and message become the status."""
+"""The list of policies. The first policy that applies decides, and its reason and message become the status."""
 
 from __future__ import annotations
 

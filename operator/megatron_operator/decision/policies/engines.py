@@ -1,4 +1,4 @@
-"""Policies for single engines while the resource runs: undo a drain, scale down, wait for missing engines."""
+"""Policies for single engines while the resource runs. They undo a drain, scale down, or wait for missing engines."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def _count(engines: Engines, engine: EngineView) -> str:
 def undrain(
     world: World, engines: Engines, observed: Observed, rollout: Rollout, check: RevisionCheck
 ) -> Verdict | None:
-    """Return an engine to service that was drained for a change which was then reverted or paused, or replaced by a
-    change whose check failed.
+    """Return a drained engine to service if the change for which it was drained will not take place now.
 
-    A drained engine gets requests again only after a new registration. The coordinator reports a process for some time
-    after its pod ended; the process of a new pod is not drained.
+    The change was reverted or paused, or was replaced by a change whose check failed. A drained engine gets requests
+    again only after a new registration. The coordinator reports a process for some time after its pod has ended. The
+    process of a new pod is not drained.
     """
     if not observed.running or rollout.all_draining or world.coordinator.drained_all:
         return None
@@ -60,8 +60,11 @@ def undrain(
 def scale_down(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout
 ) -> Verdict | None:
-    """Remove engines beyond the number of engines of their role that no rollout needs: non-serving engines at once,
-    serving engines one after another, highest index first, after their requests have finished."""
+    """Remove engines that exceed the number of engines of their role and that no rollout needs.
+
+    Engines that do not serve are removed immediately. Serving engines are removed one at a time, highest index first,
+    after their requests have finished.
+    """
     surplus = [engine for engine in engines.all if engine.surplus and not engine.empty]
     surplus = [engine for engine in surplus if engine not in rollout.extras]
     gone = [engine for engine in surplus if engine.statefulset is None or engine.statefulset.deleting]

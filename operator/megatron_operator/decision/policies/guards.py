@@ -16,24 +16,27 @@ from megatron_runtime.protocol.limits import MAX_FENCE
 
 SECRET = "Secret"
 KEYS_SECONDS = 10.0
-"""Interval at which keys of another owner are read again: Secrets are not watched."""
+"""Interval at which keys of another owner are read again, because Secrets are not watched."""
 QUIET = {
     ResourceState.PAUSED: (Reason.PAUSED, "paused: requests in flight are kept, new ones wait"),
     ResourceState.SUSPENDED: (Reason.SUSPENDED, "suspended: the engines have released their memory"),
     ResourceState.STOPPED: (Reason.STOPPED, "stopped: there are no engine pods"),
 }
-"""Reason and message of each state in which nothing runs, as requested."""
+"""Reason and message for each requested state in which no engine runs."""
 
 
 def deleting(world: World) -> Verdict | None:
-    """Do nothing while the resource is being deleted. The garbage collector deletes its children."""
+    """Do nothing while the resource is being deleted, because the garbage collector deletes its children."""
     if not world.resource.deleting:
         return None
     return Verdict(Reason.DELETING, "the resource is being deleted", upkeep=False)
 
 
 def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """Do nothing while an object with another owner has the name of a child. The user must rename either of them."""
+    """Do nothing while an object with another owner has the name of a child.
+
+    The user must rename the object or the resource.
+    """
     ours = {
         ctx.keys_name,
         ctx.coordinator_name,
@@ -65,7 +68,7 @@ def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdi
 
 
 def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blockers) -> Verdict | None:
-    """Wait for a change of the spec or a restart command if the restart budget of every engine is exhausted."""
+    """Wait for a change of the spec or a restart command if every engine has exhausted its restart budget."""
     if observed.state is not ResourceState.FAILED:
         return None
     _, on = blockers.desired_engines()
@@ -75,7 +78,7 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
 
 
 def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict | None:
-    """Stop if the coordinator reports a fence that no leader can have sent: it would reject every signal."""
+    """Stop if the coordinator reports a fence that no leader can have sent, because it would reject every signal."""
     seen, own = world.rejected_fence, world.fence
     if seen is None or desired.stopped:
         return None

@@ -1,6 +1,6 @@
-"""The policy that rotates CURVE keys: the next stage, from the Secret and the coordinator's report.
+"""The policy that rotates CURVE keys. It selects the next stage from the Secret and the coordinator's report.
 
-Every stage waits until it has taken effect, because the kubelet updates a mounted Secret with a delay.
+Each stage lasts until it has taken effect, because the kubelet updates a mounted Secret with a delay.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from megatron_operator.resource.conditions import Reason
 from megatron_operator.resource.states import KeyStage
 
 LOOK_SECONDS = 2.0
-"""Polling interval of a stage: an unchanged report of the coordinator wakes no task."""
+"""Polling interval of a stage, because an unchanged report of the coordinator wakes no task."""
 
 
 def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered, observed: Observed) -> Verdict | None:
-    """Rotate the keys: accept both generations, switch all components to the new one, remove the old one."""
+    """Rotate the keys in three steps.
+
+    First accept both generations, then switch all components to the new keys, then remove the old keys.
+    """
     view, wanted = world.keys, keys.wanted_generation
     if view is None or wanted is None:
         return None
@@ -47,7 +50,7 @@ def rotate_keys_meanwhile(
     observed: Observed,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Rotate the keys while a rollout waits: it cannot continue before its check passes or the spec changes."""
+    """Rotate the keys during a rollout that is blocked until its check passes or the spec changes."""
     wrong = (engine for engine in engines.all if engine.canary is Canary.FAILED and engines.is_drained(engine))
     if check.finding is None and not any(wrong):
         return None
@@ -73,7 +76,7 @@ def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeySt
 
 
 def _unfinished(world: World, keys: KeysView, observed: Observed) -> str | None:
-    """Return what the current stage waits for; None if it is complete."""
+    """Return the condition that the current stage waits for, or None if the stage is complete."""
     coordinator, used = world.coordinator, world.coordinator.keys
     if not coordinator.reachable or used is None:
         return "the coordinator to report its keys"

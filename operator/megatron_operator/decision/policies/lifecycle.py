@@ -1,4 +1,6 @@
-"""Policies that move the resource along its verb path: send the open operation, start the next, remove pods."""
+"""Policies that execute verbs. They send the signal of the pending operation, start the next operation, or remove
+pods.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,7 @@ def verb_path(
 
 
 def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
-    """Wait until the pods of engines have terminated: the resource is Stopped, or Suspended with ReleasePods."""
+    """Wait until the engines' pods have terminated, if the resource is Stopped or is Suspended with ReleasePods."""
     if not (desired.stopped or (desired.releases_pods and engines.suspended)):
         return None
     left = sorted(pod.name for engine in engines.all for pod in engine.pods)
@@ -109,8 +111,10 @@ def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
 
 
 def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | None = None, **target: Any) -> Verdict:
-    """Persist the intent of a signal; the pass that finds it persisted sends it. After a failure of the same signal it
-    waits first."""
+    """Persist the intent of a signal. The pass that finds the intent persisted sends the signal.
+
+    If the same signal has just failed, the policy first waits.
+    """
     last = desired.operation
     same = last is not None and (last.signal, last.engine, last.adapters) == (signal, engine, target.get("adapters"))
     if last is not None and last.phase is LifecyclePhase.FAILED and same:

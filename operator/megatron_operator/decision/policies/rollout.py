@@ -55,8 +55,10 @@ def replace_model(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Drain and replace all engines and servers together if source, dtype or length changed, because one model never
-    continues the tokens of another."""
+    """Drain and replace all engines and servers together if source, dtype or length of the model has changed.
+
+    One model never continues the tokens of another model.
+    """
     old = [engine for engine in engines.old_model if not engine.surplus and _appliable(rendered, engine)]
     server = rendered.server
     if not old or desired.state is not DesiredState.RUNNING or rollout.paused:
@@ -95,8 +97,10 @@ def rollout(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Replace engines of another revision than the spec's, one role after the other, as `maxUnavailable` and `maxSurge`
-    allow in each."""
+    """Replace engines whose revision differs from the spec's, one role after the other.
+
+    In each role, `maxUnavailable` and `maxSurge` limit the replacements.
+    """
     present = [engine for engine in engines.wanted if engine.scaled > 0]
     if any(engine.stale and not _appliable(rendered, engine) for engine in present):
         return None
@@ -125,7 +129,7 @@ def rollout(
 
 @dataclass(frozen=True, kw_only=True)
 class _Carrier:
-    """Carries out one step of a rollout: its messages and actions."""
+    """The executor of one step of a rollout, which chooses its messages and actions."""
 
     world: World
     desired: Desired
@@ -136,7 +140,7 @@ class _Carrier:
     check: RevisionCheck
 
     def carry_out(self, step: Step) -> Verdict | None:
-        """Return the verdict of a step; None if the rollout is complete."""
+        """Return the verdict of a step, or None if the rollout is complete."""
         methods: dict[type, Callable[[Any], Verdict | None]] = {
             Check: self._check,
             Replace: self._replace,
@@ -192,7 +196,7 @@ class _Carrier:
         return waiting(Reason.ROLLING_OUT, self._title, on, actions=deletions, operation=None)
 
     def _surge(self, step: Surge) -> Verdict:
-        """Add an engine beyond the number of engines of the role, with the lowest free index."""
+        """Add an engine that exceeds the number of engines of its role, with the lowest free index."""
         unvetted = self._vetted(step.name)
         if unvetted is not None:
             return unvetted
@@ -248,7 +252,7 @@ def _server_rejected(rendered: Rendered) -> bool:
 
 
 def _unvetted(world: World, rendered: Rendered, engine: EngineView, *others: Manifest) -> Verdict | None:
-    """Test templates in a dry run before an engine is drained for them."""
+    """Test templates in a dry run before an engine is drained for them. Returns None if no test is due."""
     manifest = rendered.engine_manifest(engine.index, role=engine.role)
     templates = [*others, manifest] if manifest is not None and engine.stale else others
     for template in templates:
@@ -264,9 +268,9 @@ def _unvetted(world: World, rendered: Rendered, engine: EngineView, *others: Man
 def _unchecked(
     ctx: RenderContext, rendered: Rendered, rollout: Rollout, check: RevisionCheck, *, reason: Reason, step: str
 ) -> Verdict | None:
-    """Check the desired revision before an engine that serves is drained for it. None: no check is due.
+    """Check the desired revision before a serving engine is drained for it. Returns None if no check is due.
 
-    reason, step: reason and step of the rollout; an error of the check has its own reason.
+    reason, step: reason and step of the rollout. An error of the check has its own reason.
     """
     if not rollout.check_due:
         return None
@@ -288,7 +292,7 @@ def _unchecked(
 
 
 def _swap(rendered: Rendered, engine: EngineView, reason: str) -> list[Action]:
-    """Apply an engine's new template and replace all its pods together."""
+    """Return the actions that apply an engine's new template and replace all its pods together."""
     actions: list[Action] = []
     manifest = rendered.engine_manifest(engine.index, role=engine.role)
     if engine.stale and manifest is not None:

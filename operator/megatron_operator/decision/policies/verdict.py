@@ -1,4 +1,4 @@
-"""The verdict of a policy."""
+"""The verdict, which is the result of a policy that applies."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class Recorded(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Messages and actions of the policy that decided."""
+    """The messages and actions of the policy that decided."""
 
     reason: Reason
     message: str
-    """One sentence: the message of the Ready condition."""
+    """The message of the Ready condition, one sentence."""
     operation: Operation | Recorded | None = Recorded.UNCHANGED
-    """The operation to record; None: the recorded one has ended."""
+    """The operation to record. None means that the recorded operation has ended."""
     step: str = ""
     """The current step; empty if all changes are complete."""
     waiting_on: str = ""
-    """What the step waits for."""
+    """The condition that the step waits for."""
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
     upkeep: bool = True
@@ -37,7 +37,7 @@ class Verdict:
 
 
 Policy = Callable[..., Verdict | None]
-"""Its parameters name the topics of the scene that it reads. None: it does not apply."""
+"""A policy. Its parameters name the topics of the scene that it reads. It returns None if it does not apply."""
 
 
 def waiting(
@@ -49,7 +49,7 @@ def waiting(
     requeue_after: float | None = None,
     operation: Operation | Recorded | None = Recorded.UNCHANGED,
 ) -> Verdict:
-    """Return a verdict that waits."""
+    """Return the verdict of a policy that waits."""
     return Verdict(
         reason=reason,
         message=f"{step}: waiting for {waiting_on}",

@@ -1,4 +1,4 @@
-"""Policies that change weights, to another revision of the same model, and adapters of engines without a restart."""
+"""Policies that change weights and adapters of engines without a restart. New weights are of the same model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFRESHABLE = {state: ResourceState(state.value) for state in (DesiredState.RUNN
 def refresh_weights(
     world: World, desired: Desired, ctx: RenderContext, engines: Engines, observed: Observed, weights: Weights
 ) -> Verdict | None:
-    """Update the weights if `spec.weights.revision` changed, or if an engine serves other weights.
+    """Update the weights if `spec.weights.revision` has changed, or if an engine serves other weights.
 
     Every engine loads the new weights while it serves, and switches to them between two steps. While the resource is
     suspended or stopped, the update waits.
@@ -77,9 +77,10 @@ def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
 def set_adapters(
     world: World, desired: Desired, engines: Engines, observed: Observed, adapters: AdapterView
 ) -> Verdict | None:
-    """Set the list of adapters if the engines have another list than the spec, or if an engine lacks an adapter. After
-    a failure the list is set without the adapters that cannot be loaded, the other policies go on, and the whole
-    list is set again later. While suspended or stopped a change waits.
+    """Set the list of adapters if the engines' list differs from the spec's, or if an engine lacks an adapter.
+
+    After a failure, the list is set without the adapters that cannot be loaded. The other policies then continue, and
+    the whole list is set again later. While the resource is suspended or stopped, a change waits.
     """
     if REFRESHABLE.get(desired.state) is not observed.state or engines.old_model or adapters.due is None:
         return None

@@ -1,1 +1,4 @@
-"""The coordinator's decisions: journal, routing, dispatch, verbs, membership and recovery. No asyncio, no sockets."""
+"""The coordinator's decisions: journal, routing, dispatch, verbs, membership and recovery.
+
+The package uses neither asyncio nor sockets.
+"""

@@ -1,4 +1,6 @@
-"""Admission: an ordered list of checks decides whether a new request is dispatched at once, waits, or is rejected."""
+"""Admission of new requests. An ordered list of checks decides whether a request is dispatched, waits or is
+rejected.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from megatron_runtime.coordinator.core.verbs import Verbs
 
 
 class Admitted(Enum):
-    """What the coordinator does with a request that it accepts."""
+    """How the coordinator handles a request that it accepts."""
 
     NOW = auto()
-    """It is dispatched at once, if an engine has room."""
+    """The request is dispatched immediately, if an engine has capacity."""
     LATER = auto()
-    """It waits in the queue."""
+    """The request waits in the queue."""
 
 
 Verdict: TypeAlias = Rejection | Admitted
@@ -30,7 +32,7 @@ NOW, LATER = Admitted  # see _RUNNING of records.py
 
 @dataclass(kw_only=True)
 class AdmissionControl:
-    """Decides whether a new request is dispatched at once, waits, or is rejected.
+    """The decision whether a new request is dispatched immediately, waits, or is rejected.
 
     fail: ends a waiting request of another tenant with the given error, to free capacity for the new request.
     """
@@ -43,7 +45,7 @@ class AdmissionControl:
     fail: Callable[[Entry, Rejection], None]
 
     def decide(self, entry: Entry) -> Verdict:
-        """Return the first verdict that a check gives; NOW if no check gives one."""
+        """Return the first verdict of a check. Return NOW if no check has a verdict."""
         for check in CHECKS:
             verdict = check.look(self, entry)
             if verdict is not None:
@@ -91,12 +93,12 @@ class AdmissionControl:
         return LATER if waits else None
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
-        """Free capacity for `entry`: reject the newest waiting request of the tenant that uses the most.
-
-        by_bytes: compare tenants by the bytes of their requests, not by the number of requests.
+        """Free capacity for `entry` by rejecting the newest waiting request of the tenant with the highest use.
 
         Return False, and reject nothing, if that tenant would then have less than the tenant of `entry`, or if all its
         waiting requests have generated tokens. Requests with generated tokens are never rejected.
+
+        by_bytes: compare tenants by the bytes of their requests, not by the number of waiting requests.
         """
         heaviest = max(
             self.tenants, key=lambda tenant: tenant.open_bytes if by_bytes else tenant.num_waiting, default=None
@@ -115,7 +117,10 @@ class AdmissionControl:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCheck:
-    """A reason not to dispatch a request when it arrives. look: returns the verdict, or None if the check passes."""
+    """A check that can prevent the immediate dispatch of a new request.
+
+    look: returns the verdict, or None if the check passes.
+    """
 
     name: str
     look: Callable[[AdmissionControl, Entry], Verdict | None]

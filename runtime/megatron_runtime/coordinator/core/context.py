@@ -1,7 +1,7 @@
-"""What every part of the core shares: settings, registered peers, counters, and the input and output of one event.
+"""The data that all parts of the core share: settings, registered peers, counters, and input and output of one event.
 
 The core reads no clock and sends nothing. The shell sets `now` before each event and performs `effects`, in order,
-after it. It calls run_timers() no later than `next_timer`.
+after the event. The shell calls run_timers() no later than `next_timer`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ SIMILAR_RATES = 1.25
 """An engine whose rate differs from the median by less than this factor is treated as having the median rate."""
 
 Effect: TypeAlias = tuple[PeerId, Outgoing | None]
-"""(peer, message): send the message to the peer. None instead of a message: close the connection after everything
-before has been sent. No frames: raise the event `has_room` when the connection has room for more."""
+"""A pair (peer, message): send the message to the peer. If the message is None, close the connection after all earlier
+messages have been sent. If it has no frames, raise the event `has_room` when the connection has room again.
+"""
 
 
 class ClientRegistry:
@@ -38,11 +39,11 @@ class ClientRegistry:
         self._by_name: dict[tuple[Role, str], Client] = {}
         self._by_peer: dict[PeerId, Client] = {}
         self._by_route: dict[int, Client] = {}
-        # Every token calls these, so they are the maps' own methods.
+        # Every token calls these functions, so they are directly the methods of the maps.
         self.at: Callable[[PeerId], Client | None] = self._by_peer.get
         self.routed: Callable[[int], Client | None] = self._by_route.get
         self.routes = count(1)
-        """Route numbers for future clients."""
+        """Generator of route numbers for future clients."""
 
     def __iter__(self) -> Iterator[Client]:
         return iter(list(self._by_name.values()))
@@ -57,14 +58,17 @@ class ClientRegistry:
         self._by_name[client.role, client.name] = self._by_peer[client.peer] = self._by_route[client.route] = client
 
     def move(self, client: Client, peer: PeerId, *, incarnation: int, key: bytes = b"") -> None:
-        """Move a client to its new connection. Everything that it has not received is sent there."""
+        """Move a client to its new connection.
+
+        All data that the client has not received is sent on the new connection.
+        """
         self._by_peer.pop(client.peer, None)
         client.peer, client.key, client.incarnation = peer, key, incarnation
         client.answered.clear()
         client.reachable, client.stuck_since = True, None
         self._by_peer[peer] = client
         for entry in client.open.values():
-            # Tokens sent on the old connection may not have arrived. The client drops the tokens that it has already.
+            # Tokens sent on the old connection may not have arrived. The client drops tokens that it already has.
             entry.forwarded = entry.held
             client.behind = client.behind or entry.meta.streaming
 
@@ -79,7 +83,7 @@ class ClientRegistry:
 
 
 class EnginesByLoad:
-    """Engines sorted by load, so that the dispatch of a request need not examine every engine.
+    """Engines sorted by load, so that a dispatch need not examine every engine.
 
     load: returns the sort key of an engine that is not full. Engines with equal keys are sorted by their index.
     """
@@ -90,14 +94,14 @@ class EnginesByLoad:
         self._order: list[tuple[float, int, Engine]] = []
 
     def __iter__(self) -> Iterator[Engine]:
-        """Yield all engines that are not full, by load. Loads must not change during the iteration."""
+        """Yield all engines that are not full, lowest load first. Loads must not change during the iteration."""
         for load, _, engine in self._order:
             if load == math.inf:
                 return
             yield engine
 
     def put(self, engine: Engine) -> None:
-        """Add an engine, or move it to the position that its current load gives it."""
+        """Add an engine, or move it to the position that matches its current load."""
         load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
         if self._loads.get(engine.index) != load:
             self.remove(engine)
@@ -113,11 +117,12 @@ class EnginesByLoad:
 class EngineRegistry:
     """The registered engines.
 
-    stopped:     STOP was sent to all engines and none has registered since, so requests need not wait.
-    block_sizes: the block sizes of their prefix caches; more than one while a change is rolled out.
-    has_roles:   an engine is preferred for one stage of requests.
-    has_pooling: an engine has a pooling model, so not every engine may answer a request without needs.
-    min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token; 0: requests are counted instead.
+    stopped:     STOP was sent to all engines and no engine has registered since, so requests need not wait.
+    block_sizes: the block sizes of their prefix caches; several sizes while a change is rolled out.
+    has_roles:   at least one engine is preferred for one stage of requests.
+    has_pooling: at least one engine has a pooling model, so not every engine can answer a request without needs.
+    min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token. If it is 0, requests are counted
+        instead of tokens.
     """
 
     def __init__(self, load: Callable[[Engine], float]) -> None:
@@ -126,9 +131,11 @@ class EngineRegistry:
         self.at: Callable[[PeerId], Engine | None] = self._by_peer.get
         self._by_load = EnginesByLoad(load)
         self._changed: dict[int, Engine] = {}
-        """Engines, by index, whose place in _by_load is out of date. The answers in one message change one engine."""
+        """Engines, by index, whose position in _by_load is out of date. The answers in one message change only one
+        engine.
+        """
         self.indices = count()
-        """Index numbers for future registrations."""
+        """Generator of index numbers for future registrations."""
         self.stopped = False
         self.block_sizes: frozenset[int] = frozenset()
         self.has_pooling = False
@@ -156,21 +163,26 @@ class EngineRegistry:
         return [engine for engine in self._by_name.values() if engine.serving]
 
     def with_room(self) -> Iterator[Engine]:
-        """Engines that can accept one more request now, the least loaded first."""
+        """Engines that can accept one more request now, lowest load first."""
         changed = self._changed
         while changed:
             self._by_load.put(changed.popitem()[1])
         return filter(Engine.has_room, self._by_load)
 
     def load_changed(self, engine: Engine) -> None:
-        """Call after every change of what Engine.cost() reads, or of `engine.max_requests`."""
+        """Update an engine's position.
+
+        Call after every change of `engine.max_requests` or of a value that Engine.cost() reads.
+        """
         if self.is_registered(engine):
             self._changed[engine.index] = engine
 
     def update_costs(self) -> None:
-        """Update the costs from the rates in the last heartbeats. An engine that reports no rate, or one within a
-        factor of SIMILAR_RATES of the median, gets the median: noise must not order engines of equal speed. If no
-        engine reports one of the rates, requests are counted instead.
+        """Update the costs from the rates in the last heartbeats.
+
+        An engine gets the median rate if it reports no rate, or a rate within a factor of SIMILAR_RATES of the median.
+        Noise then does not affect the order of engines with equal speed. If no engine reports one of the rates,
+        requests are counted instead of tokens.
         """
         reports = [engine.heartbeat for engine in self._by_name.values()]
         prefill_rates = sorted(report.prefill_rate for report in reports if report.prefill_rate)
@@ -189,7 +201,7 @@ class EngineRegistry:
         self.min_prefill_cost = min((engine.prefill_cost for engine in self._by_name.values()), default=0.0)
 
     def announced(self, engine: Engine) -> None:
-        """Update the sizes and tasks of the pool. Call it after a registered engine has announced them."""
+        """Update the block sizes and tasks of the pool. Call it after a registered engine has announced its own."""
         self.load_changed(engine)
         self.has_pooling = self.has_pooling or bool(engine.task)
         self.has_roles = self.has_roles or bool(engine.role)
@@ -200,11 +212,11 @@ class EngineRegistry:
         self.block_sizes = frozenset(engine.block_size_tokens for engine in self._by_name.values())
 
     def available(self) -> list[Engine]:
-        """Engines that requests may be dispatched to, including engines that are at capacity."""
+        """Engines to which requests may be dispatched, including engines at capacity."""
         return [engine for engine in self._by_name.values() if engine.available() and not engine.reserved]
 
     def dispatched(self) -> Iterator[tuple[int, Entry]]:
-        """Every request that is dispatched to an engine, with its dispatch id."""
+        """Yield every request that is dispatched to an engine, with its dispatch id."""
         for engine in self:
             yield from list(engine.in_flight.items())
 
@@ -233,23 +245,24 @@ class EngineRegistry:
 
 
 def _cost_of(rate: float | None, median: float) -> float:
-    """Return the seconds per token of an engine that reports `rate`."""
+    """Return the seconds per token of an engine that reports `rate`, which is in tokens per second."""
     if not rate or median / SIMILAR_RATES < rate < median * SIMILAR_RATES:
         rate = median
     return 1 / rate
 
 
 class Context:
-    """What every part of the core shares. Seconds throughout.
+    """The data that all parts of the core share. All times are in seconds.
 
     now:         time of the event, on a monotonic clock.
-    wall_offset: seconds to add to `now` for seconds since 1970.
-    next_timer:  when the earliest timer is due; infinite if no timer is set.
+    wall_offset: value to add to `now` to get Unix time.
+    next_timer:  time at which the earliest timer is due; infinite if no timer is set.
     randbits:    returns an integer with the given number of random bits.
-    needs_pump:  engines may have room, or requests wait: dispatch them before the event ends.
+    needs_pump:  engines may have capacity, or requests wait, so requests must be dispatched before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
     translated:  peers for which the shell has a translator.
-    ended:       traced requests that have ended since the shell last read this list; None: the shell records no spans.
+    ended:       traced requests that have ended since the shell last read this list; None if the shell records no
+                 spans.
     term:        the term in which this coordinator of a pair is active; 0 while it is on standby; None if it is the
                  only coordinator.
     """
@@ -283,12 +296,12 @@ class Context:
         self.effects.append((peer, None))
 
     def reject(self, peer: PeerId, code: ErrorCode, message: str) -> None:
-        """Count a frame that is dropped, and send its sender an error."""
+        """Count a frame that is dropped, and send an error to its sender."""
         self.counters.rejected[code.name.lower()] += 1
         self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
 
     def answer(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
-        """Send a message to a client, or store it in the outbox if the client's connection is full.
+        """Send a message to a client. If the client's connection is full, store the message in the client's outbox.
 
         uid: the request that this message ends.
         """
@@ -298,7 +311,7 @@ class Context:
             self.answer_now(client, message, uid=uid)
 
     def report_room(self, peer: PeerId) -> None:
-        """Ask the shell to call has_room() when the peer's connection accepts messages again."""
+        """Request that the shell calls has_room() when the peer's connection accepts messages again."""
         self.effects.append((peer, []))
 
     def answer_now(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
@@ -309,7 +322,7 @@ class Context:
                 client.answered.popitem(last=False)
 
     def set_timer(self, name: str, when: float, callback: Callable[[], None]) -> None:
-        """Call `callback` at `when`. Replaces an earlier timer of this name."""
+        """Call `callback` at the time `when`. Replaces an earlier timer of this name."""
         self._timers[name] = when, callback
         self.next_timer = min(when for when, _ in self._timers.values())
 

@@ -1,7 +1,7 @@
-"""The coordinator as a deterministic state machine: an event comes in, effects come out.
+"""The coordinator as a deterministic state machine. Events are its inputs, and effects are its outputs.
 
-Events are the methods of CoordinatorCore that begin with the time of the event. After each, the shell performs
-`context.effects` and empties the list. No socket, clock, event loop or source of random numbers is used here.
+Events are the methods of CoordinatorCore that begin with the time of the event. After each event, the shell performs
+`context.effects` and empties the list. The core uses no socket, clock, event loop or random number generator.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ Handler: TypeAlias = Callable[[Any, Any, Outgoing], None]
 
 
 class CoordinatorCore:
-    """Owns the parts of the coordinator and routes each event to the right one.
+    """The core of a coordinator. It owns the parts of the coordinator and routes each event to the right part.
 
-    now:      time of creation, seconds on the clock that all events use.
+    now:      time of creation, in seconds on the clock that all events use.
     randbits: returns an integer with the given number of random bits.
-    access:   the shell's knowledge about keys.
+    access:   checks keys for the core; the shell implements it.
     """
 
     def __init__(
@@ -112,13 +112,14 @@ class CoordinatorCore:
     # --- events -------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Begin recovery and heartbeats."""
+        """Start the recovery and the heartbeats."""
         self.context.now = now
         self.membership.start()
 
     def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
-        """Handle a message that arrived or that a translator created. No message that a peer can send raises an
-        exception here.
+        """Handle a message that arrived or that a translator created.
+
+        No message from a peer can raise an exception here.
         """
         self.context.now = now
         try:
@@ -145,20 +146,21 @@ class CoordinatorCore:
             self._settle()
 
     def may_be_silent(self, now: float, peer: PeerId) -> bool:
-        """Whether the peer is an engine in a busy period that it has announced, such as loading."""
+        """Return whether the peer is an engine in a busy period that it has announced, such as loading."""
         engine = self.engines.at(peer)
         return engine is not None and now <= engine.busy_until + self.context.settings.timing.dead
 
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
-        """Handle the end of a connection. by_peer: the other side closed it, as the operating system does when a
-        process exits.
+        """Handle the end of a connection.
+
+        by_peer: the other side closed the connection, as the operating system does when a process exits.
         """
         self.context.now = now
         self.membership.connection_lost(peer, by_peer=by_peer)
         self._settle()
 
     def has_room(self, now: float, peer: PeerId) -> None:
-        """Handle a connection that accepts messages again, either after it was full or because of report_room()."""
+        """Handle a connection that accepts messages again, because it was full or because report_room() was called."""
         self.context.now = now
         self.membership.has_room(peer)
         self._settle()
@@ -166,8 +168,9 @@ class CoordinatorCore:
     def not_sent(self, rejected: Sequence[tuple[PeerId, Outgoing, bool]]) -> None:
         """Handle effects of the last event that connections did not accept.
 
-        rejected: peer, message, and whether the connection has ended, in the order of the effects. For connections that
-                  have not ended, the shell calls has_room() when they accept messages again.
+        rejected: peer, message, and whether the connection has ended, in the order of the effects. If a connection has
+            not
+                  ended, the shell calls has_room() when it accepts messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
@@ -186,7 +189,7 @@ class CoordinatorCore:
             self._settle()
 
     def keys_changed(self, now: float) -> None:
-        """Handle a change of the keys that `access` accepts."""
+        """Handle a change in the keys that `access` accepts."""
         self.context.now = now
         self.membership.keys_changed()
         self._settle()
@@ -197,7 +200,7 @@ class CoordinatorCore:
         self._settle()
 
     def _settle(self) -> None:
-        """Dispatch waiting requests and complete a DRAIN, and repeat this until neither has an effect any more."""
+        """Dispatch waiting requests and complete a DRAIN. Repeat both until neither has an effect."""
         while True:
             if self.context.needs_pump:
                 self.dispatcher.pump()
@@ -279,8 +282,9 @@ class CoordinatorCore:
         self.context.answer(client, quota.to_frames())
 
     def _is_for_admin(self, client: Client, message: Message) -> bool:
-        """Whether an administrator, or a trainer on the admin port, may send this message. User requests must use the
-        client port; the exception is a canary, which names its engine.
+        """Return whether an administrator, or a trainer on the admin port, may send this message.
+
+        User requests must use the client port. The exception is a canary, which names its engine.
         """
         if client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
             is_verb = not isinstance(message, Control) or message.kind in _TRAINER_VERBS
@@ -293,7 +297,7 @@ class CoordinatorCore:
         if client.peer[0] == Role.CLIENT:
             self._misplaced(client, message, sent)
         elif client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
-            # A trainer is not a leader: its fence must not lock out the operator.
+            # A trainer is not a leader, so its fence must not lock out the operator.
             self.verbs.handle(message.model_copy(update={"fence": None}), client)
         elif client.peer[0] == Role.ADMIN and (message.operation_id is None or message.fence is None):
             text = f"{message.kind.name}: operation_id and fence are required on the admin port"

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from megatron_runtime.process.metrics import counter
 
 LOSSES = "Replays and engines lost"
-"""Title of a panel of the dashboard."""
+"""Title of the dashboard's panel about losses."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """Event counts for metrics. Plain integers: they cost little on the request path."""
+    """Event counts for metrics. The counts are plain integers, because these cost little on the request path."""
 
     rejected: Counter[str] = field(default_factory=Counter)
-    """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
+    """Number of dropped frames by reason: malformed, wrong_role, unknown_peer, unexpected."""
     replays: int = counter("replays", "Requests dispatched again because their engine was lost.", panel=LOSSES)
     moved: int = counter("moved_requests", "Requests returned from an engine to the queue in favour of another tenant.")
     stale: int = counter(

@@ -1,12 +1,12 @@
-"""The life of a request at the coordinator: accepted, queued, dispatched, dispatched again, ended.
+"""The lifecycle of a request at the coordinator: accepted, queued, dispatched, possibly dispatched again, ended.
 
-An engine gets at most as many requests as it can run at once. The other requests wait in the coordinator, so that an
-engine that joins gets work at once, and few requests have to be dispatched again when an engine leaves.
+An engine gets at most as many requests as it can run at the same time. The other requests wait in the coordinator. An
+engine that joins therefore gets work immediately, and few requests must be dispatched again when an engine leaves.
 
 Tenants share the engines. The load of a tenant is the number of its requests at engines. The shares are max-min fair if
-no tenant with waiting requests has two requests fewer at engines than another tenant. The dispatcher moves requests
-from engines back to the queue until this holds. Each move brings the loads of two tenants closer, so no request moves
-back and forth. While only one tenant has requests, no request is moved.
+no tenant with waiting requests has at least two requests fewer at engines than another tenant. The dispatcher moves
+requests from engines back to the queue until the shares are fair. Each move brings the loads of two tenants closer
+together, so no request moves back and forth. While only one tenant has requests, no request is moved.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ _QUEUED, _PREFILLING, _EXPORTED, _IMPORTING, _DECODING = RequestStage  # see rec
 NO_ROUTE = 0
 """Route of partials that the coordinator does not forward. The routes of clients begin at 1."""
 REMEMBERED_DISPATCHES = 4
-"""Number of former dispatches of a request from which a final is still accepted."""
+"""Maximum number of earlier dispatches of a request from which a final answer is still accepted."""
 MOVE_AGAIN_SECONDS = 2.0
-"""A request that has made room is not moved again for this long."""
+"""Time for which a request that has made room is not moved again."""
 SEARCH_AGAIN_SECONDS = 0.1
-"""Time until the next search after one that found no request that may make room."""
+"""Time until the next search, after a search that found no request that may make room."""
 
 
 class Dispatcher:
-    """Owns the tables of open requests and the quarantine."""
+    """The dispatcher of requests, which owns the tables of open requests and the quarantine."""
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, prompts: PromptReader) -> None:
         self.journal = Journal(limit_bytes=context.settings.journal_bytes)
@@ -78,8 +78,8 @@ class Dispatcher:
             fail=self.fail,
         )
         self.next_search = 0.0
-        # Ids are never reused, not even by the next coordinator: an engine may still answer a dispatch of the previous
-        # one.
+        # Ids are never reused, not even by the next coordinator, because an engine may still answer a dispatch of the
+        # previous coordinator.
         self.next_dispatch_id = (context.randbits(28) << 24) + 1
         self._settings = context.settings
         self._context = context
@@ -101,8 +101,8 @@ class Dispatcher:
     def submit(self, client: Client, submit: Submit) -> None:
         """Accept a request, or reject it.
 
-        If the uid is open already, this is the same request on another connection. If the uid was answered on this
-        connection, the client sent the request before it read the answer.
+        If the uid is already open, the message is the same request on another connection. If the uid was already
+        answered on this connection, the client sent the request before it read the answer.
         """
         uid, meta, prompt, generated, params, media, epochs, handoff = submit
         if uid in client.answered:
@@ -148,14 +148,17 @@ class Dispatcher:
             self._wait(entry)
 
     def _complete_media(self, client: Client, uid: bytes, media: Media) -> Media | None:
-        """Return the media of a request with all data. If data is missing or too large, reject the request and return
-        None.
+        """Return the media of a request with all their data.
+
+        If data is missing or too large, reject the request and return None.
         """
         completed = self.journal.media.completed(client.route, media)
         if completed is None:
             message = "the coordinator lacks data of its images, audio or video: submit it again with all data"
             error = Error(code=ErrorCode.MEDIA_MISSING, message=message, uid=uid)
-            self._context.answer(client, error.to_frames())  # without the uid: it may be submitted again
+            self._context.answer(
+                client, error.to_frames()
+            )  # without the uid, because the client may submit the request again
             return None
         if (size := completed.data_bytes) > limits.MAX_MEDIA_BYTES:
             message = f"images, audio and video of the request take {size} bytes: at most {limits.MAX_MEDIA_BYTES}"
@@ -167,7 +170,7 @@ class Dispatcher:
     def _begin(self, entry: Entry) -> bool:
         """Dispatch or reject a request that has not been in the queue.
 
-        Return False if the request must wait because all engines that may answer it are at capacity.
+        Return False if the request must wait, because all engines that can answer it are at capacity.
         """
         if entry.meta.engine:
             pinned = self._engines.named(entry.meta.engine)
@@ -207,7 +210,7 @@ class Dispatcher:
             self._balance()
 
     def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Add a request to the queue, or to the quarantine if it is a suspect. Arguments: see WaitingQueue.add().
+        """Add a request to the queue, or to the quarantine if it is a suspect. For arguments see WaitingQueue.add().
 
         The caller must have removed the request from the table of its engine.
         """
@@ -229,7 +232,7 @@ class Dispatcher:
             entry.engine, entry.dispatch_id = None, 0
 
     def _offer(self, entry: Entry) -> bool:
-        """Dispatch or reject a request at the head of the queue. Return False if it has to wait for an engine."""
+        """Dispatch or reject a request at the head of the queue. Return False if it must wait for an engine."""
         if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
         chosen = self._placement.choose(entry)
@@ -240,7 +243,7 @@ class Dispatcher:
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
-        """Reject a request that no serving engine may answer. Return False if the request may wait for an engine."""
+        """Reject a request that no serving engine can answer. Return False if the request can wait for an engine."""
         rejection = rejections.adapter_changed(entry, self._verbs.adapters)
         return self._reject(entry, rejection or rejections.unanswerable(entry, self._engines.serving()))
 
@@ -250,7 +253,7 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
-        """Send a request to an engine for `stage`. For an import, Transfers.begin() sends the message."""
+        """Send a request to an engine for `stage`. If the stage is an import, Transfers.begin() sends the message."""
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
         dispatch_id = self.next_dispatch_id
@@ -262,7 +265,7 @@ class Dispatcher:
             meta = meta._replace(deadline_ms=max(0, int((entry.deadline - self._context.now) * 1000)))
         route = entry.client.route
         if engine.reserved and not meta.streaming:
-            # These partials stay at the coordinator: they report the suspect's progress.
+            # These partials are not forwarded, because they only report the suspect's progress.
             entry.progress = 0
             meta, route = meta._replace(streaming=True), NO_ROUTE
         if stage is not _IMPORTING:
@@ -293,7 +296,7 @@ class Dispatcher:
         self._account(entry, engine, stage)
 
     def _account(self, entry: Entry, engine: Engine, stage: RequestStage) -> None:
-        """Count a dispatched request at its engine, and begin its transfer of blocks."""
+        """Count a dispatched request at its engine, and start the transfer of its blocks."""
         if entry.hashes is None:  # not needed for the choice, so the dispatch did not wait for them
             entry.hashes = self._placement.hashes_of(entry)
         cached = self._router.assigned(engine, entry.hashes, request=entry.uid, session=entry.meta.session)
@@ -305,13 +308,16 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
-        """Whether the engine can read the prompt without conversion."""
+        """Return whether the engine can read the prompt without conversion."""
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
 
     def _tokenize(self, entry: Entry, engine: Engine) -> bool:
-        """Replace the text of the prompt by its tokens. Return False if the request was rejected because of it."""
+        """Replace the text of the prompt by its tokens.
+
+        Return False if tokenization failed and the request was rejected.
+        """
         try:
             prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
         except MalformedMessageError as error:
@@ -323,7 +329,7 @@ class Dispatcher:
         return True
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """Return a request to its position in the queue, because the connection of `engine` did not accept it."""
+        """Return a request to its position in the queue, because the connection did not accept its dispatch."""
         entry = engine.take(dispatch_id)
         if entry is None:
             return
@@ -339,7 +345,7 @@ class Dispatcher:
     # --- stages of split requests ------------------------------------------------------------------------------
 
     def exported(self, engine: Engine, message: Exported) -> None:
-        """Handle the end of a prefill: the engine has computed and kept the blocks of a prompt, or has failed."""
+        """Handle the end of a prefill. The engine has computed and kept the blocks of a prompt, or has failed."""
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is not None and entry.stage is _DECODING and KEEPS_BLOCKS in entry.meta.needs:
             self.handoffs.keep(entry, engine, message)
@@ -384,7 +390,7 @@ class Dispatcher:
     # --- shares of tenants -------------------------------------------------------------------------------------
 
     def _balance(self) -> None:
-        """Move requests back to the queue until no tenant with waiting requests has two requests fewer than another."""
+        """Move requests back to the queue until the shares of the tenants are fair (see the module's description)."""
         now = self._context.now
         while now >= self.next_search and self.queue.length and self._verbs.may_dispatch:
             maximum = self.tenants.busy.highest_load
@@ -395,9 +401,10 @@ class Dispatcher:
                 self.next_search = now + SEARCH_AGAIN_SECONDS
 
     def _make_room(self, entry: Entry, now: float) -> bool:
-        """Replace the newest request of a tenant that has at least two more requests at engines by a waiting request.
+        """Replace a running request of another tenant by a waiting request.
 
-        Return False if no running request may be replaced.
+        The replaced request is the newest request of a tenant that has at least two more requests at engines. Return
+        False if no running request may be replaced.
         """
         for tenant in self.tenants.busy.from_highest():
             if tenant.load < entry.tenant.load + 2:
@@ -415,7 +422,7 @@ class Dispatcher:
 
     @staticmethod
     def may_move(other: Entry, engine: Engine, entry: Entry, now: float) -> bool:
-        """Whether `other`, which runs at `engine`, may be moved back to the queue so that `entry` can run there."""
+        """Return whether `other`, which runs at `engine`, may move back to the queue so that `entry` can run there."""
         return (
             engine.available()
             and not engine.reserved
@@ -430,7 +437,7 @@ class Dispatcher:
     # --- engines end -------------------------------------------------------------------------------------------
 
     def release(self, engine: Engine) -> None:
-        """Requeue the requests that `engine` had in flight, ahead of all later requests."""
+        """Requeue the requests that `engine` had in flight. They precede all later requests."""
         self.quarantine.lost(engine)
         self.transfers.engine_lost(engine)
         self.handoffs.engine_lost(engine)
@@ -447,8 +454,9 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move the requests of a suspect engine to engines with room. Late answers of the suspect engine are
-        accepted.
+        """Move the requests of a suspect engine to engines with capacity.
+
+        Late answers of the suspect engine are accepted.
         """
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
             if not self._verbs.may_dispatch:
@@ -483,7 +491,7 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """Return the open request that `peer` answers under an earlier dispatch id; None if there is none."""
+        """Return the open request that `peer` answers under an earlier dispatch id, or None without such a request."""
         to, entry = self._former.get(dispatch_id, (None, None))
         return entry if to == peer else None
 
@@ -503,7 +511,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
-        """Acquit the suspect on a reserved engine if it has generated enough tokens; see quarantine.py."""
+        """Acquit the suspect on a reserved engine if it has generated enough tokens (see quarantine.py)."""
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 
@@ -514,13 +522,16 @@ class Dispatcher:
     # --- ends --------------------------------------------------------------------------------------------------
 
     def withdraw(self, entry: Entry) -> None:
-        """Abort an open request at its engine, if it has one."""
+        """Abort an open request at its engine, if an engine has it."""
         if entry.engine is not None:
             self._context.send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
             entry.engine.unsettled = True
 
     def forget(self, entry: Entry, *, error: str = "") -> None:
-        """Remove a request that has ended from every table. error: why no engine answered it; empty if one did."""
+        """Remove a request that has ended from every table.
+
+        error: why no engine answered the request; empty if an engine answered it.
+        """
         self._trace(entry, error=error)
         if self.queue.length:
             self.queue.discard(entry)
@@ -547,7 +558,7 @@ class Dispatcher:
             self._context.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
-        """Abort requests that no client waits for, in the coordinator and at their engines."""
+        """Abort requests for which no client waits, in the coordinator and at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
             self.forget(entry, error="aborted")

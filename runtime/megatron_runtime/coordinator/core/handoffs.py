@@ -1,9 +1,9 @@
-"""KV handoff as in Megatron-Core: a client lets a later request reuse the KV blocks of an earlier one.
+"""KV handoff as in Megatron-Core, by which a client lets a later request reuse the KV blocks of an earlier request.
 
 A request with `do_kv_handoff` is answered like any other request. Its engine then keeps the KV blocks of the prompt,
-and the answer contains `disaggregated_params`. A later request that contains `kv_meta` from these parameters starts in
-the stage EXPORTED of transfers.py, so a decode engine imports the blocks. If the engine has released the blocks, or if
-the client may not use them, an engine computes the prompt again.
+and the answer contains `disaggregated_params`. A later request can contain `kv_meta` from these parameters. Such a
+request starts in the stage EXPORTED of transfers.py, so a decode engine imports the blocks. If the engine has released
+the blocks, or if the client may not use them, an engine computes the prompt again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Handoff:
 
 
 class Handoffs:
-    """The handoffs that clients have not used yet.
+    """The handoffs that clients have not yet used.
 
-    The client refers to a handoff by a token: the id of the export and an HMAC. The HMAC uses a random secret of this
-    coordinator process and covers client, tenant, weight epoch and expiry. take() therefore rejects the token if
-    another client or tenant sends it, or after the weights have changed.
+    The client refers to a handoff by a token, which consists of the id of the export and an HMAC. The HMAC uses a
+    random secret of this coordinator process and covers client, tenant, weight epoch and expiry. take() therefore
+    rejects the token if another client or tenant sends it, or after the weights have changed.
 
     release: sends an engine the message that releases the blocks with this export id.
     """
@@ -56,7 +56,10 @@ class Handoffs:
         self._is_timed = False
 
     def keep(self, entry: Entry, engine: Engine, message: Exported) -> None:
-        """Record that `engine` keeps the blocks of a request. It sends the final answer of the request afterwards."""
+        """Record that `engine` keeps the blocks of a request.
+
+        The engine sends the final answer of the request afterwards.
+        """
         until = self._context.now + HANDOFF_SECONDS
         self._kept[message.dispatch_id] = Handoff(engine, message, entry.client, until)
         if not self._is_timed:
@@ -83,7 +86,7 @@ class Handoffs:
     def take(self, entry: Entry, token: bytes) -> Handoff | None:
         """Remove the handoff that `token` names, and return it.
 
-        Return None if the handoff has expired or been used, or if the client or tenant of `entry` may not use it.
+        Return None if the handoff has expired or was used, or if the client or tenant of `entry` may not use it.
         """
         kept = self._kept.get(int.from_bytes(token[:_ID_BYTES], "big"))
         if kept is None or not hmac.compare_digest(self._token(kept, entry), token):
@@ -91,7 +94,7 @@ class Handoffs:
         return self._kept.pop(kept.exported.dispatch_id)
 
     def release(self, client: Client, number: int) -> None:
-        """Release the handoff with the export id `number`. Ignore an unknown id, and an id of another client."""
+        """Release the handoff with the export id `number`. Ignores an unknown id, and an id of another client."""
         kept = self._kept.get(number)
         if kept is not None and kept.client is client:
             self._drop(kept)

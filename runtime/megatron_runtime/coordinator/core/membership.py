@@ -1,4 +1,4 @@
-"""Membership of engines and clients: HELLO and its answer, recovery after a restart, heartbeats, removal."""
+"""Membership of engines and clients: HELLO and its answer, recovery after a restart, heartbeats, and removal."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
-"""Maximum number of answers kept for a client that does not read. Beyond it, the client is removed."""
+"""Maximum number of answers kept for a client that does not read. A client that exceeds it is removed."""
 UNREAD_SHARE = 0.25
-"""Memory for such answers of all clients, as a share of the journal's. Beyond it, the client with the most is
-removed."""
+"""Maximum memory for the unread answers of all clients, as a fraction of the journal's memory. If it is exceeded, the
+client with the most unread answers is removed.
+"""
 HEAL_HEARTBEATS = 4
-"""An engine may take this many heartbeats to show the state and epoch that it was sent before they are sent again."""
+"""Number of heartbeats after which a state and epoch are sent again if the engine's heartbeats do not show them."""
 
 _RECOVERED_STATES: dict[EngineState, CoordinatorState] = {
     EngineState.RUNNING: CoordinatorState.RUNNING,
@@ -42,13 +43,14 @@ _RECOVERED_STATES: dict[EngineState, CoordinatorState] = {
     EngineState.SUSPENDING: CoordinatorState.SUSPENDED,
     EngineState.SUSPENDED: CoordinatorState.SUSPENDED,
 }
-"""The state that a restarted coordinator takes from an engine in this state."""
+"""The state that a restarted coordinator adopts from an engine, by the engine's state."""
 _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, CoordinatorState.SUSPENDED: 2}
 
 
 class Recovery:
-    """Restores the state, epoch, fence and adapters of a restarted coordinator from the engines that survived its
-    predecessor.
+    """The recovery of state, epoch, fence and adapters after a restart of the coordinator.
+
+    The source is the engines that survived its predecessor.
     """
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs) -> None:
@@ -91,7 +93,7 @@ class Recovery:
         self._end_if_complete()
 
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
-        """Adopt state, weights and adapters of an engine that registers after recovery, before any operation begins.
+        """Adopt state, weights and adapters of an engine that registers between recovery and the first operation.
 
         If no engine registered during recovery, the first engine that was serving determines the state. The weights
         with the highest epoch win, so that a confirmed update is kept.
@@ -106,18 +108,18 @@ class Recovery:
             self._announce()
 
     def _take_epoch(self, hello: Hello) -> None:
-        """Adopt the epoch, and the weights that belong to it, if it is the highest so far."""
+        """Adopt the engine's epoch, and the weights of this epoch, if it is the highest epoch so far."""
         if hello.source is not None and hello.epoch >= self._verbs.epoch:
             self._verbs.see_source(hello.source, hello.revision)
         self._verbs.epoch = max(self._verbs.epoch, hello.epoch)
 
     def _take_adapters(self, hello: Hello) -> None:
-        """Adopt the list of adapters if it is the newest so far."""
+        """Adopt the engine's list of adapters if it is the newest so far."""
         if hello.adapters is not None and hello.adapters.generation > self._verbs.adapters.generation:
             self._verbs.adapters = hello.adapters
 
     def settle(self) -> None:
-        """Handle the end of the recovery period: recovery ends when all engines that sent a message have registered."""
+        """Handle the end of the settling period. Recovery ends when all engines that sent a message have registered."""
         self._settled = True
         self._end_if_complete()
 
@@ -141,7 +143,7 @@ class Recovery:
 
 
 class Membership:
-    """Registers engines and clients, checks their heartbeats, and removes them."""
+    """The registered engines and clients. Registers them, monitors their heartbeats, and removes them."""
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class Membership:
         self._access = access
         self._due = 0.0
         self._tasks: tuple[str, ...] = ()
-        """The tasks last sent to the clients."""
+        """The tasks that were last sent to the clients."""
 
     def start(self) -> None:
         self.recovery.start()
@@ -207,7 +209,7 @@ class Membership:
             self.lose_engine(other, f"its connection now has the name {hello.name}")
         renewed = engine is not None and engine.peer == peer and engine.incarnation == hello.incarnation
         if engine is not None and not renewed:
-            # A new process is not serving yet, so a HELLO with `serving` comes from a process that kept running.
+            # A new process does not serve yet, so a HELLO with `serving` comes from a process that kept running.
             restarted = not hello.serving and engine.incarnation != hello.incarnation
             crash = CrashEvidence.CERTAIN if restarted else CrashEvidence.NONE
             self.lose_engine(engine, "it registered again", crash)
@@ -258,10 +260,11 @@ class Membership:
     # --- removal ------------------------------------------------------------------------------------------------
 
     def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
-        """Remove an engine, and queue its requests again.
+        """Remove an engine and requeue its requests.
 
-        crash: evidence that one of its requests crashed it. If the engine ran no request, was draining, or was carrying
-               out a verb, the loss may have another cause, and counts against no request.
+        crash: evidence that one of its requests crashed it. If the engine ran no request, was draining, or was
+            executing a
+               verb, the loss can have another cause and counts against no request.
         """
         if not self._engines.is_registered(engine):
             return
@@ -281,14 +284,16 @@ class Membership:
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
         """Handle the end of a connection.
 
-        The requests of an engine are queued again. An engine that is still alive connects and registers again. A client
-        has Timing.client_dead seconds to register again.
+        The requests of an engine are requeued. An engine that is still alive connects and registers again. A client has
+        Timing.client_dead seconds to register again.
 
         by_peer: the other side closed the connection, as the operating system does when a process exits.
         """
         client, engine = self._clients.at(peer), self._engines.at(peer)
         if client is not None:
-            client.stuck_since = None  # no room will be reported; the next message shows that the connection is gone
+            client.stuck_since = (
+                None  # the shell will report no room; the next message shows that the connection is gone
+            )
         if engine is None:
             return
         self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
@@ -309,7 +314,7 @@ class Membership:
             self._context.needs_pump = True
 
     def keys_changed(self) -> None:
-        """Remove the peers whose keys were revoked. An unregistered connection is closed when it sends HELLO."""
+        """Remove the peers whose keys were revoked. An unregistered connection is closed later, when it sends HELLO."""
         logger.info("the keys changed; connections with revoked keys are closed")
         reason = "its key was revoked"
         for engine in self._engines:
@@ -330,7 +335,8 @@ class Membership:
     def _tick(self) -> None:
         """Send heartbeats, and remove silent peers and clients that do not read.
 
-        A late tick shows that this process was stalled: that time does not count as silence of the peers.
+        A late tick shows that this process was stalled. The duration of the stall does not count as silence of the
+        peers.
         """
         now = self._context.now
         late = now - self._due
@@ -370,8 +376,9 @@ class Membership:
         ).to_frames()
 
     def announce(self) -> None:
-        """Send a heartbeat to the clients now, with the tasks of the engines. A client with an older list of adapters
-        then requests the new one.
+        """Send a heartbeat with the tasks of the engines to the clients immediately.
+
+        A client with an older list of adapters then requests the new list.
         """
         heartbeat = self._heartbeat()
         for client in self._clients:
@@ -429,9 +436,12 @@ class Membership:
             self._heal(engine, message)
 
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
-        """Send a commit or HELLO_ACK again to an engine that reports another state, epoch, weights or list of adapters.
+        """Repeat a commit or HELLO_ACK for an engine that reports outdated values.
 
-        No operation is in progress, and the engine has had HEAL_HEARTBEATS heartbeats to report them.
+        The values are its state, epoch, weights and list of adapters.
+
+        This is called only if no operation is in progress, after the engine has had HEAL_HEARTBEATS heartbeats to
+        report the new values.
         """
         owed, engine.owed = engine.owed, None
         if owed is not None and _misses(message, owed):
@@ -451,10 +461,10 @@ class Membership:
 
 
 def _misses(message: Heartbeat, commit: ControlCommit) -> bool:
-    """Whether an engine with this heartbeat has not received `commit`."""
+    """Return whether this heartbeat shows that the engine has not received `commit`."""
     transition = TRANSITIONS.get(commit.signal)
     if transition is not None:
         return message.state == transition.passing
     if commit.signal is Header.SET_ADAPTERS:
-        return False  # HELLO_ACK brings the list as well
+        return False  # HELLO_ACK also contains the list
     return message.epoch is not None and message.epoch != commit.epoch

@@ -1,6 +1,6 @@
 """Tables of the open requests: the journal, the waiting queue, the deadlines and the tenants.
 
-Pure tables: no decisions, no sending. An entry leaves every table when its request ends.
+The tables only store data. They decide and send nothing. An entry leaves every table when its request ends.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from megatron_runtime.protocol.epochs import TokenEpochs, add_epochs
 from megatron_runtime.protocol.media import Media
 
 GRAIN_SECONDS = 0.02
-"""A request expires at most this much later than its deadline, and never earlier."""
+"""Maximum time by which a request expires after its deadline. It never expires earlier."""
 
 
 class MediaStore:
     """The images, audio and video of open requests, stored once per client.
 
-    They are not shared between clients, because digests are not verified here: a client must not be able to replace the
-    data behind another client's digest.
+    Media are not shared between clients, because digests are not verified here. A client must not be able to replace
+    the data for another client's digest.
     """
 
     def __init__(self) -> None:
         self._held: dict[tuple[int, bytes], tuple[bytes, int]] = {}
-        """(route of the client, digest) -> the data, and the number of open requests that use it."""
+        """Maps (route of the client, digest) to the data and the number of open requests that use the data."""
 
     def completed(self, route: int, media: Media) -> Media | None:
-        """Fill in the data that the client left out because an earlier request sent it. None if some is not stored."""
+        """Return the media with the data that the client omitted because an earlier request sent it.
+
+        Returns None if some data is not stored.
+        """
         items = [
             item if (held := self._held.get((route, item.digest))) is None else item._replace(data=held[0])
             for item in media.items
@@ -47,7 +50,7 @@ class MediaStore:
         return media._replace(items=tuple(items)) if all(item.data for item in items) else None
 
     def added_bytes(self, entry: Entry) -> int:
-        """Return the bytes of the media of a request that are not stored yet."""
+        """Return the size in bytes of those media of a request that are not yet stored."""
         if entry.media is None:
             return 0
         new = {item.digest: len(item.data) for item in entry.media.items}
@@ -59,7 +62,7 @@ class MediaStore:
             self._held[key] = held, requests + 1
 
     def remove(self, entry: Entry) -> int:
-        """Remove the media of a request that ended. Return the number of bytes that no other request uses."""
+        """Remove the media of a request that has ended. Return the number of bytes that no other request uses."""
         removed = 0
         for key in _media_of(entry):
             data, requests = self._held[key]
@@ -77,7 +80,7 @@ def _media_of(entry: Entry) -> dict[tuple[int, bytes], bytes]:
 
 
 class Journal:
-    """All open requests by uid, with what a new dispatch needs: prompt, media, parameters and generated tokens.
+    """All open requests by uid, with the data for another dispatch: prompt, media, parameters and generated tokens.
 
     bytes: memory that the entries and their media use. A new request that would exceed `limit_bytes` is rejected.
     """
@@ -98,7 +101,10 @@ class Journal:
         return self._entries.get(uid)
 
     def fits(self, entry: Entry) -> bool:
-        """Return whether a new entry fits `limit_bytes`. Tokens that arrive later are counted, but never rejected."""
+        """Return whether a new entry fits within `limit_bytes`.
+
+        Tokens that arrive later are counted but never rejected.
+        """
         return self.bytes + entry.admitted_bytes <= self.limit_bytes
 
     def add(self, entry: Entry) -> None:
@@ -121,11 +127,11 @@ class Journal:
         details: bytes = b"",
         details_cost: int = 0,
     ) -> None:
-        """Add new tokens of a request (little-endian int32).
+        """Append new tokens of a request (little-endian int32).
 
         epochs:       epochs of the weights that sampled the tokens of the engine's message.
         first:        index of the first new token in that message.
-        details:      packed extras of the message, such as log-probabilities, shared by all its requests.
+        details:      packed extras of the message, such as log-probabilities, which all requests of the message share.
         details_cost: bytes of `details` that count against this request.
         """
         if epochs:
@@ -151,8 +157,8 @@ class WaitingQueue:
     The lowest priority number comes first, then requests whose engine was lost (replays), then the tenant with the
     fewest requests at engines. Requests of one tenant keep their order of arrival.
 
-    Each combination of model, adapter and required features has its own band. A request whose engines are at capacity
-    therefore does not delay requests that other engines can answer.
+    Each combination of priority, model, adapter and required features has its own band. A request whose engines are at
+    capacity therefore does not delay requests that other engines can answer.
     """
 
     def __init__(self) -> None:
@@ -162,8 +168,8 @@ class WaitingQueue:
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
         """Add a request.
 
-        first: it comes before all other requests of its priority, because its engine was lost (a replay).
-        moved: it comes before the other requests of its tenant only.
+        first: place it ahead of all other requests of its priority, because its engine was lost (a replay).
+        moved: place it ahead of the other requests of its tenant only.
         """
         key = _band_of(entry)
         band = self._bands.get(key)
@@ -199,7 +205,7 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Yield the first requests of each band, at most two per band, in the order of the whole queue."""
+        """Return the first requests of each band, at most two per band, in the order of the whole queue."""
         heads = []
         for band in self._bands.values():
             if band.replays:
@@ -222,17 +228,21 @@ def _place(entry: Entry) -> tuple[int, int, int, float]:
 
 
 class Deadlines:
-    """Calls `expire(entry)` at the deadline of an entry. One timer serves all entries, in slots of GRAIN_SECONDS."""
+    """The deadlines of entries.
+
+    `expire(entry)` is called at the deadline of an entry. One timer serves all entries, with a resolution of
+    GRAIN_SECONDS.
+    """
 
     def __init__(self, context: Context, expire: Callable[[Entry], None]) -> None:
         self._context = context
         self._expire = expire
         self._slots: dict[int, dict[bytes, Entry]] = {}
         self._armed = math.inf
-        """The slot that the timer is set to. The slot may have become empty."""
+        """The slot for which the timer is set. The slot may have become empty."""
 
     def set(self, entry: Entry, when: float | None) -> None:
-        """Replace the entry's deadline; None removes it."""
+        """Replace the entry's deadline. None removes the deadline."""
         slot = math.ceil(when / GRAIN_SECONDS) if when is not None else None
         if slot == entry.slot:
             return
@@ -262,7 +272,7 @@ class Deadlines:
 
 
 class Tenants:
-    """The tenants with open requests. A tenant is forgotten with its last open request.
+    """The tenants with open requests. A tenant is removed with its last open request.
 
     is_shared: all requests count as requests of one tenant.
     busy:      tenants that have several requests at engines.
@@ -281,7 +291,7 @@ class Tenants:
         return iter(self._tenants.values())
 
     def of(self, key: TenantKey) -> Tenant:
-        """Return the tenant with this key. A new tenant is stored with its first open request."""
+        """Return the tenant with this key. A new tenant is not stored until its first open request."""
         if self._is_shared:
             key = ""
         tenant = self._tenants.get(key)
@@ -296,7 +306,7 @@ class Tenants:
         tenant.open_bytes += entry.admitted_bytes
 
     def closed(self, entry: Entry) -> None:
-        """Forget a request that has ended: it is in no queue and at no engine."""
+        """Remove a request that has ended and is in no queue and at no engine."""
         tenant = entry.tenant
         tenant.num_open -= 1
         tenant.open_bytes -= entry.admitted_bytes
@@ -318,7 +328,7 @@ class Tenants:
         self._reload(tenant, before, before + 1)
 
     def returned(self, entry: Entry) -> None:
-        """Record that no engine has the request any more. `entry.dispatch_id` is still the id of its last dispatch."""
+        """Record that no engine has the request now. `entry.dispatch_id` is still the id of its last dispatch."""
         tenant = entry.tenant
         before = len(tenant.in_flight)
         del tenant.in_flight[entry.dispatch_id]

@@ -1,4 +1,4 @@
-"""Chooses the engine for a request among the engines that may answer it and have capacity, by the routing policy."""
+"""Chooses the engine for a request by the routing policy, among the suitable engines that have capacity."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Condition: TypeAlias = Callable[[Engine], bool]
 
 
 class Placement:
-    """Chooses engines for requests. Holds no state of its own."""
+    """The choice of engines for requests. It has no state of its own."""
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, transfers: Transfers) -> None:
         self._engines = context.engines
@@ -25,15 +25,15 @@ class Placement:
         self._transfers = transfers
 
     def has_room(self) -> bool:
-        """Return whether an engine accepts one more request."""
+        """Return whether any engine accepts one more request."""
         if self._router.deterministic:
             return bool(self._engines.available())
         return next(self._engines.with_room(), None) is not None
 
     def choose(self, entry: Entry) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request and the stage that it enters there.
+        """Return the engine for a request and the stage in which the request starts at this engine.
 
-        None if all engines that may answer it are at capacity.
+        Returns None if all engines that can answer the request are at capacity.
         """
         if self._engines.has_roles:
             if entry.hashes is None:
@@ -43,9 +43,9 @@ class Placement:
         return None if engine is None else (engine, RequestStage.DECODING)
 
     def _cheapest(self, entry: Entry, accepts: Condition | None = None) -> Engine | None:
-        """Return the engine that the routing policy prefers for a request; None if no engine can accept it now.
+        """Return the engine that the routing policy prefers for a request, or None if no engine can accept it now.
 
-        accepts: returns whether an engine may be chosen; None: every engine may.
+        accepts: returns whether an engine may be chosen; None means that every engine may be chosen.
         """
         router, may_answer = self._router, self._condition(entry, accepts)
         engines = self._engines.available() if router.deterministic else self._engines.with_room()
@@ -78,14 +78,20 @@ class Placement:
         return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=_with_room(may_answer))
 
     def _condition(self, entry: Entry, accepts: Condition | None) -> Condition | None:
-        """Return the condition that engines for a request must fulfil, including `accepts`; None: every engine may."""
+        """Return the condition, including `accepts`, that an engine must fulfil for a request.
+
+        None means that every engine fulfils it.
+        """
         meta = entry.meta
         if not (entry.model or meta.adapter or meta.needs or self._engines.has_pooling):
             return accepts
         return lambda engine: engine.runs(entry) and (accepts is None or accepts(engine))
 
     def hashes_of(self, entry: Entry) -> PromptHashes:
-        """Return the hashes of the complete blocks of a prompt; no hashes if the engine tokenizes the prompt."""
+        """Return the hashes of the complete blocks of a prompt.
+
+        The result is empty if the engine tokenizes the prompt.
+        """
         if entry.meta.text:
             return {}
         adapter = self._verbs.adapters.find(entry.meta.adapter) if entry.meta.adapter else None
@@ -97,7 +103,7 @@ class Placement:
 
 
 def _with_room(may_answer: Condition | None) -> Condition:
-    """Return the condition for engines that may answer a request and accept one more now."""
+    """Return the condition that an engine can answer a request and accepts one more request now."""
     if may_answer is None:
         return Engine.has_room
     return lambda engine: engine.has_room() and may_answer(engine)

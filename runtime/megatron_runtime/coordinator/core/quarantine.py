@@ -1,7 +1,7 @@
-"""Poison requests: requests that crash the engine that runs them.
+"""Quarantine of poison requests, which are requests that crash the engine that runs them.
 
 A request that was in flight at two crashes is a suspect. Suspects run one at a time, alone, on one engine. A suspect
-that crashes an engine on its own is failed. A suspect that gets past the point of its last crash is acquitted.
+that crashes an engine while it runs alone is failed. A suspect that gets past the point of its last crash is acquitted.
 docs/decisions/025-requests-that-crash-engines.md explains the reasons and limits of this rule.
 """
 
@@ -24,28 +24,31 @@ from megatron_runtime.protocol.messages import FailedRequest, Partial
 logger = logging.getLogger(__name__)
 
 SUSPECT_CRASHES = 2
-"""A request that was in flight at this many crashes is a suspect."""
+"""Number of crashes after which a request that was in flight at each of them is a suspect."""
 ACQUITTAL_TOKENS = 16
-"""A request is acquitted once it has this many more tokens than were known at its last crash."""
+"""Number of tokens that a request must have, beyond the tokens known at its last crash, to be acquitted."""
 VERDICT_SECONDS = 3.0
-"""A live engine registers again within this time after its connection was cut."""
+"""Time within which a live engine registers again after its connection was cut."""
 REMEMBERED_FAILURES = 16
 """Maximum number of failed requests that STATUS lists."""
 NAMED_ENGINES = 16
-"""Maximum number of crashed engines that STATUS and the error of a failed request name; the last ones count."""
+"""Maximum number of crashed engines that STATUS and the error of a failed request name. The most recent ones are
+named.
+"""
 REMEMBERED_CUTS = 1024
-"""Maximum number of remembered engines whose connection was cut. If such an engine registers again, it did not
-crash."""
+"""Maximum number of engines with a cut connection that are remembered. If such an engine registers again, it did not
+crash.
+"""
 
 
 class Quarantine:
     """The waiting suspects, the suspect on trial, and the engine that is reserved for the trial.
 
     failures:     the last requests that were failed, oldest first.
-    requeue:      removes a request from its place. Holds it back if it is a suspect, otherwise queues it ahead of all
-                  others of its priority and model.
+    requeue:      removes a request from its engine or queue. A suspect is then held back. Any other request is queued
+                  ahead of all requests of its priority and model.
     fail:         ends a request with an error.
-    reject_unanswerable: ends a request that no engine may answer; returns whether it did.
+    reject_unanswerable: ends a request that no engine can answer; returns whether it ended the request.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Quarantine:
         self._accused: Entry | None = None
         """A suspect that ran alone when its engine's connection was cut. It waits for proof that the engine crashed."""
         self._cuts: dict[str, Crash] = {}
-        """Last crash of each engine, by name, as long as only the loss of its connection is known."""
+        """Last crash of each engine, by name, while only the loss of its connection is known."""
 
     def __len__(self) -> int:
         """Number of suspects that wait for an engine."""
@@ -78,7 +81,7 @@ class Quarantine:
 
     @property
     def active(self) -> bool:
-        """Whether next_trial() may have something to do."""
+        """Return whether next_trial() can have an effect."""
         return bool(self._waiting) or self._reserved is not None
 
     @staticmethod
@@ -88,9 +91,9 @@ class Quarantine:
     # --- engines end --------------------------------------------------------------------------------------------
 
     def crashed(self, engine: Engine, *, certain: bool) -> None:
-        """Count a crash against everything that `engine` ran. Called before its requests are released.
+        """Count a crash against every request that `engine` ran. Must be called before its requests are released.
 
-        certain: False if only the loss of the connection is known. In that case returned() may revoke the crash.
+        certain: False if only the loss of the connection is known. returned() can then revoke the crash.
         """
         relieved = [entry for entry in engine.relieved if entry.is_open]
         entries = [entry for entry in (*engine.in_flight.values(), *relieved) if not entry.meta.engine]
@@ -125,7 +128,7 @@ class Quarantine:
         entry.crash_position = entry.tokens_so_far if entry.meta.streaming else None
 
     def lost(self, engine: Engine) -> None:
-        """Handle the removal of `engine`. The caller queues its requests again."""
+        """Handle the removal of `engine`, whose requests the caller requeues."""
         engine.relieved.clear()
         if self._trial is not None and self._trial.engine is engine:
             self._trial = None
@@ -133,7 +136,10 @@ class Quarantine:
             self._reserve(None)
 
     def returned(self, name: str, *, has_outlived: bool) -> None:
-        """Handle the registration of an engine. If its process outlived its connection, it did not crash."""
+        """Handle the registration of an engine.
+
+        has_outlived: the engine's process outlived its previous connection, so it did not crash.
+        """
         crash = self._cuts.pop(name, None)
         if crash is None:
             return
@@ -151,7 +157,7 @@ class Quarantine:
     def _convict(self, entry: Entry) -> None:
         """Fail a request that crashed an engine while it ran alone.
 
-        The crashes during which it was in flight no longer count against other requests.
+        The crashes during which this request was in flight no longer count against other requests.
         """
         names = [crash.engine[: limits.MAX_NAME_BYTES] for crash in entry.crashes if crash.counts][-NAMED_ENGINES:]
         uid, listed = entry.uid.hex(), ", ".join(names)
@@ -178,13 +184,13 @@ class Quarantine:
     # --- suspects -----------------------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Hold back a suspect that has no engine."""
+        """Hold back a suspect that is at no engine."""
         if self._trial is entry:
             self._trial = None
         self._waiting[entry.uid] = entry
 
     def forget(self, entry: Entry) -> None:
-        """Forget a request that has ended or is no longer a suspect."""
+        """Remove a request that has ended or is no longer a suspect."""
         self._waiting.pop(entry.uid, None)
         if self._trial is entry:
             self._trial = None
@@ -192,7 +198,12 @@ class Quarantine:
             self._drop_accusation()
 
     def next_trial(self) -> tuple[Entry, Engine] | None:
-        """Return the suspect to dispatch now, and the idle engine for it. Call begin() after the dispatch."""
+        """Return the suspect to dispatch now, and an idle engine for it.
+
+        Returns None if no suspect can be dispatched.
+
+        The caller calls begin() after the dispatch.
+        """
         if self._trial is not None:
             return None
         entry, engine = self._choose() if self._accused is None else (None, None)
@@ -202,13 +213,14 @@ class Quarantine:
         return entry, engine
 
     def begin(self, entry: Entry) -> None:
-        """The suspect was dispatched."""
+        """Record that the suspect was dispatched."""
         if self._waiting.pop(entry.uid, None) is not None:
             self._trial, self._trial_since = entry, self._context.now
 
     def _choose(self) -> tuple[Entry, Engine] | tuple[None, None]:
-        """Choose the suspect that arrived last: a request that has run long without a crash is less likely to be
-        poison.
+        """Return the suspect that arrived last and an engine for it.
+
+        A request that has run for a long time without a crash is less likely to be poison.
         """
         serving = self._engines.serving()
         available = [engine for engine in serving if engine.available()]
@@ -224,7 +236,10 @@ class Quarantine:
         return sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True)
 
     def _preference(self, engine: Engine) -> tuple[bool, bool, int, int]:
-        """Return the sort key of an engine: idle ones first, then the reserved one, then by number of requests."""
+        """Return the sort key of an engine.
+
+        Idle engines come first, then the reserved one, then those with few requests.
+        """
         return not _is_empty(engine), engine is not self._reserved, len(engine.in_flight), engine.index
 
     def _reserve(self, engine: Engine | None) -> None:
@@ -242,8 +257,9 @@ class Quarantine:
                 entry.progress = offset + count
 
     def advanced(self, engine: Engine) -> bool:
-        """A reserved engine has sent tokens. Return True if that acquits its suspect, which is then past its last
-        crash.
+        """Handle tokens from a reserved engine.
+
+        Return True if this acquits its suspect, because it is past the point of its last crash.
         """
         trial = self._trial
         if trial is None or trial.engine is not engine or not self._has_stood(trial):
@@ -254,10 +270,10 @@ class Quarantine:
         return True
 
     def _has_stood(self, trial: Entry) -> bool:
-        """Whether the suspect on trial is past the point of its last crash.
+        """Return whether the suspect on trial is past the point of its last crash.
 
-        If that point is not known in tokens, it is the progress that the suspect reaches after it has run alone for as
-        long as it may have run before any of its crashes.
+        If the number of tokens at this point is unknown, another point is used. It is the progress of the suspect after
+        it has run alone for the maximum time that it may have run before any of its crashes.
         """
         if trial.meta.streaming:
             return _is_past(trial)
@@ -270,7 +286,7 @@ class Quarantine:
         return trial.progress >= trial.crash_position + ACQUITTAL_TOKENS
 
     def _end_trial(self, entry: Entry) -> None:
-        """End the trial of a request. It stays at its engine if no other suspect needs the engine."""
+        """End the trial of a request. The request stays at its engine if no other suspect needs the engine."""
         self._trial = None
         if self._waiting:
             self._requeue(entry)
@@ -281,7 +297,7 @@ class Quarantine:
 
 
 def _is_past(entry: Entry) -> bool:
-    """Whether a streaming request is far enough past the point of its last crash not to count as the cause."""
+    """Return whether a streaming request is too far past the point of its last crash to count as the cause."""
     before = entry.crash_position
     return before is not None and entry.meta.streaming and entry.tokens_so_far >= before + ACQUITTAL_TOKENS
 

@@ -1,7 +1,7 @@
-"""Clients, engines, open requests and tenants, and how they refer to each other.
+"""Clients, engines, open requests and tenants, and the references between them.
 
-Plain data. The registries (context.py) and tables (open_requests.py) keep the references consistent: an open request
-is known to its client, to its tenant and, once dispatched, to its engine.
+The records are plain data. The registries (context.py) and tables (open_requests.py) keep the references consistent.
+Each open request has references from its client, its tenant and, once dispatched, its engine.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from megatron_runtime.requests.capabilities import (
 
 _RUNNING = EngineState.RUNNING  # a lookup of a global takes a tenth of the time of an Enum member (Python 3.11)
 UNLIMITED_REQUESTS = 1 << 20
-"""Capacity of an engine that announces none, because it has its own queue."""
+"""Capacity that is assumed for an engine that announces none, because it has its own queue."""
 _NO_HEARTBEAT = Heartbeat(incarnation=0)
 ENTRY_OVERHEAD_BYTES = 1024
-"""Estimated memory of an open request in addition to its bodies, in bytes."""
+"""Estimated memory, in bytes, of an open request in addition to its prompt, tokens and parameters."""
 TOKEN_BYTES = 4
 EPOCH_SPAN_BYTES = 128
-"""Estimate of what a pair of integers costs in Entry.epochs."""
+"""Estimated memory, in bytes, of a pair of integers in Entry.epochs."""
 
 TenantKey: TypeAlias = str | int
 """The id that the request names, or the route number of the client that sent it."""
@@ -56,18 +56,18 @@ class Client:
     """One registration of a client or an administrator.
 
     key:       public key of its connection; empty without keys.
-    model:     model that its requests are made for; empty: any.
-    formats:   formats of answers that it reads; None: it is not an OpenAI server, or does not report them.
-    route:     number by which engines group partials for it.
+    model:     model for which its requests are made; empty means any model.
+    formats:   formats of answers that it reads; None if it is not an OpenAI server, or does not report them.
+    route:     number by which engines group partials for this client.
     open:      its open requests by uid.
     answered:  the last few thousand uids whose final answer was sent on the current connection.
-    outbox:    messages that the connection has not accepted yet, in order, each with the uid that it answers and its
-               size in bytes. While the outbox is not empty, no partials are sent: the tokens stay in the journal and
+    outbox:    messages that the connection has not yet accepted, in order, each with the uid that it answers and its
+               size in bytes. While the outbox is not empty, no partials are sent. The tokens stay in the journal and
                are sent later as one partial.
     outbox_bytes: total size of the outbox.
-    behind:    some of its tokens were not sent to it.
+    behind:    whether it has not yet been sent all of its tokens.
     stuck_since: time since which its connection is full; None while it accepts messages. Until the shell reports room,
-                 nothing is sent: pending data stays in the journal and in the outbox.
+               nothing is sent, and pending data stays in the journal and in the outbox.
     """
 
     name: str
@@ -92,21 +92,21 @@ class Client:
         return bool(self.outbox) or self.behind or not self.reachable
 
     def keep(self, uid: bytes | None, message: Outgoing, *, first: bool = False) -> None:
-        """Add a message to the outbox. first: ahead of all others."""
+        """Add a message to the outbox. first: add it ahead of all other messages."""
         add = self.outbox.appendleft if first else self.outbox.append
         size = size_of(message)
         add((uid, message, size))
         self.outbox_bytes += size
 
     def take_kept(self) -> tuple[bytes | None, Outgoing, int]:
-        """Remove the first message from the outbox and return it, with its size."""
+        """Remove the first message from the outbox. Return its uid, the message and its size in bytes."""
         uid, message, size = self.outbox.popleft()
         self.outbox_bytes -= size
         return uid, message, size
 
 
 class RequestStage(StrEnum):
-    """The stage of a request. Only the coordinator changes it; transfers.py has the table of transitions.
+    """The stage of a request. Only the coordinator changes the stage (see the table of transitions in transfers.py).
 
     A request that is not split goes from QUEUED to DECODING.
     """
@@ -115,11 +115,11 @@ class RequestStage(StrEnum):
     PREFILLING = "prefilling"
     """A prefill engine computes the complete blocks of its prompt."""
     EXPORTED = "exported"
-    """The prefill engine keeps them. The request waits for an engine with room for it."""
+    """The prefill engine keeps the blocks. The request waits for an engine with room for them."""
     IMPORTING = "importing"
-    """An engine receives them."""
+    """An engine receives the blocks."""
     DECODING = "decoding"
-    """An engine computes what is left of the prompt, and every token of the answer."""
+    """An engine computes the rest of the prompt and every token of the answer."""
 
 
 class Export(NamedTuple):
@@ -127,7 +127,7 @@ class Export(NamedTuple):
 
     id:      dispatch id of the prefill.
     weights: weights that computed the blocks, as the engine names them.
-    until:   when the coordinator gives them up if no engine has room.
+    until:   time at which the coordinator releases the blocks if no engine has capacity.
     """
 
     engine: Engine
@@ -138,22 +138,22 @@ class Export(NamedTuple):
 
 
 class CrashEvidence(Enum):
-    """Whether the way an engine was lost is evidence against the requests that it ran."""
+    """Whether the loss of an engine is evidence against the requests that it ran."""
 
     NONE = auto()
-    """It left, was removed, or sent no heartbeats."""
+    """The engine left, was removed, or sent no heartbeats."""
     CUT = auto()
-    """Its side closed the connection without a message: the process exited, or the network failed."""
+    """The engine's side closed the connection without a message, because the process exited or the network failed."""
     CERTAIN = auto()
-    """It reported a failure, or a new process uses its name."""
+    """The engine reported a failure, or a new process uses its name."""
 
 
 @dataclass(slots=True, eq=False)
 class Crash:
-    """One crash of an engine, shared by the requests that were in flight.
+    """One crash of an engine. All requests that were in flight share this object.
 
     at:     time of the event.
-    counts: False once the crash is explained: the engine is alive, or the request that crashed it is known.
+    counts: False once the crash is explained, because the engine is alive or the request that caused it is known.
     """
 
     engine: str
@@ -171,41 +171,41 @@ class Engine:
 
     index:     order of registration; breaks ties in routing.
     key:       public key of its connection; empty without keys.
-    model:     model that it serves; empty: not announced.
+    model:     model that it serves; empty if not announced.
     source:    weights of the last UPDATE_WEIGHTS that the engine reported.
     adapters:  names of the adapters that it reported as loaded.
-    adapter_errors: why others are not loaded, by name.
-    knows_adapters: it understands messages about adapters; earlier releases do not.
+    adapter_errors: errors of the adapters that it could not load, by name.
+    knows_adapters: whether it understands messages about adapters; earlier releases do not.
     draining:  excluded from routing until it registers again.
-    digest:    digest of its weights; empty: not reported.
-    tokenizes: it accepts text prompts.
-    backend:   name of its backend; empty: not announced.
-    lacks:     features that it announced as missing, and that requests may need.
-    parameters: sampling parameters that it knows.
-    task:      what its pooling model computes instead of tokens; empty: it generates tokens.
-    started_ms: when its process started; 0: unknown.
-    weights_unavailable: why it waits for the weights of a trainer; None: it does not.
-    copies:    addresses of its ranks at which other engines get the weights of a trainer; empty: it serves none.
+    digest:    digest of its weights; empty if not reported.
+    tokenizes: whether it accepts text prompts.
+    backend:   name of its backend; empty if not announced.
+    lacks:     features that requests can need and that it announced as missing.
+    parameters: sampling parameters that it supports.
+    task:      what its pooling model computes instead of tokens; empty if it generates tokens.
+    started_ms: start time of its process; 0 if unknown.
+    weights_unavailable: why it waits for the weights of a trainer; None if it does not wait.
+    copies:    addresses of its ranks that serve a trainer's weights to other engines; empty if it serves none.
     limits:    the limits that it announced (names in LIMITS), which STATUS reports.
-    role:      "prefill" or "decode", the stage that it is preferred for; empty: both.
-    kv:        address and layout for the exchange of KV blocks; None: it neither exports nor imports blocks.
-    free_blocks: blocks that it reported as free, minus the blocks of later imports; None: unknown.
-    full:      its connection is full, and the shell has not reported room since.
-    suspect:   no heartbeat came for a while.
+    role:      "prefill" or "decode", the stage for which it is preferred; empty means both.
+    kv:        address and layout for the exchange of KV blocks; None if it neither exports nor imports blocks.
+    free_blocks: blocks that it reported as free, minus the blocks of later imports; None if unknown.
+    full:      whether its connection is full and the shell has not reported room since.
+    suspect:   whether it has sent no heartbeat for a while.
     welcomed:  time at which it was last sent the state that it must adopt.
-    owed:      the last commit that was sent to it, until a heartbeat shows that the engine has carried it out.
-    entered_during: operation in progress when this engine joined; the outcome is sent to it.
+    owed:      the last commit that was sent to it, until a heartbeat shows that the engine has executed it.
+    entered_during: operation in progress when this engine joined; its outcome is sent to the engine.
     in_flight: requests by dispatch id.
-    queued:    uncached tokens that it has to compute before all its requests can generate: the sum of Entry.uncached.
+    queued:    uncached tokens that it must compute before all its requests can generate, the sum of Entry.uncached.
                This and the next two fields are 0 unless the policy or the split of requests needs them; see add_work().
-    waiting:   number of its requests that have such tokens.
-    held:      tokens of its requests at the time of their dispatch.
-    step_tokens: maximum number of tokens that it computes in a step; 0: not announced.
-    prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0: requests are counted.
+    waiting:   number of its requests that have uncached tokens.
+    held:      sum of the tokens of its requests at the time of their dispatch.
+    step_tokens: maximum number of tokens that it computes in a step; 0 if not announced.
+    prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0 if requests are counted instead.
     heartbeat: the last heartbeat.
-    relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
-    reserved:  it runs one suspect request alone, or is being emptied for one, and gets no other work.
-    unsettled: an abort was sent to it, and it has not reported since that it is idle.
+    relieved:  requests that were moved away because it was suspect, until its next heartbeat.
+    reserved:  whether it runs one suspect request alone, or is being emptied for one, and gets no other work.
+    unsettled: whether an abort was sent to it and it has not reported since that it is idle.
     """
 
     name: str
@@ -260,7 +260,7 @@ class Engine:
 
     @property
     def does(self) -> str:
-        """The name of its task, as clients see it."""
+        """The task of the engine, under the name that clients see."""
         return self.task or GENERATE
 
     def available(self) -> bool:
@@ -268,7 +268,7 @@ class Engine:
 
     def has_room(self) -> bool:
         """Whether the engine accepts one more request now."""
-        # available() spelled out: this runs for every request.
+        # This repeats available() inline, because it runs for every request.
         return (
             self.serving
             and self.state is _RUNNING
@@ -277,13 +277,16 @@ class Engine:
         )
 
     def cost(self) -> float:
-        """Return the seconds of work that it has; without rates, the number of its requests."""
+        """Return the cost of the engine's current work, in seconds.
+
+        Without rates, return the number of its requests.
+        """
         if not self.prefill_cost:
             return len(self.in_flight)
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
     def cost_of(self, tokens: int) -> float:
-        """Return the cost of a request with `tokens` uncached tokens; see EngineRouter."""
+        """Return the cost of an additional request with `tokens` uncached tokens (see EngineRouter)."""
         prefill_cost, requests, ahead = self.prefill_cost, len(self.in_flight), self.queued
         if not prefill_cost:
             return requests
@@ -292,7 +295,10 @@ class Engine:
         return (ahead + tokens + tokens * requests / self.max_requests) * prefill_cost + self.held * self.held_cost
 
     def add_work(self, entry: Entry, cached: int) -> None:
-        """Count the tokens of a request that it was given. cached: number of its tokens in the engine's cache."""
+        """Count the tokens of a request that the engine received.
+
+        cached: number of its tokens in the engine's cache.
+        """
         size = entry.size = entry.num_tokens
         uncached = entry.uncached = max(0, size - cached)
         if uncached:
@@ -301,7 +307,7 @@ class Engine:
         self.held += size
 
     def take(self, dispatch_id: int) -> Entry | None:
-        """Remove a request."""
+        """Remove a request and return it. Return None for an unknown dispatch id."""
         entry = self.in_flight.pop(dispatch_id, None)
         if entry is not None and entry.size:
             self.held -= entry.size
@@ -321,8 +327,8 @@ class Engine:
     def report(self, heartbeat: Heartbeat) -> bool:
         """Adopt the number of uncomputed prompt tokens that a heartbeat reports. Return whether `queued` changed.
 
-        Tokens that the engine has computed are attributed to its oldest requests. The counts of requests that it had
-        not received when it sent the heartbeat are unchanged.
+        Tokens that the engine has computed are attributed to its oldest requests. If the engine sent the heartbeat
+        before it received a request, the count of this request does not change.
         """
         self.heartbeat, before = heartbeat, self.queued
         self.free_blocks = heartbeat.free_blocks
@@ -340,7 +346,7 @@ class Engine:
         return self.queued != before
 
     def has_model(self, model: str) -> bool:
-        """Whether the engine may answer requests for `model`. True if either model is unknown."""
+        """Return whether the engine can answer requests for `model`. Returns True if either model is unknown."""
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
@@ -352,7 +358,7 @@ class Engine:
         )
 
     def lacking(self, needs: str) -> str:
-        """Return the first feature in `needs` that the engine lacks; empty if it has all of them."""
+        """Return the first feature in `needs` that the engine lacks, or an empty string if it has all of them."""
         if self.task and not asks_for_pooling(needs):
             return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
@@ -364,7 +370,7 @@ class Engine:
         self.adapters, self.adapter_errors = frozenset(), {}
 
     def learn(self, hello: Hello) -> None:
-        """Store the properties that the engine announces."""
+        """Store the properties that an engine announces in its HELLO."""
         self.serving = hello.serving
         self.epoch = hello.epoch
         self.ranks = max(1, hello.ranks)
@@ -419,29 +425,29 @@ class Engine:
 class Entry:
     """One open request.
 
-    model:      model that it was made for, or that its first token came from; only that may answer. Empty: any.
-    adapter:    adapter of its first dispatch; only that may continue it. None: the base model, or not dispatched yet.
+    model:      model for which it was made, or that generated its first token; empty means any. Only it can answer.
+    adapter:    adapter of its first dispatch, which alone can continue it; None before that, or for the base model.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
-    epochs:     epochs of the weights that sampled them, by token index.
-    details:    log-probs that came with them, as `(offset of the first token, the message's extras)`; unparsed.
-    num_indexed: number of leading `details` whose extras are parsed (Extras, no longer bytes).
+    epochs:     epochs of the weights that sampled the tokens, by token index.
+    details:    log-probs of the tokens, as `(offset of the first token, the message's extras)`; not parsed.
+    num_indexed: number of leading `details` whose extras are parsed (Extras instead of bytes).
     forwarded:  number of tokens that were sent to the client.
     held:       number of tokens that the client confirmed.
     dispatch_id, engine: the current dispatch; 0 and None while it waits.
     former:     dispatch ids at engines that are gone, from which a late final is still accepted.
     slot:       its slot in Deadlines; None while its time is not limited.
-    crashes:    crashes of engines while it was in flight there; empty again once it is acquitted.
+    crashes:    crashes of engines that ran it at that time; empty again once it is acquitted.
     crash_position: number of generated tokens at the last crash; None if unknown.
     progress:   tokens that a reserved engine has reported for a request that does not stream.
     tenant:     the tenant whose share of the engines it counts against.
     admitted_bytes: its cost in the journal when it arrived.
-    is_replay:  it waits because its engine was lost, and is dispatched before others.
-    moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
+    is_replay:  whether it waits because its engine was lost, so that it is dispatched before others.
+    moved_at:   time at which it last left an engine to make room for another tenant; None if this never happened.
     dispatched_at, dispatches: time of the first dispatch that an engine's connection accepted, None before; and the
         number of dispatches.
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
     media_route: Client.route of the client that sent the media.
-    uncached:   tokens that its engine has to compute before its next token, as estimated; 0 after that token.
+    uncached:   estimated tokens that its engine must compute before its next token; 0 after that token.
     size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 while its engine
                 does not count them.
     stage, export: see Transfers.
@@ -494,7 +500,7 @@ class Entry:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompt and answer. Text counts as one token per four bytes."""
+        """Number of tokens of prompt and answer. Text counts as one token per four bytes."""
         return (len(self.prompt) + len(self.generated)) // TOKEN_BYTES
 
     @property
@@ -516,8 +522,8 @@ class Tenant:
 
     order:     a counter value, set each time the number of its requests at engines changes; the lower value goes first.
     in_flight: its requests at engines by dispatch id, the most recent last.
-    lanes:     its waiting requests, without replays, in order, for each band of the queue.
-    num_open, open_bytes: its open requests, and their cost in the journal when they were admitted.
+    lanes:     its waiting requests without replays, in order, for each band of the queue.
+    num_open, open_bytes: number of its open requests, and their cost in the journal when they were admitted.
     """
 
     key: TenantKey
@@ -536,7 +542,7 @@ class Tenant:
         return self.num_open - len(self.in_flight)
 
     def last_waiting(self) -> Entry | None:
-        """Return the last of its waiting requests that have no tokens yet."""
+        """Return the last of its waiting requests that have no tokens yet, or None if there is none."""
         for _, lane in sorted(self.lanes.items(), key=lambda item: item[0].priority, reverse=True):
             last = next(reversed(lane.values()))
             if not last.generated:
@@ -547,8 +553,8 @@ class Tenant:
 class Ended(NamedTuple):
     """A traced request that ended.
 
-    engine: name of its last engine; empty: it had none.
-    error:  why it ended without an answer; empty: an engine answered it.
+    engine: name of its last engine; empty if it had none.
+    error:  why it ended without an answer; empty if an engine answered it.
     """
 
     entry: Entry
@@ -599,7 +605,7 @@ class Band:
     """Waiting requests of one priority, model, adapter and set of needed features.
 
     replays: requests of lost engines, in order; they are dispatched before all others.
-    tenants: tenants whose other requests wait; their lanes are in Tenant.lanes.
+    tenants: tenants whose other requests wait; their requests are in Tenant.lanes.
     """
 
     priority: int

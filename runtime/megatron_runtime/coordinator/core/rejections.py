@@ -1,4 +1,4 @@
-"""Why a request is not answered: the error and its text. Pure functions."""
+"""The errors of requests that are not answered, with their messages. Pure functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RETRY_AFTER_SECONDS = 1.0
 
 
 class Rejection(NamedTuple):
-    """The error that ends a request. field: the sampling parameter at fault."""
+    """The error that ends a request. field: the invalid sampling parameter, if there is one."""
 
     code: ErrorCode
     message: str
@@ -36,9 +36,9 @@ def full(reason: str) -> Rejection:
 
 
 def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejection | None:
-    """Return why the engine that a request names may not answer it; None if it may, even if it is draining or full.
+    """Return why the engine that a request names cannot answer it, or None if it can, even if it is draining or full.
 
-    engine: the registered engine with this name; None if there is none.
+    engine: the registered engine of this name; None if no such engine is registered.
     """
     if engine is None or not engine.serving or engine.reserved or not may_dispatch:
         return engine_missing(entry, engine)
@@ -50,7 +50,7 @@ def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejec
 
 
 def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
-    """Return the error of a request whose only engine does not answer it."""
+    """Return the error of a request that names an engine, if this engine cannot answer it."""
     why = "does not serve"
     if engine is not None and engine.reserved:
         why = "is reserved for a suspect request"
@@ -60,7 +60,7 @@ def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
 
 
 def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
-    """Return why no serving engine may answer a request; None if the request may wait for an engine."""
+    """Return why no serving engine can answer a request, or None if the request can wait for an engine."""
     name = entry.meta.adapter
     engines = [engine for engine in serving if engine.has_model(entry.model)]
     if not engines:
@@ -73,9 +73,10 @@ def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 
 
 def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
-    """Return which parameter of a request no serving engine supports.
+    """Return the error for a parameter of a request that no serving engine supports.
 
-    None for a request that an engine has accepted. It waits for an engine to return, as it would without any engine.
+    Returns None for a request that an engine has already accepted. Such a request waits until an engine returns, as it
+    would without any engine.
     """
     needs, name = entry.meta.needs, entry.meta.adapter
     if entry.dispatches or entry.generated:
@@ -104,7 +105,7 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 
 
 def _params_of(entry: Entry) -> SamplingParams | None:
-    """Return the sampling parameters of a request; None if they are malformed, which only engines reject."""
+    """Return the sampling parameters of a request, or None if they are malformed, because only engines reject these."""
     try:
         return SamplingParams.deserialize(unpack(entry.params, PARAMETERS))
     except (ValueError, TypeError, AttributeError):
@@ -112,10 +113,10 @@ def _params_of(entry: Entry) -> SamplingParams | None:
 
 
 def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
-    """Return the error of a request whose adapter was removed, or was replaced since its first tokens; None if it may
-    continue.
+    """Return the error of a request whose adapter was removed, or was replaced after its first tokens.
 
-    None also before a list is set, because a restarted coordinator gets the list from engines or the operator.
+    Returns None if the request can continue. Also returns None before a list is set, because a restarted coordinator
+    gets the list from engines or the operator.
     """
     name = entry.meta.adapter
     if not name or not adapters.generation:
@@ -131,7 +132,7 @@ def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
 
 
 def other_model(entry: Entry, engines: Sequence[Engine]) -> Rejection:
-    """Return the error of a request whose model none of these engines runs."""
+    """Return the error of a request whose model is served by none of these engines."""
     models = ", ".join(sorted({engine.model for engine in engines}))
     what = "it was begun by" if entry.generated else "it was made for"
     message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
@@ -139,6 +140,6 @@ def other_model(entry: Entry, engines: Sequence[Engine]) -> Rejection:
 
 
 def awaited_engine(entry: Entry) -> str:
-    """Return a description of the engine that a request waits for, for the error message at its deadline."""
+    """Return a description of the engine for which a request waits, for the error message at its deadline."""
     features = [described(name)[1] for name in entry.meta.needs.split()]
     return f"an engine that supports {', '.join(features)}" if features else "an engine"

@@ -1,6 +1,7 @@
 """Sends the output of engines to clients: each token once and in order, final answers, and delayed output.
 
-A client that reads slowly does not delay others: its tokens stay in the journal until its connection accepts them.
+A client that reads slowly does not delay other clients. Its tokens stay in the journal until its connection accepts
+them.
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ _PER_TOKEN = ("log_probs", "top_n_logprobs")
 
 
 class Replies:
-    """Sends the output of engines to clients. A token enters the journal only from the current dispatch, and only as
-    the next token, so no token is duplicated.
+    """The sender of engines' output to clients, which never duplicates a token.
+
+    A token enters the journal only if it comes from the current dispatch and is the next token of the request.
     """
 
     def __init__(self, context: Context, dispatcher: Dispatcher) -> None:
@@ -53,7 +55,10 @@ class Replies:
         self._counters = context.counters
 
     def partial(self, engine: Engine, message: Partial, sent: Outgoing) -> None:
-        """Record new tokens. Forward the message unchanged if it is for one client that has all earlier tokens."""
+        """Record new tokens and send them to the clients.
+
+        The message is forwarded unchanged if it is for one client that already has all earlier tokens.
+        """
         self._counters.partials += 1
         if not message.route:
             self._dispatcher.quarantine.note_progress(engine, message)
@@ -71,8 +76,10 @@ class Replies:
             self._dispatcher.check_trial(engine)
 
     def _accept(self, engine: Engine, message: Partial, client: Client | None) -> tuple[list[Entry], bool]:
-        """Add the new tokens to the journal. Return the requests that received tokens, and whether all tokens of
-        the message are the next tokens that `client` needs.
+        """Add the new tokens to the journal.
+
+        Return the requests that received tokens, and whether all tokens of the message are the next tokens that
+        `client` needs.
         """
         accepted: list[Entry] = []
         are_all_next = True
@@ -84,7 +91,7 @@ class Replies:
             begin = position
             position += count * TOKEN_BYTES
             entry = in_flight.get(dispatch_id)
-            # Entry.tokens_so_far spelled out: this runs for every partial.
+            # This repeats Entry.tokens_so_far inline, because it runs for every partial.
             if (
                 entry is None
                 or entry.uid != uid
@@ -112,9 +119,7 @@ class Replies:
         return accepted, are_all_next
 
     def _send_to_each(self, accepted: Iterable[Entry]) -> None:
-        """Send the new tokens of each request to its own client, or leave them in the journal if the client reads
-        slowly.
-        """
+        """Send the new tokens of each request to its client. If the client reads slowly, leave them in the journal."""
         for entry in accepted:
             if entry.client.blocked:
                 entry.client.behind = True
@@ -134,8 +139,8 @@ class Replies:
     def late_final(self, peer: PeerId, message: Final, sent: Outgoing) -> bool:
         """Handle an answer from an engine that was removed or silent, so that its requests were requeued.
 
-        If the answer begins with the tokens that were sent to the client, deliver it and end the request, wherever it
-        runs now. Return False if it belongs to no open request, or differs.
+        If the answer begins with the tokens that were sent to the client, deliver it and end the request at its current
+        engine. Return False if the answer belongs to no open request or does not begin with these tokens.
         """
         entry = self._dispatcher.former(message.dispatch_id, peer)
         if entry is None or entry.uid != message.uid:
@@ -152,7 +157,7 @@ class Replies:
         return True
 
     def _end(self, entry: Entry, answer: Outgoing) -> None:
-        """Send a request's answer."""
+        """Send the final answer of a request."""
         client = entry.client
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("request %s answered", entry.uid.hex(), extra=of_request(entry.meta.request_id))
@@ -211,7 +216,9 @@ class Replies:
         return sum(map(len, frames))
 
     def not_sent(self, client: Client, sent: Outgoing, *, is_gone: bool) -> None:
-        """Handle a message that the connection did not accept. Several are reported last first.
+        """Handle a message that the connection did not accept.
+
+        If there are several, the last message is handled first.
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
@@ -239,7 +246,7 @@ class Replies:
 
 
 def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
-    """Return a map that an engine packed; an empty map if it cannot be read."""
+    """Return a map that an engine packed. The result is empty if the map cannot be read."""
     if isinstance(raw, dict):
         return raw
     try:
@@ -251,7 +258,7 @@ def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
 
 
 def _with_handoff(answer: Outgoing, offer: dict[str, Any]) -> Outgoing:
-    """Return a final with `disaggregated_params` in its reply."""
+    """Return a final answer with `disaggregated_params` in its reply."""
     final = decode(answer) if isinstance(answer, list) else answer
     assert isinstance(final, Final)
     reply = {**_read_map(final.reply, "a reply"), "disaggregated_params": offer}
@@ -259,7 +266,7 @@ def _with_handoff(answer: Outgoing, offer: dict[str, Any]) -> Outgoing:
 
 
 def _owed(entry: Entry) -> Frames:
-    """Return one PARTIAL with all tokens that were not sent to the client yet, and their log-probabilities."""
+    """Return one PARTIAL with all tokens that were not yet sent to the client, and their log-probabilities."""
     tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
     details = _details_from(entry, entry.forwarded)
     item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
@@ -283,7 +290,7 @@ def _index_details(entries: Iterable[Entry]) -> None:
 
 
 def _details_from(entry: Entry, first: int) -> dict[str, Any]:
-    """Return the merged details of the tokens from number `first` on."""
+    """Return the merged details of the tokens from index `first` on."""
     merged: dict[str, Any] = {}
     begin = bisect.bisect_right(entry.details, first, key=itemgetter(0))
     for offset, extras in islice(entry.details, max(0, begin - 1), None):

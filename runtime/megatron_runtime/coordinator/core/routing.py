@@ -1,4 +1,4 @@
-"""Routing policies: the engine for a request, by load, rotation or cached prefix."""
+"""Routing policies, which choose the engine for a request by load, rotation or cached prefix."""
 
 from __future__ import annotations
 
@@ -15,34 +15,45 @@ from megatron_runtime.requests.config import RoutingPolicy
 
 PREFIX_POLICIES = (RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX, RoutingPolicy.LEAST_COST)
 MAX_COMPARED = 8
-"""Engines that LeastCost compares whether or not they hold a block of the prompt: the least loaded ones."""
+"""Number of engines with the lowest load that LEAST_COST always compares, whether or not they hold a block of the
+prompt.
+"""
 MAX_HOLDERS = 16
-"""A block that more engines hold is common: LeastCost then looks for it at the least loaded engines only."""
+"""If more engines than this hold a block, the block is common, and LEAST_COST looks for it only at the engines with the
+lowest load.
+"""
 MAX_SESSIONS = 1 << 16
-"""Sessions whose engine is remembered; the least recently used is forgotten first."""
+"""Maximum number of sessions whose engine is remembered. The least recently used session is forgotten first."""
 MAX_KNOWN_BLOCKS = 1 << 16
-"""Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
+"""Maximum number of blocks remembered for each engine. The last block of the least recently routed prompt is forgotten
+first.
+"""
 _ROUNDING = 1e-9
 MAX_DECISIONS = 1_000_000
-"""Scheduling decisions kept for the schedule file; the first are kept."""
+"""Maximum number of scheduling decisions kept for the schedule file. The first decisions are kept."""
 PromptHashes = Mapping[int, Sequence[int]]
-"""Block size in tokens -> the hashes of the blocks of a prompt; never an empty sequence."""
+"""Maps a block size in tokens to the hashes of a prompt's blocks. The sequence is never empty."""
 
 
 class KnownBlocks:
     """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    A block is identified by its hash. It is known from its dispatch to an engine until it is evicted or forgotten.
+    A block is identified by its hash. It counts as held from its dispatch to an engine until it is evicted or
+    forgotten.
 
-    clock: the number of prompts that engines were given.
+    clock: the number of prompts that engines have received.
     """
 
     def __init__(self) -> None:
         self.clock = 0
         self._held: dict[int, OrderedDict[int, int]] = {}
-        """Index of an engine's registration -> block -> the clock when the engine was last given it."""
+        """Maps the index of an engine's registration to its blocks. Each block has the clock value at which the engine
+        last received it.
+        """
         self._holders: dict[int, Engine | set[Engine]] = {}
-        """Block -> the engines that hold it: without a set if it is one, as for most blocks."""
+        """Maps each block to the engines that hold it. If only one engine holds the block, as for most blocks, the
+        value is the engine itself.
+        """
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders
@@ -58,9 +69,9 @@ class KnownBlocks:
         return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt an engine holds, and when it last received the last of them."""
+        """Return how many leading blocks of a prompt an engine holds, and when it last received the deepest of them."""
         held = self._held.get(engine.index)
-        # Blocks are chained: without the first, a deeper one is of no use.
+        # Blocks are chained, so without the first block a deeper block is useless.
         if held is None or hashes[0] not in held:
             return 0, 0
         depth = len(hashes)
@@ -69,10 +80,10 @@ class KnownBlocks:
         return depth, given
 
     def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
-        """Yield (number of leading blocks, engines that hold them) for a prompt, the longest prefix first.
+        """Yield pairs (number of leading blocks, engines that hold them) for a prompt, the longest prefix first.
 
         An engine that holds a block also holds all blocks before it. A shorter prefix that the same number of engines
-        hold is therefore left out.
+        hold is therefore skipped.
         """
         count = 0
         for depth in range(len(hashes), 0, -1):
@@ -84,7 +95,7 @@ class KnownBlocks:
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that the engine receives these blocks now. Return how many of them it held already."""
+        """Record that the engine receives these blocks now. Return how many of them it already held."""
         self.clock += 1
         if not hashes:
             return 0
@@ -92,7 +103,7 @@ class KnownBlocks:
         if held is None:
             held = self._held[engine.index] = OrderedDict()
         before = len(held)
-        # The deepest first: where the table is full, a prompt is forgotten from its end.
+        # Start with the deepest block, so that a full table forgets a prompt from its end.
         for block in reversed(hashes):
             if block in held:
                 held.move_to_end(block)
@@ -137,7 +148,7 @@ class KnownBlocks:
 
 
 def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]:
-    """Return the load by which a policy orders engines without a matching block."""
+    """Return the load by which a policy sorts engines that have no matching block."""
     if policy is RoutingPolicy.LEAST_COST:
         return Engine.cost
     if policy not in PREFIX_POLICIES:
@@ -147,24 +158,26 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
 
 
 class EngineRouter:
-    """Chooses engines. With LEAST_COST an engine's cost for a request, in seconds, is
+    """The policy that chooses engines. With LEAST_COST, the cost of an engine for a request, in seconds, is
 
         (ahead + uncached * (1 + requests / slots)) / prefill rate + held / decode rate
         ahead = min(queued, waiting * uncached + step)
 
-    where `queued` is the prompt tokens that the engine still has to compute, for `waiting` requests, `uncached` the
-    request's tokens that it does not hold, `step` the tokens of a step, and `held` the tokens of its requests. Prompts
-    share steps, so each delays another one by at most the other's length, and by the step in progress. A prompt delays
-    the other requests of the engine, so it counts double at a full one. If rates are unknown, the cost is the number of
-    requests. Ties go to the fewest uncached tokens. A session stays at its engine, see _session_engine().
+    where `queued` is the number of prompt tokens that the engine must still compute, for `waiting` requests. `uncached`
+    is the number of the request's tokens that the engine does not hold, `step` the number of tokens of a step, and
+    `held` the number of tokens of the engine's requests. Prompts share steps, so each delays another by at most the
+    other's length and the step in progress. A prompt also delays the other requests of the engine, so it counts double
+    at a full engine. If rates are unknown, the cost is the number of requests. Ties go to the engine with the fewest
+    uncached tokens. A session stays at its engine (see _session_engine()).
 
-    With another prefix policy the score of an engine is
+    With another prefix policy, the score of an engine is
 
         alpha * match + (1 - alpha) * free slots / slots
 
-    where match is (the deepest block it holds + 1) / blocks of the prompt (FIRST_PREFIX_BLOCK: whether it holds the
-    first). Ties go to the engine that was given the matching block last, then to the lowest index. An engine is
-    assumed to hold what it was given, and what it reports as stored, until it reports the eviction.
+    where match is (the index of the deepest block that the engine holds + 1) / blocks of the prompt. For
+    FIRST_PREFIX_BLOCK, match is whether the engine holds the first block. Ties go to the engine that last received the
+    matching block, then to the lowest index. An engine is assumed to hold the blocks that it received or reported as
+    stored, until it reports their eviction.
 
     deterministic: engines alternate in the order of their names, whichever registered or became free first.
     """
@@ -191,7 +204,7 @@ class EngineRouter:
         self._block_size = block_size_tokens
         self._blocks = KnownBlocks()
         self._sessions: OrderedDict[str, tuple[Engine, int]] = OrderedDict()
-        """Session -> its last engine, and the last block of the prompt that the engine was given."""
+        """Maps each session to its last engine, and to the last block of the prompt that this engine received."""
         self._last_index = -1
         self._turn = 0
 
@@ -204,13 +217,16 @@ class EngineRouter:
         adapter: str = "",
         media: Sequence[MediaItem] = (),
     ) -> PromptHashes:
-        """Block hashes of a prompt (little-endian int32) that the policy uses, for each block size of the engines."""
+        """Return a prompt's block hashes that the policy needs, for each block size of the engines.
+
+        The prompt is little-endian int32.
+        """
         if not self.by_prefix:
             return {}
         sizes = (self._block_size,) if self._block_size else block_sizes
         if self._hash is None:
             from megatron_runtime.requests.hashing import (
-                frame_hashes,  # NumPy: imported when it is needed, not at start
+                frame_hashes,  # imports NumPy only when it is needed
             )
 
             self._hash = frame_hashes
@@ -236,20 +252,20 @@ class EngineRouter:
         return best
 
     def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
-        """Return the engine that select() would return for all suitable engines, but score only a part of them.
+        """Return the engine that select() would return for all suitable engines, but score only some of them.
 
         Engines that hold no block of the prompt cannot win against `min_loaded`, and are not scored.
 
         min_loaded: the suitable engine with the lowest load (load_by()); the lowest index wins a tie.
         """
-        # An engine without the first block scores its free share alone: none more than this one.
+        # The score of an engine without the first block is its free share, and no such engine exceeds this one.
         best, rank = min_loaded, self._rank(min_loaded, hashes)
         for_room = 1 - self._alpha
         for blocks in hashes.values():
             deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
             for_match = self._alpha * deepest / len(blocks)
             for engine in self._blocks.holders(blocks[0]):
-                # A common prefix has many holders, of which most are busier than the best one: skip those.
+                # A common prefix has many holders, most of which are busier than the best one and are skipped.
                 if for_match + for_room * (1 - len(engine.in_flight) / engine.max_requests) < rank[0] - _ROUNDING:
                     continue
                 if engine is not min_loaded and fits(engine) and (found := self._rank(engine, hashes)) > rank:
@@ -266,10 +282,10 @@ class EngineRouter:
         fits: Callable[[Engine], bool],
         session: str = "",
     ) -> Engine | None:
-        """Return the engine with the lowest cost for a prompt; None if no engine is suitable.
+        """Return the engine with the lowest cost for a prompt, or None if no engine is suitable.
 
         The candidates are the first MAX_COMPARED engines of `by_load`, and the engines that hold a block of the prompt
-        that at most MAX_HOLDERS engines hold.
+        if at most MAX_HOLDERS engines hold this block.
 
         by_load:  the suitable engines in the order of load_by().
         tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
@@ -278,7 +294,7 @@ class EngineRouter:
         """
         best, cost, fewest = None, math.inf, 0
         compared: Collection[Engine] = ()  # with a longer prefix
-        common, min_uncached = [], tokens  # common: uncached tokens of many engines, and the engines
+        common, min_uncached = [], tokens  # common: (uncached tokens, engines) of blocks with many holders
         for size, blocks in hashes.items():
             for depth, engines in self._blocks.by_depth(blocks):
                 uncached = tokens - depth * size
@@ -307,7 +323,7 @@ class EngineRouter:
         return self._session_engine(session, best, cost, hashes, tokens, fits)
 
     def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
-        """Return how many of the tokens of a request an engine would have to compute."""
+        """Return how many tokens of a request an engine would have to compute."""
         size = self._block_size or engine.block_size_tokens
         blocks = hashes.get(size)
         return max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
@@ -323,9 +339,9 @@ class EngineRouter:
     ) -> Engine:
         """Return the engine of a session while it holds the last prompt of the session, otherwise `best`.
 
-        A move computes the cached tokens again and stores them twice. So the session stays while its engine costs at
-        most the computation of these tokens more than `best`; if requests are counted, while it has at most twice the
-        requests and one.
+        Moving the session would compute the cached tokens again and store them twice. The session therefore stays if
+        its engine costs at most as much more than `best` as the computation of these tokens. If requests are counted,
+        it stays if its engine costs at most twice as much, plus one request.
         """
         engine, block = self._sessions.get(session, (best, 0))
         if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
@@ -338,11 +354,11 @@ class EngineRouter:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
-        """Return the sort key of an engine: its score, when it last received the matching block, its index."""
+        """Return the sort key of an engine: its score, when it last received the matching block, and its index."""
         blocks = self._of_engine(hashes, engine)
         depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
-        # 1 - load, as the order by load: equal loads have equal scores.
+        # Use 1 - load, as in the order by load, so that equal loads have equal scores.
         room = 1 - waiting / slots if waiting < slots else 0.0
         return self._alpha * depth / max(1, len(blocks)) + (1 - self._alpha) * room, given, -engine.index
 
@@ -357,8 +373,11 @@ class EngineRouter:
         return chosen
 
     def assigned(self, engine: Engine, hashes: PromptHashes, *, request: bytes, session: str = "") -> int:
-        """Record that a request was sent to `engine`: its blocks and, if decisions are recorded, the decision. Return
-        how many of its tokens the engine held before.
+        """Record that a request was sent to `engine`.
+
+        Return how many of the request's tokens the engine already held.
+
+        The record includes the request's blocks and, if decisions are recorded, the decision.
         """
         cached = 0
         if self.by_prefix or self.decisions is not None:
@@ -374,7 +393,7 @@ class EngineRouter:
         return cached
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that `engine` receives these blocks now. Return how many of them it held already."""
+        """Record that `engine` receives these blocks now. Return how many of them it already held."""
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
@@ -395,5 +414,5 @@ class EngineRouter:
         self._blocks.forget_all()
 
     def decisions_text(self) -> str:
-        """Return the recorded scheduling decisions as JSON, the content of `schedule_output_path`."""
+        """Return the recorded scheduling decisions as JSON, which is the content of `schedule_output_path`."""
         return json.dumps(self.decisions or [], indent=1) + "\n"

@@ -1,4 +1,4 @@
-"""Settings of a coordinator: frozen, checked once at start."""
+"""Settings of a coordinator. They are frozen and are checked once at the start."""
 
 from __future__ import annotations
 
@@ -14,26 +14,30 @@ __all__ = ["CoordinatorSettings", "PrefixCachingCoordinatorPolicy", "RoutingPoli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Times in seconds. Tests shorten them; deployments use the defaults."""
+    """Intervals and timeouts in seconds. Tests shorten them; deployments use the defaults."""
 
     heartbeat: float = limits.HEARTBEAT_SECONDS
     suspect: float = limits.SUSPECT_SECONDS
     dead: float = limits.DEAD_SECONDS
     client_dead: float = limits.DEAD_SECONDS
     recovery: float = limits.RECOVERY_SECONDS
-    """Duration of recovery after a start; 0 starts in RUNNING at once."""
+    """Duration of recovery after a start. With 0 the coordinator starts in RUNNING."""
     recovery_settle: float = 1.5
-    """Every live engine sends a message within this time: engines reconnect once per second and send two heartbeats."""
+    """Time within which every live engine sends a message. Engines reconnect once per second and send two heartbeats
+    per second.
+    """
     slow_client: float = 30.0
-    """A client whose buffer has been full for this long is removed."""
+    """Time after which a client whose buffer is full is removed."""
     key_check: float = 2.0
     """Interval at which the key files are checked for changes."""
     plain_reconnect: float = 5.0
-    """A plain engine whose connection ended is removed if it has not reconnected within this time."""
+    """Time within which a plain engine must reconnect after its connection ended. Otherwise it is removed."""
     connection_check: float = 5.0
-    """A connection that was cut off, or whose host is gone, is closed within three times this long."""
+    """Interval of connection checks. A connection that was cut, or whose host is gone, is closed within three
+    intervals.
+    """
     takeover: float = limits.SUSPECT_SECONDS
-    """A standby takes over if a peer asks it to, and the other coordinator has been silent for this long."""
+    """Time of silence of the other coordinator after which a standby takes over, if a peer asks it to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,25 +45,27 @@ class CoordinatorSettings:
     """Settings of `megatron coordinator`.
 
     listen:          address to bind; "::" is every address of the host.
-    client_port, engine_port, admin_port: 0 picks a free port.
-    socket_dir:      folder of Unix sockets `client`, `engine` and `admin` instead of the ports. Every process of this
-                     user is trusted.
-    single_port:     one socket, on client_port, for all roles and for the plain protocol; for loopback and embedding.
-    health_port:     HTTP probes and metrics; None leaves them out, 0 picks a free port.
-    other_host:      host of the other coordinator of a pair, which has the same ports; None: there is no other.
+    client_port, engine_port, admin_port: port of each role; 0 picks a free port.
+    socket_dir:      directory of Unix sockets `client`, `engine` and `admin`, which replace the ports. Every process of
+                     this user is trusted.
+    single_port:     use one socket, on client_port, for all roles and for the plain protocol; for loopback and
+                     embedding.
+    health_port:     port of HTTP probes and metrics; None disables them, 0 picks a free port.
+    other_host:      host of the other coordinator of a pair, which has the same ports; None if there is no other.
     keys_dir:        directory of server.key and the public keys of all roles; None means no encryption.
     routing_policy:  see RoutingPolicy.
     alpha:           weight of a cached prefix against free capacity, 0 to 1.
-    block_size_tokens: granularity of prefix hashes; None uses what the engines announce.
+    block_size_tokens: granularity of prefix hashes; None uses the size that the engines announce.
     pause_mode:      "Hold" queues requests while paused or suspended, "Reject" answers 503.
-    max_queued:      requests that wait for an engine; beyond it 429.
-    max_wait_seconds: maximum time that a request waits for an engine; then 504.
-    journal_bytes:   memory for prompts and tokens of open requests; beyond it 429.
-    max_clients:     clients registered at once.
-    plain_max_requests: requests that a plain engine runs at once; it does not report them itself. 0: no limit.
+    max_queued:      maximum number of requests that wait for an engine; further requests get 429.
+    max_wait_seconds: maximum time that a request waits for an engine before it gets 504.
+    journal_bytes:   memory for prompts and tokens of open requests; beyond this limit requests get 429.
+    max_clients:     maximum number of clients registered at the same time.
+    plain_max_requests: maximum number of requests at a plain engine at the same time, which it does not report. 0 means
+                     no limit.
     plain_release:   message format for plain engines until a plain client has submitted a request, which shows the
                      format: "0.17" or "0.20", the release of Megatron-Core. 0.20 divides messages into more frames.
-    deterministic:   engines alternate in the order of their names; only the order of arrival decides.
+    deterministic:   engines alternate in the order of their names, so decisions depend only on the order of arrival.
     schedule_output_path: JSON file for the scheduling decisions, written at exit.
     """
 

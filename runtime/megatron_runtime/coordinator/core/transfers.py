@@ -1,7 +1,9 @@
-"""Split requests: one engine computes the prompt, another engine generates. This module moves them between stages.
+"""Split requests, for which one engine computes the prompt and another generates. This module moves them between
+stages.
 
 The decode engine imports the KV blocks of the prompt into its prefix cache, and then receives an ordinary DISPATCH. A
-block that is lost in the transfer is therefore a cache miss: the decode engine computes it, as for any other request.
+block that is lost in the transfer is therefore a cache miss, and the decode engine computes it as for any other
+request.
 """
 
 from __future__ import annotations
@@ -22,24 +24,31 @@ logger = logging.getLogger(__name__)
 
 PREFILL = "prefill"
 EXPORTED_SECONDS = 10.0
-"""Maximum time that an exported request waits for a decode engine with capacity. Then its blocks are released."""
+"""Maximum time that an exported request waits for a decode engine with capacity. Its blocks are then released."""
 IMPORT_SECONDS = 30.0
-"""Lifetime of a ticket. The importing engine gives up earlier if nothing arrives."""
+"""Lifetime of a ticket. The importing engine stops earlier if no data arrives."""
 CHUNK_TOKENS = 256
-"""A prompt with at most this many uncached tokens is not split: a decode engine computes it within one step."""
+"""Maximum number of uncached tokens of a prompt that is not split. A decode engine computes such a prompt within one
+step.
+"""
 KEEPS_BLOCKS = "KV_TRANSFER"
-"""Required feature of a request after which the engine keeps the KV blocks of the prompt. See handoffs.py."""
+"""Required feature of a request for which the engine keeps the prompt's KV blocks after the answer. See handoffs.py."""
 MAX_COMPARED = 16
-"""Maximum number of prefill engines whose costs are compared for a prompt. The least loaded ones are compared."""
+"""Maximum number of prefill engines whose costs are compared for a prompt. The engines with the lowest load are
+compared.
+"""
 MIN_LEFT_TOKENS = 2
-"""Number of tokens at the end of a prompt that are never imported: the decode engine always computes them."""
+"""Number of tokens at the end of a prompt that are never imported, because the decode engine always computes them."""
 _NOT_SPLIT = ("PROMPT_LOG_PROBS", "HIDDEN_STATES", "pooling")
-"""Required features whose results come from the forward pass of the prompt, so that the request cannot be split."""
+"""Required features whose results come from the forward pass of the prompt. Requests with these features cannot be
+split.
+"""
 _RECENT = 0.2
 """Weight of the newest import in the exponential moving average of the bandwidth."""
 MEASURED_SECONDS = 30.0
-"""Time after the last import for which its bandwidth is used. Without this limit, one slow import could make all later
-prompts too expensive to transfer, and nothing would be measured again."""
+"""Time after the last import for which its measured bandwidth is used. Without this limit, one slow import could make
+all later prompts too expensive to transfer, so that the bandwidth would never be measured again.
+"""
 
 
 class StageChange(StrEnum):
@@ -60,8 +69,8 @@ class Row:
     """The effect of a StageChange on a request.
 
     to:       the next stage of the request. None: the request has ended, or its client submits it again.
-    releases: the engines that are sent the end of the transfer: "prefill", "decode", "prefill and decode" or none. An
-              engine that computes or imports gets ABORT_REQUEST, an engine that keeps exported blocks gets RELEASE.
+    releases: the engines that are notified of the transfer's end: "prefill", "decode", "prefill and decode" or none. An
+              engine that computes or imports gets ABORT_REQUEST. An engine that keeps exported blocks gets RELEASE.
     accuses:  "prefill" or "decode": a crash of this engine counts against the request (see quarantine.py).
     """
 
@@ -104,8 +113,8 @@ CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
-    """Return why `importer` cannot import KV blocks of `exporter`, or an empty string if it can."""
-    # A chain of comparisons: this runs several times for a split request.
+    """Return why `importer` cannot import KV blocks of `exporter`. The result is empty if it can."""
+    # This is a chain of comparisons, because it runs several times for a split request.
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
     if exporter.kv.layout != importer.kv.layout:
@@ -124,16 +133,19 @@ def _decodes(engine: Engine) -> bool:
 
 
 def _blocks(entry: Entry, size: int) -> int:
-    """Return the number of blocks of `size` tokens that prompt and answer of a request fill, rounded up."""
+    """Return the number of blocks of `size` tokens that hold prompt and answer of a request, rounded up."""
     return -(-entry.num_tokens // max(1, size))
 
 
 Among = Callable[[Entry, Callable[[Engine], bool]], Engine | None]
-"""Returns the best engine for a request among the engines that have capacity and fulfil the condition."""
+"""A function that returns the best engine for a request among the engines that have capacity and fulfil a condition."""
 
 
 class Transfers:
-    """Decides which requests are split, and keeps the exports: KV blocks that prefill engines hold for a transfer.
+    """The transfers of split requests.
+
+    Decides which requests are split, and stores the exports. An export is the KV blocks that a prefill engine holds for
+    a transfer.
 
     requeue: returns an exported request to the queue after its export was released.
     """
@@ -150,7 +162,7 @@ class Transfers:
         self._bytes_per_second = 0.0
         """Measured bandwidth of imports; 0 before the first import."""
         self._measured_until = 0.0
-        """Time from which the measured bandwidth is not used any more."""
+        """Time after which the measured bandwidth is no longer used."""
         self._is_timed = False
         """Whether the timer that releases expired exports is set."""
 
@@ -170,7 +182,7 @@ class Transfers:
     def at_stage(self, stage: RequestStage, engine: Engine, dispatch_id: int) -> Entry | None:
         """Return the request with this dispatch id at `engine` if it is in `stage`.
 
-        Otherwise return None and make the engine release what it holds under this id.
+        Otherwise return None, and make the engine release what it holds under this id.
         """
         entry = engine.in_flight.get(dispatch_id)
         if entry is not None and entry.stage is stage:
@@ -182,9 +194,11 @@ class Transfers:
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
     def choose(self, entry: Entry, among: Among) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request and the stage that the request enters there; None if the request must wait.
+        """Return the engine for a request and the stage in which the request starts there.
 
-        Roles are preferences: if there is no decode engine, prefill engines decode.
+        Returns None if the request must wait.
+
+        Roles are preferences. If there is no decode engine, prefill engines decode.
         """
         if KEEPS_BLOCKS in entry.meta.needs:
             engine = among(entry, lambda engine: engine.role == PREFILL) or among(entry, lambda _: True)
@@ -201,16 +215,21 @@ class Transfers:
         return (decoder, _D) if prefiller is None else (prefiller, _P)
 
     def stage_at(self, engine: Engine, entry: Entry) -> RequestStage:
-        """Return the stage that a request enters at a decode engine: IMPORTING if it can import, else DECODING."""
+        """Return the stage in which a request starts at a decode engine.
+
+        IMPORTING if the engine can import, else DECODING.
+        """
         export = entry.export
         can_import = export is not None and not export.engine.suspect and not mismatch(export.engine, engine)
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _importer(self, entry: Entry) -> Engine | None:
-        """Return the least loaded decode engine that can accept an exported request now; None if there is none.
+        """Return the decode engine with the lowest load that can accept an exported request now.
 
-        Prefix hits are not considered, because the engine receives all blocks. An engine that cannot import them
-        computes the prompt again.
+        Returns None if there is no such engine.
+
+        Prefix hits are ignored, because the engine receives all blocks. An engine that cannot import them computes the
+        prompt again.
         """
         for engine in self._engines.with_room():
             if engine.role != PREFILL and engine.runs(entry):
@@ -222,7 +241,10 @@ class Transfers:
 
     @staticmethod
     def _is_splittable(entry: Entry) -> bool:
-        """Whether a request may be split. A suspected poison request is never split: it runs alone on one engine."""
+        """Return whether a request may be split.
+
+        A suspected poison request may not, because it runs alone on one engine.
+        """
         meta = entry.meta
         return (
             entry.splits
@@ -236,8 +258,9 @@ class Transfers:
     def _prefiller(self, entry: Entry, decoder: Engine) -> Engine | None:
         """Return the prefill engine with the lowest cost for a prompt, or None if the decode engine costs less.
 
-        Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice: it computes them in
-        short steps, and they delay its other answers. At a prefill engine, the duration of the transfer is added.
+        Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because it computes
+        them in short steps, and because they delay its other answers. At a prefill engine, the duration of the transfer
+        is added.
         """
         hashes, tokens, size = entry.hashes or {}, entry.num_tokens, decoder.block_size_tokens
         uncached = self._router.uncached(decoder, hashes, tokens)
@@ -262,9 +285,9 @@ class Transfers:
         return best
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
-        """Whether `decoder`, or all decode engines together, have this many free blocks.
+        """Return whether `decoder`, or all decode engines together, have this many free blocks.
 
-        Return True if an engine has not reported its number of free blocks.
+        Also return True if an engine has not reported its number of free blocks.
         """
         if decoder.free_blocks is None or decoder.free_blocks >= blocks:
             return True
@@ -290,7 +313,7 @@ class Transfers:
             self.release(export.engine, export.id)
 
     def release(self, engine: Engine, dispatch_id: int) -> None:
-        """Make an engine release the export or import with this dispatch id. The id may be stale."""
+        """Make an engine release the export or import with this dispatch id, which may already be released."""
         self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 
     def engine_lost(self, engine: Engine) -> None:
@@ -303,7 +326,7 @@ class Transfers:
                 self.move(entry, TABLE[entry.stage, StageChange.PREFILL_LOST].to or RequestStage.QUEUED)
 
     def _expire(self) -> None:
-        """Release the exports that have expired, and return their requests to the queue. They are not split again."""
+        """Release the exports that have expired, and requeue their requests, which are not split again."""
         now = self._context.now
         for entry in [entry for entry in self._exported.values() if entry.export and entry.export.until <= now]:
             if entry.stage is RequestStage.EXPORTED:
@@ -318,7 +341,7 @@ class Transfers:
     # --- imports --------------------------------------------------------------------------------------------------
 
     def begin(self, entry: Entry, engine: Engine) -> int:
-        """Make `engine` import the blocks of a request under its current dispatch id.
+        """Make `engine` import the blocks of a request under the request's current dispatch id.
 
         Return the number of tokens in these blocks.
         """
@@ -335,7 +358,10 @@ class Transfers:
         return len(digests) // DIGEST_BYTES * engine.block_size_tokens
 
     def imported(self, entry: Entry, engine: Engine, message: Imported) -> None:
-        """Handle the end of an import, successful or not: release the blocks at the prefill engine, count, log."""
+        """Handle the end of an import, successful or not.
+
+        Releases the blocks at the prefill engine, and updates counters.
+        """
         self.drop(entry)
         entry.splits = False
         counters = self._context.counters
@@ -354,7 +380,8 @@ class Transfers:
     def recomputes(self, engine: Engine) -> str | None:
         """Return why a decode engine computes all prompts itself, for EngineStatus.recomputes.
 
-        None if it can import from at least one prefill engine, if there is none, or if it is a prefill engine.
+        Returns None if the engine can import from at least one prefill engine, if there is no prefill engine, or if it
+        is itself one.
         """
         exporters = [other for other in self._engines.serving() if other.role == PREFILL]
         if engine.role == PREFILL or not engine.serving or not exporters:

@@ -1,6 +1,7 @@
-"""Control messages in two phases: signal every engine, collect acknowledgements, commit. One operation at a time.
+"""Control messages in two phases: signal every engine and collect acknowledgements, then commit.
 
-protocol/lifecycle.py defines in which states each message is legal and what it does.
+One operation is executed at a time. protocol/lifecycle.py defines in which states each message is legal, and its
+effect.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ LEGAL_STATES: dict[Header, frozenset[CoordinatorState]] = {
     Header.SET_GENERATION_EPOCH: _STEADY,
     **dict.fromkeys(PROFILER, _STEADY),
 }
-"""Coordinator states in which each control message is accepted; any other message is rejected."""
+"""Coordinator states in which each control message is accepted. In other states it is rejected."""
 REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.SET_GENERATION_EPOCH: ("epoch",),
     Header.UPDATE_WEIGHTS: ("epoch", "source"),
     Header.SET_ADAPTERS: ("adapters",),
 }
 CANCELS_TRANSFERS = frozenset({Header.SUSPEND, Header.STOP, Header.UPDATE_WEIGHTS, Header.SET_GENERATION_EPOCH})
-"""Control messages after which blocks that are on their way between engines are of no use."""
+"""Control messages after which blocks in transfer between engines are useless."""
 KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
-"""Control messages that fail as a whole if one engine fails. The engine keeps serving. UPDATE_WEIGHTS from a trainer
-behaves in the same way: an engine that cannot reach the trainer could not get the weights after a restart either."""
+"""Control messages that fail as a whole if one engine fails, which keeps serving. UPDATE_WEIGHTS from a trainer behaves
+in the same way, because an engine that cannot reach the trainer could not get the weights after a restart either.
+"""
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
 
@@ -61,14 +63,14 @@ _RUNNING = CoordinatorState.RUNNING  # see context.py
 class PendingOperation:
     """An operation whose acknowledgements are being collected.
 
-    clients: clients that get the answer; a second sender of the same id joins.
+    clients: clients that get the answer; a client that sends the same id joins the operation.
     waiting: engines that have not answered.
-    failed:  engines that did not carry it out and keep serving; if there are any, the operation has failed.
-    must_load: UPDATE_WEIGHTS: engines that have verified the weights and still have to load them in a second step,
+    failed:  engines that did not execute it and keep serving; if there are any, the operation has failed.
+    must_load: for UPDATE_WEIGHTS, engines that have verified the weights and must still load them in a second step,
                during which they are paused.
-    is_loading: the second step has begun. From here on, if one engine fails, the others return to the old weights.
+    is_loading: the second step has begun. If one engine fails in this step, the others return to the old weights.
     unsupported: the backend of a failed engine lacks the feature.
-    adapter_errors: SET_ADAPTERS: why the first failed engine could not load an adapter, by the adapter's name.
+    adapter_errors: for SET_ADAPTERS, why the first failed engine could not load an adapter, by adapter name.
     """
 
     control: Control
@@ -108,9 +110,10 @@ class Verbs:
 
     source:       weights that the last UPDATE_WEIGHTS named; None before the first.
     adapters:     the list that the last SET_ADAPTERS named.
-    drained_all:  nothing is dispatched: all engines were drained, and no UNPAUSE or STOP has come since.
-    settled:      an operation has begun in this process, so engines that register later take their state from here.
-    evict:        removes an engine, given the reason.
+    drained_all:  all engines were drained, and no UNPAUSE or STOP has followed, so nothing is dispatched.
+    settled:      an operation has begun in this process, so engines that register later adopt the state of this
+                  process.
+    evict:        removes an engine for the given reason.
     stopped:      called after all engines were stopped.
     cancel_transfers: called before engines are sent one of CANCELS_TRANSFERS.
     adapters_changed: called after a new list of adapters is committed, before the engines get it.
@@ -155,14 +158,17 @@ class Verbs:
 
     @property
     def holds(self) -> bool:
-        """Whether a verb has paused, suspended or stopped the engines, or is about to: new requests wait or fail."""
+        """Whether a verb has paused, suspended or stopped the engines, or is about to pause them.
+
+        New requests then wait or fail.
+        """
         return self.state in (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED) or (
             self.current is not None and self.current.control.kind is Header.PAUSE
         )
 
     @property
     def target_state(self) -> CoordinatorState:
-        """The state that an engine that joins now must enter: the state after the operation in progress."""
+        """The state that an engine that joins now must enter. It is the state after the operation in progress."""
         if self.current is not None and self.current.control.kind in SIGNALS:
             return TRANSITIONS[self.current.control.kind].coordinator_after
         return self.state
@@ -198,15 +204,20 @@ class Verbs:
         self._source_revisions.add(revision)
 
     def source_for(self, engine: Engine) -> str | None:
-        """Return the weights that an engine must hold. An engine of another revision keeps its own weights. But if a
-        trainer publishes the weights, every engine serves them.
+        """Return the weights that an engine must hold, or None if the engine keeps its own weights.
+
+        An engine of another revision keeps its own weights, unless a trainer publishes the weights. Every engine serves
+        published weights.
         """
         is_theirs = is_published(self.source) or engine.revision in self._source_revisions
         return self.source if is_theirs else None
 
     def _copies_for(self, engine: Engine) -> tuple[str, ...] | None:
-        """Return the addresses at which a living engine of the same revision and ranks serves the weights that `engine`
-        must hold; None if there is none.
+        """Return the addresses at which another engine serves the weights that `engine` must hold.
+
+        Returns None if there is none.
+
+        The other engine is registered and has the same revision and number of ranks.
         """
         holders = [
             other
@@ -299,7 +310,7 @@ class Verbs:
             self._start(operation)
 
     def _rejection(self, control: Control) -> tuple[ErrorCode, str] | None:
-        """Return the first reason not to begin `control`; None if there is none."""
+        """Return the first reason not to begin `control`, or None if there is no such reason."""
         name = control.kind.name
         if control.fence is not None and control.fence < self.fence:
             return ErrorCode.STALE_FENCE, f"fence {control.fence} is lower than {self.fence}, seen before"
@@ -326,13 +337,14 @@ class Verbs:
         return None
 
     def _ends_drain(self, control: Control) -> bool:
-        """Whether UNPAUSE only ends a DRAIN, because all engines run but are drained. They receive requests again, and
-        no signal is sent to them.
+        """Return whether UNPAUSE only ends a DRAIN, because all engines run but are drained.
+
+        The engines then receive requests again, and no signal is sent to them.
         """
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 
     def _is_published_again(self, control: Control) -> bool:
-        """Whether a trainer repeats the last committed update because it got no answer."""
+        """Return whether a trainer repeats the last committed update because it got no answer."""
         is_update = control.kind is Header.UPDATE_WEIGHTS and is_published(control.source)
         return is_update and (control.source, control.epoch) == (self.source, self.epoch)
 
@@ -376,7 +388,7 @@ class Verbs:
             self._finish_if_complete(operation)
 
     def check_drained(self) -> bool:
-        """If a DRAIN is in progress, confirm the engines that are idle. Return True if that completed it."""
+        """Confirm the engines that are idle if a DRAIN is in progress. Return True if this completes the DRAIN."""
         operation = self.current
         if operation is None or operation.control.kind is not Header.DRAIN:
             return False
@@ -408,7 +420,7 @@ class Verbs:
         return True
 
     def engine_lost(self, engine: Engine, reason: str) -> None:
-        """Stop waiting for an engine that has left the registry."""
+        """Stop waiting for an engine that was removed from the registry."""
         operation = self.current
         if operation is not None and operation.waiting.get(engine.name) is engine:
             del operation.waiting[engine.name]
@@ -467,9 +479,9 @@ class Verbs:
             self._commit(operation)
 
     def _load(self, operation: PendingOperation) -> bool:
-        """Begin the second step of UPDATE_WEIGHTS: engines that load weights under a pause load them now.
+        """Begin the second step of UPDATE_WEIGHTS, in which engines that load weights while paused load them.
 
-        Return False if there is no such engine, or if the step has begun already.
+        Return False if there is no such engine, or if the step has already begun.
         """
         loading = [engine for engine in operation.must_load if self._engines.is_registered(engine)]
         if operation.is_loading or not loading:
@@ -482,7 +494,7 @@ class Verbs:
         return True
 
     def _discard(self, operation: PendingOperation) -> None:
-        """Make the engines undo phase one. An engine that misses this message does it at the next control message."""
+        """Make the engines undo phase one. An engine that misses this message undoes it at the next control message."""
         kind, operation_id = operation.control.kind, operation.operation_id
         frames = ControlCommit(operation_id=operation_id, signal=kind, discard=True).to_frames()
         for engine in operation.signalled:
@@ -543,7 +555,7 @@ class Verbs:
         self._conclude(operation, operation.answer(ok=False, state=self.state, code=int(code), error=error))
 
     def _conclude(self, operation: PendingOperation, ack: ControlAck) -> None:
-        """Record the answer, send it, and begin the next operation."""
+        """Record the answer of an operation, send it, and begin the next operation."""
         if self.current is operation:
             self.current = None
             self._context.cancel_timer("operation")

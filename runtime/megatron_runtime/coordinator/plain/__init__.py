@@ -1,1 +1,1 @@
-"""Support for Megatron-Core's clients and engines: each connection has a translator between its socket and the core."""
+"""Support for Megatron-Core's clients and engines. Each connection has a translator between its socket and the core."""

@@ -1,4 +1,4 @@
-"""The translator of a client of Megatron-Core."""
+"""The translator for a client of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _FINAL = int(Header.FINAL)
 
 
 class ClientTranslator:
-    """Converts the messages of one client between Megatron-Core's and the native protocol.
+    """A translator that converts the messages of one client between Megatron-Core's and the native protocol.
 
     form:     how the client divides messages into frames; None until it has submitted a request.
     accept:   passes a native message to the core.
-    send:     sends messages to the client, all or none; False if its connection does not accept them.
+    send:     sends all messages to the client, or none; returns False if its connection does not accept them.
     requests: the open requests of all plain clients by uid. The translators of Megatron-Core's engines pass answers to
               these requests on unchanged.
     """
@@ -135,7 +135,7 @@ class ClientTranslator:
     # --- to the client ------------------------------------------------------------------------------------------
 
     def send(self, sent: Outgoing) -> bool:
-        """Send a message of the core. Return False if the connection does not accept it."""
+        """Send a message of the core to the client. Return False if the connection does not accept it."""
         message = _decoded(sent) if isinstance(sent, list) else sent
         if isinstance(message, Final):
             return self._end(message.uid, partial(self._reply, message))
@@ -183,7 +183,7 @@ class ClientTranslator:
     def _keep_log_probs(self, uid: bytes, offset: int, details: dict[str, Any]) -> None:
         """Store the log-probabilities of new tokens.
 
-        offset: index of the first token; some tokens may have been sent before.
+        offset: index of the first token; earlier tokens may already have been sent.
         """
         for name in PER_TOKEN & details.keys():
             kept = self._log_probs.setdefault(uid, {}).setdefault(name, [])
@@ -198,14 +198,14 @@ class ClientTranslator:
         return uid
 
     def close(self) -> None:
-        """Handle the end of the connection: the core aborts the client's requests."""
+        """Handle the end of the connection. The core aborts the client's requests."""
         for uid in list(self._uids.values()):
             self._forget(uid)
         self._accept(Disconnect(reason="its connection is gone"))
 
 
 def _decoded(frames: Frames) -> Message:
-    """Return the message in frames from the core, without checking them again."""
+    """Return the message in frames from the core, without validating them again."""
     if header_of(frames[0]) == _FINAL:
         return Final._make(unpack_request(frames[0])[1:5])
     return decode(frames)

@@ -1,4 +1,4 @@
-"""The translator of an engine of Megatron-Core."""
+"""The translator for an engine of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Running:
     """A dispatch that the engine runs.
 
     given, epochs: tokens of an earlier dispatch, int32, that became part of the prompt, and their epochs.
-    held: number of tokens that came with the dispatch or were sent as partials since.
-    prompt_length: number of tokens of the prompt without `given`; 0 if there are none.
+    held: number of tokens that came with the dispatch or have since been sent as partials.
+    prompt_length: number of tokens of the prompt without `given`; 0 if `given` is empty.
     """
 
     uid: bytes
@@ -69,20 +69,20 @@ class Running:
 
 
 class EngineTranslator:
-    """Converts the messages of one engine between Megatron-Core's and the native protocol.
+    """A translator that converts the messages of one engine between Megatron-Core's and the native protocol.
 
-    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state, so the translator does
-    this for them. A signal counts as executed when it has been sent.
+    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state. The translator does all
+    three for them. A signal counts as executed when it has been sent.
 
     accept:    passes a native message to the core.
-    send:      sends messages to the engine, all or none; False if its connection does not accept them.
+    send:      sends all messages to the engine, or none; returns False if its connection does not accept them.
     is_connected: whether the engine has a connection now.
     now:       seconds on a monotonic clock.
     requests:  the open requests of plain clients, which get the engine's answer unchanged.
-    detokenize: converts answers to plain clients to text if the engine leaves the text out.
-    choose_form: returns how an engine that has sent nothing yet divides messages into frames.
-    reconnect: seconds that the engine has to connect again.
-    max_requests: maximum number of requests that the engine runs at the same time; 0: no limit.
+    detokenize: converts answers to plain clients to text if the engine omits the text.
+    choose_form: returns how an engine that has not yet sent a message divides messages into frames.
+    reconnect: seconds within which the engine must connect again.
+    max_requests: maximum number of requests that the engine runs at the same time; 0 means no limit.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class EngineTranslator:
         self._detokenize = detokenize
         self._choose_form = choose_form
         self._form: FrameForm | None = None
-        """None until the engine has sent an output or received a request."""
+        """How the engine divides messages into frames. None until it has sent an output or received a request."""
         self._reconnect = reconnect
         self._max_requests = max_requests
         self._running: dict[int, Running] = {}
@@ -123,8 +123,9 @@ class EngineTranslator:
         self._cut_at: float | None = None
         self._cut_by_peer = False
         self._has_aborts = False
-        """Whether the engine supports aborts: it has sent a partial. Release 0.19.2 has neither, and exits at an
-        unknown message."""
+        """Whether the engine supports aborts, which is known when it has sent a partial. Release 0.19.2 supports
+        neither, and exits at an unknown message.
+        """
 
     # --- from the engine ----------------------------------------------------------------------------------------
 
@@ -146,7 +147,10 @@ class EngineTranslator:
             raise MalformedMessageError(f"header {header}: want a message of an engine of Megatron-Core")
 
     def _register(self) -> None:
-        """Register a process that has just started. It serves at once, in the state that HELLO_ACK names."""
+        """Register a process that has just started.
+
+        The engine serves immediately, in the state that HELLO_ACK names.
+        """
         self._incarnation = self._randbits(64)
         self._state, self._epoch, self._source, self._form = EngineState.RUNNING, 0, None, None
         self._running.clear()
@@ -186,7 +190,7 @@ class EngineTranslator:
     # --- to the engine ------------------------------------------------------------------------------------------
 
     def send(self, sent: Outgoing) -> bool:
-        """Send a message of the core. Return False if the connection does not accept it."""
+        """Send a message of the core to the engine. Return False if the connection does not accept it."""
         match message := decode(sent) if isinstance(sent, list) else sent:
             case Dispatch():
                 return self._dispatch(message)
@@ -223,10 +227,11 @@ class EngineTranslator:
         return False
 
     def _prompt_of(self, dispatch: Dispatch) -> tuple[bytes, int]:
-        """Return the packed prompt, and Running.prompt_length. A plain client's prompt is unchanged, except that
-        earlier generated tokens are appended.
+        """Return the packed prompt, and Running.prompt_length.
 
-        Raises MalformedMessageError.
+        A plain client's prompt is passed on with earlier generated tokens appended, and otherwise unchanged.
+
+        Raises MalformedMessageError if the prompt is malformed.
         """
         meta, prompt, generated = dispatch.meta, dispatch.prompt, dispatch.generated
         if not generated:
@@ -241,8 +246,9 @@ class EngineTranslator:
             raise MalformedMessageError(message) from error
 
     def _params_of(self, dispatch: Dispatch) -> bytes:
-        """Return the parameters. Without earlier tokens, a plain client's parameters are passed on unchanged. Earlier
-        generated tokens are subtracted from the token budget.
+        """Return the packed parameters. Earlier generated tokens are subtracted from the token budget.
+
+        Without earlier tokens, a plain client's parameters are passed on unchanged.
         """
         request = self._requests.get(dispatch.uid)
         if request is not None and not dispatch.generated:
@@ -279,7 +285,7 @@ class EngineTranslator:
         self._epoch = self._epoch if epoch is None else epoch
 
     def _join(self, ack: HelloAck) -> None:
-        """Bring the engine to the state and epoch of the other engines."""
+        """Set the engine to the state and epoch of the other engines."""
         self._source = ack.source
         for signal in signals_to_join(self._state, ack.state):
             self._signal(signal, None)
@@ -291,8 +297,9 @@ class EngineTranslator:
     # --- the connection -----------------------------------------------------------------------------------------
 
     def cut(self, *, by_peer: bool) -> None:
-        """Handle the end of the connection. The engine reconnects without registering again, and its silence has no
-        meaning.
+        """Handle the end of the connection.
+
+        The engine can reconnect without registering again, so its silence does not count as a loss.
         """
         self._cut_at, self._cut_by_peer = self._now(), by_peer
 

@@ -33,14 +33,14 @@ from megatron_runtime.protocol.text import shown
 logger = logging.getLogger(__name__)
 
 Detokenize: TypeAlias = Callable[[list[int]], str] | None
-"""Returns the text of token ids. None if there is no tokenizer that can do this."""
+"""A function that returns the text of token ids. None if no tokenizer is available for this."""
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
-"""Entry of the parameters by which an engine of this project adds the text and the times of Megatron-Core's record."""
+"""Parameter with which an engine of this project adds the text and the times that are in Megatron-Core's record."""
 _NIL = pack(None)
 _MAX_REMEMBERED_BYTES = 2048
-"""Size limit of parameters that are cached for comparison with later requests."""
+"""Maximum size of parameters that are cached for comparison with later requests."""
 _TO_PARTIAL = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
 _RETURNS_PROMPT = "return_prompt_tokens"
 """A parameter that every client of 0.17 and later sends."""
@@ -52,12 +52,13 @@ _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 class FrameForm(Enum):
     """How a peer with Megatron-Core's protocol divides messages into frames.
 
-    A value is the first release that does so.
+    A value is the first release that uses this division.
     """
 
     ONE_FRAME = "0.17"
     BODIES = "0.20"
-    """Prompts and replies are separate frames after a first frame with the header and the fields for the coordinator.
+    """The first frame has the header and the fields for the coordinator. Prompts and replies follow as separate
+    frames.
     """
 
     def answer(self, header: int, number: int, content: dict[str, Any]) -> Frames:
@@ -78,9 +79,9 @@ class PlainParams(NamedTuple):
 
     packed: parameters as the client sent them.
     native: packed parameters for an engine of this project.
-    seed:   None: the coordinator chooses one.
+    seed:   seed for sampling; None if the coordinator chooses one.
     returns_prompt: the client requests the tokens of its prompt.
-    keeps_blocks: the client asks the engine to keep the KV.
+    keeps_blocks: the client requests that the engine keeps the KV blocks.
     has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
     """
 
@@ -96,7 +97,10 @@ class PlainParams(NamedTuple):
 
     @classmethod
     def read(cls, packed: bytes) -> Self:
-        """Return the parameters of a packed map. A value of a wrong type is ignored. Raises MalformedMessageError."""
+        """Return the parameters in a packed map. A value of a wrong type is ignored.
+
+        Raises MalformedMessageError if the map cannot be read.
+        """
         params = unpack(packed, PARAMETERS)
         if type(params) is not dict:
             raise MalformedMessageError(f"SUBMIT_REQUEST with parameters {shown(params)}: want a map")
@@ -119,7 +123,7 @@ _read_again = functools.lru_cache(maxsize=256)(PlainParams.read)
 
 
 class OpenRequest(NamedTuple):
-    """The parts of a client's request that are needed for its answer.
+    """The parts of a client's request that its answer needs.
 
     form:   frame format of the client's messages.
     prompt: packed, as the client sent it: a list of token ids or a text.
@@ -133,11 +137,12 @@ class OpenRequest(NamedTuple):
 
 
 def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[OpenRequest, bytes, RequestMeta]:
-    """Read SUBMIT_REQUEST of a client: `[20, id, prompt, params]`, or `[20, id, params, …]`, prompt, hashes and media
-    in four frames.
+    """Read SUBMIT_REQUEST of a client.
 
-    Also return the prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them) and its metadata for the core.
-    The hashes of the prompt's blocks are not read. Raises MalformedMessageError.
+    The message is `[20, id, prompt, params]`, or four frames with `[20, id, params, …]`, prompt, hashes and media.
+
+    Return the request, the prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them) and its metadata for
+    the core. The hashes of the prompt's blocks are not read. Raises MalformedMessageError.
     """
     items = split_list(frames[0])
     if len(frames) == 1 and len(items) >= 4:
@@ -190,8 +195,8 @@ def submit_frames(form: FrameForm, dispatch_id: int, prompt: bytes, params: byte
 class EngineOutput(NamedTuple):
     """Output of an engine for one of its requests.
 
-    tokens: int32; in a partial the new tokens, in a final all tokens of this dispatch.
-    needs_text: the coordinator must add the text of a final.
+    tokens: int32. A partial has the new tokens, a final answer has all tokens of this dispatch.
+    needs_text: the coordinator must add the text of a final answer.
     values: the map that the engine sent.
     """
 
@@ -206,9 +211,9 @@ class EngineOutput(NamedTuple):
         return {name: value for name, value in found.items() if value is not None}
 
     def continue_epochs(self, epochs: TokenEpochs, *, prompt_length: int, num_given: int) -> None:
-        """Prepend the epochs of the tokens in the dispatch to the epochs that the engine reports, if it reports any.
+        """Prepend the epochs of the dispatch's tokens to the epochs that the engine reports, if it reports any.
 
-        epochs: epochs by token index; empty: unknown.
+        epochs: epochs by token index; empty means unknown.
         """
         match self.values.get("policy_epoch"):
             case [*spans] if epochs and spans and all(map(_is_span, spans)):
@@ -260,10 +265,10 @@ def failed_reply(code: ErrorCode, message: str) -> bytes:
 
 
 def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
-    """Read an ENGINE_REPLY or ENGINE_REPLY_PARTIAL: `[header, [map, …]]`, or `[header, [id, …]]` and a frame for each
-    map.
+    """Return the outputs in an ENGINE_REPLY or ENGINE_REPLY_PARTIAL.
 
-    An id of an ENGINE_REPLY is `[id, needs_detokenize]`. Raises MalformedMessageError.
+    The message is `[header, [map, …]]`, or `[header, [id, …]]` followed by a frame for each map. An id of an
+    ENGINE_REPLY is `[id, needs_detokenize]`. Raises MalformedMessageError.
     """
     match unpack(frames[0], REPLIES):
         case [_, list(items), *_]:
@@ -285,7 +290,7 @@ def _output(item: Any, values: Any, name: str) -> EngineOutput:
     """Return one output of an engine. Raises MalformedMessageError.
 
     item: the id, or `[id, needs_detokenize]`.
-    name: key of the entry with the tokens.
+    name: key of the map entry that has the tokens.
     """
     number, needs_text = item if type(item) is list and len(item) == 2 else (item, True)
     if type(number) is not int:
@@ -299,7 +304,10 @@ def _output(item: Any, values: Any, name: str) -> EngineOutput:
 
 
 def _error_of(events: Any) -> dict[str, Any]:
-    """Return the last error among the events of a request in the form of `error` in a reply; empty if there is none."""
+    """Return the last error among the events of a request, in the form of `error` in a reply.
+
+    The result is empty if there is none.
+    """
     errors = [event for event in events or () if isinstance(event, dict) and "ERROR" in str(event.get("type"))]
     last = errors[-1].get("payload") if errors else None
     last = last if isinstance(last, dict) else {}
@@ -320,7 +328,7 @@ _FIELDS = (
     "prompt_top_n_logprobs",
     "tpot",
 )
-"""Reply fields that Megatron-Core's request class has in every release. The class rejects unknown fields."""
+"""Reply fields that Megatron-Core's request class has in every release. The class rejects other fields."""
 _EPOCHS = ("policy_epoch", "kv_cache_epoch")
 _EVERY_FIELD: dict[str, Any] = {
     **dict.fromkeys((*_FIELDS, "prompt", "prompt_tokens", "prompt_length", "inference_parameters")),
@@ -332,9 +340,8 @@ _EVERY_FIELD: dict[str, Any] = {
     "tpot": [],
     "precomputed_block_hashes": [],
 }
-"""Fields of a request of 0.17 and later, with default values for a request that lacks them.
-
-Megatron-Core's server reads them by key.
+"""Fields of a request of 0.17 and later, with defaults. A reply gets all of them, because Megatron-Core's server reads
+them by key.
 """
 _MEASURED = ("prompt_length", "num_cached_tokens", "ttft")
 
@@ -349,10 +356,10 @@ def reply_frames(
 ) -> Frames:
     """Return the frames of an ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
 
-    A map that is not packed comes from an engine of Megatron-Core, and is passed on unchanged. For other answers, this
+    A map that is not packed comes from an engine of Megatron-Core and is passed on unchanged. In other answers, this
     function adds the text if the engine sent none.
 
-    before: log-probabilities of the first tokens, by the names in a partial, if another engine continued the request.
+    before: log-probabilities of the first tokens, by their names in a partial, if another engine continued the request.
     """
     try:
         values = reply if isinstance(reply, dict) else unpack(reply, PLAIN)
@@ -397,7 +404,7 @@ def _reply_of_native(
 
 
 def _with_log_probs(reply: dict[str, Any], before: dict[str, list[Any]], *, count: int) -> dict[str, Any]:
-    """Return the reply map of an answer of `count` tokens with the log-probabilities of all of them."""
+    """Return the reply map of an answer of `count` tokens with the log-probabilities of all these tokens."""
     joined = {}
     for name, values in before.items():
         last = reply.get(key := f"generated_{name}")
@@ -456,17 +463,17 @@ _ERROR_CLASSES = {
 _SENT_CLASSES = frozenset(
     {"RequestOverflowError", "TokenOverflowError", "MaxSequenceLengthOverflowError", "BlockOverflowError"}
 )
-"""Errors of this project's engines that exist in Megatron-Core under the same name."""
+"""Error classes of this project's engines that exist in Megatron-Core under the same name."""
 _PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCode.ENGINE_FAILED, ErrorCode.UNSUPPORTED})
 
 
 def _error_events(
     number: int, code: Any, message: str, name: Any = None, is_transient: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Return an error as the events of a request. A client sets the time of an event that has no time.
+    """Return an error as the events of a request. If an event has no time, the client sets it.
 
     name:         class of the error at the engine.
-    is_transient: None derives it from the code.
+    is_transient: None derives the value from the code.
     """
     if is_transient is None:
         is_transient = code not in _PERMANENT

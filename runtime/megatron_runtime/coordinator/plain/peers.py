@@ -30,16 +30,17 @@ _CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
 
 
 class PlainPeers:
-    """Passes messages of plain peers to their translators, and messages of the translators to the core.
+    """The plain peers. Passes their messages to their translators, and the translators' messages to the core.
 
-    A peer of the shared port that begins with CONNECT is a plain client. One that begins with an empty frame is a plain
-    engine. A CONNECT with a protocol version is the greeting of a client of this project, which continues with HELLO.
+    A peer of the shared port is a plain client if its first message is CONNECT, and a plain engine if its first message
+    is an empty frame. A CONNECT with a protocol version is the greeting of a client of this project, which continues
+    with HELLO.
 
     send:         sends a message to a peer, on request even if its connection is full; returns False if it is not
                   accepted.
     is_connected: whether the peer has a connection.
     now:          seconds on the core's clock.
-    shut_down:    ends the coordinator, as a client requests.
+    shut_down:    ends the coordinator at a client's request.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class PlainPeers:
         self.translators: dict[PeerId, ClientTranslator | EngineTranslator] = {}
         core.context.translated = self.translators
         self.messages: deque[tuple[PeerId, NativeMessage]] = deque()
-        """Messages of translators that the core has not handled yet."""
+        """Messages of translators that the core has not yet handled."""
         self._requests: dict[bytes, OpenRequest] = {}
         self._core = core
         self._send = send
@@ -106,12 +107,15 @@ class PlainPeers:
         return translator is not None
 
     def number_of(self, uid: bytes) -> int | None:
-        """Return the id that a client of Megatron-Core gave to an open request; None for other requests."""
+        """Return the id that a client of Megatron-Core gave to an open request, or None for other requests."""
         request = self._requests.get(uid)
         return request.number if request is not None else None
 
     def _form_of_clients(self) -> FrameForm:
-        """Return the frame format of the connected Megatron clients; without a client, the configured format."""
+        """Return the frame format of the connected Megatron-Core clients.
+
+        Without such a client, return the configured format.
+        """
         clients = (one for one in self.translators.values() if isinstance(one, ClientTranslator))
         forms = (client.form for client in clients if client.form is not None)
         return next(forms, FrameForm(self._core.context.settings.plain_release))
@@ -161,7 +165,7 @@ class PlainPeers:
 
 
 def _names_version(frames: Frames) -> bool:
-    """Whether a CONNECT has a protocol version."""
+    """Return whether a CONNECT has a protocol version."""
     try:
         match unpack(frames[0]):
             case [_, int(), *_]:

@@ -21,7 +21,7 @@ from megatron_runtime.transport.zmtp.handshake import Box, Handshake, NotAdmitte
 logger = logging.getLogger(__name__)
 
 PeerId: TypeAlias = tuple[int, bytes]
-"""Name of a connection: the number of its port, and the routing id."""
+"""Name of a connection. It consists of the number of its port and the routing id."""
 
 MESSAGES_PER_ITERATION = 256
 """Maximum number of messages that a connection handles in one iteration of the event loop."""
@@ -37,7 +37,7 @@ _HANDSHAKE_BYTES = 4096
 
 
 class Owner(Protocol):
-    """The ROUTER or DEALER that a connection belongs to. Its methods are callbacks of the connection."""
+    """The ROUTER or DEALER that owns a connection. Its methods are callbacks of the connection."""
 
     handler_errors: int
     """Number of messages that were dropped because received() raised an exception."""
@@ -55,7 +55,7 @@ class Owner(Protocol):
         """Call the connection's flush() in this iteration of the event loop, because it has messages to send."""
 
     def has_room(self, connection: Connection) -> None:
-        """Handle that the connection accepts messages again.
+        """Handle a connection that accepts messages again.
 
         Called once after a full buffer, and once for each report_room().
         """
@@ -68,7 +68,7 @@ class Owner(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """Decodes and encodes the messages of one TCP or Unix connection.
+    """One TCP or Unix connection, whose messages are decoded and encoded here.
 
     peer:          name of the connection; the routing id is b"" until the handshake is over.
     heard:         set to True when bytes arrive; the owner resets it.
@@ -108,12 +108,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def key(self) -> bytes:
-        """The Z85 public key of the peer; b"" without keys."""
+        """The peer's public key in Z85. b"" without keys."""
         return self._handshake.key
 
     @property
     def local_host(self) -> str:
-        """This machine's address on the connection; the loopback address for a Unix socket."""
+        """This machine's address on the connection. The loopback address for a Unix socket."""
         name = self._transport.get_extra_info("sockname")
         return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
 
@@ -326,7 +326,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def abort(self) -> None:
-        """Close the connection now."""
+        """Close the connection immediately. Queued messages are lost."""
         self._ended_here = True
         self._transport.abort()
 
@@ -334,7 +334,7 @@ class Connection(asyncio.Protocol):
         self._write(frames.frame(COMMAND, body) if self._box is None else self._box.close(COMMAND, body))
 
     def _write(self, data: bytes) -> None:
-        """Write a handshake or command now, after the messages that are already queued."""
+        """Write a handshake or command immediately, after the messages that are already queued."""
         if self._out:
             self.flush()
         if not self._transport.is_closing():

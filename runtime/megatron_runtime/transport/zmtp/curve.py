@@ -1,4 +1,4 @@
-"""CURVE (RFC 26): both sides prove that they hold their keys, and the connection's keys encrypt every frame.
+"""CURVE (RFC 26). Both sides prove that they hold their keys, and the keys of the connection encrypt every frame.
 
 libsodium does the cryptography, through PyNaCl. This module encodes the messages.
 """
@@ -45,9 +45,9 @@ class CurveServer:
 
 
 class CurveHandshake(Handshake):
-    """The server's side of a handshake: answers HELLO with WELCOME and INITIATE with READY.
+    """The server side of a handshake. It answers HELLO with WELCOME, and INITIATE with READY.
 
-    The cookie in WELCOME is meant for servers without state until INITIATE. This server keeps its state with the
+    The cookie in WELCOME is meant for servers without state before INITIATE. This server keeps its state with the
     connection, so the cookie is random, and INITIATE must return it.
     """
 
@@ -107,7 +107,7 @@ class CurveHandshake(Handshake):
 
 
 class CurveClientHandshake(Handshake):
-    """The client's side of a handshake. Keys are Z85 text; the peer must hold the secret key of `server_public`."""
+    """The client side of a handshake. Keys are Z85 text. The peer must hold the secret key of `server_public`."""
 
     mechanism = b"CURVE"
 
@@ -163,7 +163,9 @@ class CurveClientHandshake(Handshake):
 
 
 class CurveBox:
-    """Encrypts and decrypts frames with the keys of one connection. Nonces increase, so none is accepted twice.
+    """The encryption and decryption of frames with the keys of one connection.
+
+    Nonces increase, so none is accepted twice.
 
     sent, last_received: last nonces that the handshake used.
     """

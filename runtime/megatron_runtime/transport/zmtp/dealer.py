@@ -1,7 +1,7 @@
-"""A DEALER on the event loop: one connection to a ROUTER, reopened when it ends.
+"""A DEALER on the event loop. It has one connection to a ROUTER, and opens another one when the connection ends.
 
-Its memory is limited in bytes. libzmq limits only the size of a frame and the number of messages, so a message of
-endless frames could fill the memory of the process.
+Its memory is limited in bytes. libzmq limits only the size of a frame and the number of messages, so a message with an
+unlimited number of frames could fill the memory of the process.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
-"""Timeout of a TCP connection.
-
-A SYN to a pod on a lost node is not answered, and its retransmissions go to the same pod. The next attempt uses another
-source port, for which kube-proxy chooses a pod again.
+"""Timeout of a TCP connection attempt. A SYN to a pod on a lost node is not answered, and its retransmissions go to the
+same pod. The next attempt uses another source port, for which kube-proxy chooses a pod again.
 """
 RESOLVE_SECONDS = 0.3
-"""Seconds after which the last known addresses of a name are used. An unanswered lookup takes 30 s to fail."""
+"""Time after which the last known addresses of a name are used. An unanswered lookup takes 30 s to fail."""
 HANDSHAKE_SECONDS = 3.0
 RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 1.0
 _PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")])
@@ -43,7 +41,7 @@ class AddressError(ValueError):
 
 
 def parse_address(address: str) -> tuple[str, int] | Path:
-    """Return the host and port, or the path of the Unix socket, in an address. Raises AddressError."""
+    """Return the host and port, or the path of the Unix socket, that an address names. Raises AddressError."""
     try:
         parts = urlsplit(address)
         if parts.scheme == "tcp" and parts.hostname and parts.port:
@@ -56,7 +54,7 @@ def parse_address(address: str) -> tuple[str, int] | Path:
 
 
 async def addresses_of(host: str) -> list[str]:
-    """Return the IP addresses of a host; the last known ones while DNS does not answer.
+    """Return the IP addresses of a host. While DNS does not answer, return the last known addresses.
 
     Raises:
         OSError: the name does not exist, or has never been resolved.
@@ -84,7 +82,7 @@ async def addresses_of(host: str) -> list[str]:
 _known: dict[str, list[str]] = {}
 """The addresses of each host name that this process has resolved."""
 _lookups: dict[str, asyncio.Future[Any]] = {}
-"""The lookup in progress, or else the last lookup, for each host name."""
+"""The lookup in progress, or otherwise the last lookup, for each host name."""
 
 
 @dataclass(eq=False, repr=False)
@@ -94,8 +92,8 @@ class Dealer:
     on_message: called with the frames of each message. Its exceptions are logged and counted.
     on_open:    called after each handshake; from then on send() works.
     on_lost:    called with the reason when an open connection ends other than by close().
-    keys:       this side's key pair and the ROUTER's public key; None: no encryption.
-    max_message_bytes: size limit of a received message; a larger one closes the connection.
+    keys:       this side's key pair and the ROUTER's public key; None means no encryption.
+    max_message_bytes: size limit of a received message; a larger message closes the connection.
     send_buffer_bytes: maximum number of unsent bytes; if there are more, send() returns False.
     """
 
@@ -117,20 +115,21 @@ class Dealer:
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(), name=f"dealer {self.address}")
 
     def send(self, message: Frames) -> bool:
-        """Send on the open connection. Return False if there is none, or if its buffer is full; the message is then
-        dropped.
+        """Send a message on the open connection.
+
+        Return False if there is no connection, or if its buffer is full. The message is then dropped.
         """
         connection = self._connection
         return connection is not None and connection.is_open and connection.send(message)
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the connection; None without an open connection."""
+        """This machine's address on the connection, or None without an open connection."""
         connection = self._connection
         return connection.local_host if connection is not None and connection.is_open else None
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close the connection. Idempotent. Waits up to `linger_ms` until the queued messages have been sent."""
+        """Close the connection after up to `linger_ms` milliseconds, in which queued messages are sent. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -209,7 +208,7 @@ class Dealer:
         asyncio.get_running_loop().call_soon(connection.flush)
 
     def has_room(self, connection: Connection) -> None:
-        """Do nothing: callers of send() do not wait for room in the buffer."""
+        """Do nothing, because callers of send() do not wait for room in the buffer."""
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
         self._stop_timer()

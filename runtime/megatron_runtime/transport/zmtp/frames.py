@@ -1,4 +1,4 @@
-"""Encoding of ZMTP: greeting, frames, commands and properties. Pure functions."""
+"""Encoding of ZMTP greetings, frames, commands and properties. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import struct
 from collections.abc import Iterable, Sequence
 
 MORE, LONG, COMMAND = 1, 2, 4
-"""Flags of a frame.
-
-MORE: another frame of the message follows; LONG: the size has eight bytes instead of one; COMMAND: the frame is a
-      command.
+"""Flags of a frame. MORE means that another frame of the message follows, LONG that the size has eight bytes instead of
+one, COMMAND that the frame is a command.
 """
 GREETING_BYTES = 64
 LONG_HEADER_BYTES = 9
@@ -21,11 +19,11 @@ _LENGTH = struct.Struct(">I")
 _PING_NAME = b"\x04PING"
 _TIME_TO_LIVE_BYTES = 2
 PING = _PING_NAME + bytes(_TIME_TO_LIVE_BYTES)
-"""The body of PING, with a time to live of 0: the peer itself decides how long it waits for the next frame."""
+"""The body of PING, with a time to live of 0. The peer itself then decides how long it waits for the next frame."""
 
 
 class ViolationError(ValueError):
-    """The peer violates the protocol, and its connection is closed."""
+    """The peer violates the protocol, so its connection is closed."""
 
 
 def greeting(mechanism: bytes, *, as_server: bool) -> bytes:
@@ -48,7 +46,7 @@ def frame(flags: int, body: bytes) -> bytes:
 
 
 def message(frames: Sequence[bytes]) -> bytes:
-    """Return a whole unencrypted message."""
+    """Return the bytes of a whole unencrypted message."""
     last = len(frames) - 1
     return b"".join(frame(MORE if number < last else 0, body) for number, body in enumerate(frames))
 
@@ -59,7 +57,7 @@ def command(name: bytes, body: bytes = b"") -> bytes:
 
 
 def pong(body: bytes) -> bytes | None:
-    """Return the body of the answer to a PING; None for another command."""
+    """Return the body of the answer to a PING, or None for another command."""
     if not body.startswith(_PING_NAME):
         return None
     return command(b"PONG", body[len(_PING_NAME) + _TIME_TO_LIVE_BYTES :])
@@ -74,7 +72,7 @@ def properties(values: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[bytes, bytes]:
-    """Return the properties by name in lower case, because names are case-insensitive. Raises ViolationError."""
+    """Return the properties by lower-case name, because names are case-insensitive. Raises ViolationError."""
     properties = {}
     position = 0
     while position < len(data):

@@ -1,7 +1,7 @@
 """The handshake of a connection, and the mechanism without keys.
 
-A handshake does no I/O: `receive` takes one command of the peer and returns the answer. After the handshake,
-`properties` holds the peer's properties, and `box`, unless it is None, encrypts and decrypts every frame.
+A handshake does no I/O. `receive` takes one command of the peer and returns the answer. After the handshake,
+`properties` has the peer's properties, and `box` encrypts and decrypts every frame unless it is None.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Handshake(ABC):
     """One side of a handshake.
 
     mechanism, as_server: fields of the greeting.
-    key:        the Z85 public key that the peer has proved to hold; b"" without keys.
+    key:        the Z85 public key whose secret key the peer has proved to hold; b"" without keys.
     properties: metadata of the peer; None until the handshake is over.
     """
 
@@ -45,16 +45,16 @@ class Handshake(ABC):
         self._own = own_properties
 
     def begin(self) -> bytes:
-        """Return the first command; b"" if the peer begins."""
+        """Return the first command. b"" if the peer sends the first command."""
         return b""
 
     @abstractmethod
     def receive(self, command: bytes) -> bytes:
-        """Return the answer to the peer's next command; b"" if there is none. Raises ViolationError."""
+        """Return the answer to the peer's next command. b"" if there is no answer. Raises ViolationError."""
 
 
 class NullHandshake(Handshake):
-    """The mechanism NULL: both sides send READY with their properties. begins: this side sends READY first."""
+    """The mechanism NULL, in which both sides send READY with their properties. begins: this side sends READY first."""
 
     mechanism = b"NULL"
 

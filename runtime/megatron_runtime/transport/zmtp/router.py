@@ -1,4 +1,4 @@
-"""A ROUTER on the event loop: one port and its connections."""
+"""A ROUTER on the event loop, with one port and its connections."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 30.0
 MAX_HANDSHAKES = 1000
-"""Maximum number of handshakes in progress. A further one closes the oldest connection without a complete handshake."""
+"""Maximum number of handshakes in progress. A further handshake closes the oldest connection without a complete one."""
 CLOSING_SECONDS = 1.0
 _BACKLOG = 1024
 _ROUTER = 6
@@ -32,22 +32,22 @@ _PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")
 
 @dataclass(eq=False, repr=False)
 class Router:
-    """Accepts connections.
+    """A ROUTER that accepts connections on one port.
 
-    The name of a connection is the port's `number` and a routing id, which the peer sends or the ROUTER generates. If a
-    connection sends the routing id of an earlier one, it takes over the name, and the earlier connection is closed. But
-    if their keys differ, the later connection is closed.
+    The name of a connection consists of the port's `number` and a routing id, which the peer sends or the ROUTER
+    generates. If a connection sends the routing id of an earlier connection, it takes over the name, and the earlier
+    connection is closed. But if the keys of the two connections differ, the later connection is closed.
 
     connections:  connections that have completed the handshake, by name. Several ports may share this map.
-    handshake:    creates the server's side of a handshake with these properties.
+    handshake:    creates the server side of a handshake with these properties.
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends other than by cut() or close(), with its name and whether the
-                  peer closed it. A FIN or RST closes it, which the system also sends when a process exits.
+                  peer closed it with a FIN or RST, which the operating system also sends when a process exits.
     on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
     check_seconds: interval of PING. A connection without a byte in two to three intervals is closed.
     may_be_silent: returns whether a silent connection is kept, because its process has announced that it is busy.
-    first:        returns the protocol of each new TCP connection, given a function that returns a Connection, which it
-                  may put in its place. None: each is a Connection.
+    first:        returns the protocol of each new TCP connection. Its argument is a function that returns a Connection,
+                  which can later replace the protocol. None makes each new connection a Connection.
     type, last_endpoint: the same as the attributes of a zmq.Socket.
     rejected:     number of connections that were closed because their keys do not open the port.
     """
@@ -106,7 +106,10 @@ class Router:
         return self._listen(listener, f"ipc://{path}", server)
 
     def close(self) -> None:
-        """Stop listening, and close each connection after its queued messages have been sent. Idempotent."""
+        """Stop listening, and close each connection after its queued messages have been sent.
+
+        This method is idempotent.
+        """
         if self._checks is not None:
             self._checks.cancel()
             self._checks = None
@@ -147,7 +150,7 @@ class Router:
         )
 
     def _check(self) -> None:
-        """Send PING to each connection, and close the connections that have sent nothing since the last two PINGs."""
+        """Send PING to each connection. Close the connections that have sent nothing since the last two PINGs."""
         self._checks = self._loop.call_later(self.check_seconds, self._check)
         silent, self._silent = self._silent, set()
         for connection in [connection for connection in self._all if connection.is_open]:
@@ -162,7 +165,7 @@ class Router:
             connection.ping()
 
     def cut(self, peer: PeerId) -> None:
-        """Close a connection at once. No further message is received from it or sent to it."""
+        """Close a connection immediately. No further message is received from it or sent to it."""
         connection = self.connections.pop(peer, None)
         if connection is not None:
             connection.close()
