@@ -30,16 +30,20 @@ if TYPE_CHECKING:
     "--dtype",
     type=click.Choice(["keep", "float32", "bfloat16", "float16", "int8", "int4"]),
     default="keep",
-    help="Data type of the written weights. keep writes them as stored, except that quantised weights become "
-    "float32, or bfloat16 in a packed model. int8 and int4 are for packed models only, and keep the blocks of "
-    "quantised matrices.",
+    help="Data type of the written weights. keep does not change the type, except that quantised weights become "
+    "float32, or bfloat16 in a packed model. int8 and int4 are for packed models only; matrices that are already "
+    "quantised keep their quantisation blocks.",
 )
-@click.option("--replace", is_flag=True, help="Replace an existing DESTINATION after the conversion has succeeded.")
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Replace an existing DESTINATION when the conversion has succeeded. Without it, an existing DESTINATION is "
+    "an error.",
+)
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
-    """Write the model SOURCE (a GGUF file, a directory, hf:ORG/NAME, builtin:NAME) to the directory DESTINATION.
-
-    If the command fails, DESTINATION is not written. The conversion holds one tensor in memory at a time.
-    """
+    """Convert the model SOURCE and write it to the directory DESTINATION. SOURCE is a GGUF file, a directory,
+    hf:ORG/NAME or builtin:NAME. If the command fails, it does not write DESTINATION. Only one tensor is in memory at a
+    time."""
     from megatron_runtime.checkpoints import convert as conversion
     from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
@@ -64,7 +68,8 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.option(
     "--cache",
     type=NEW_DIRECTORY,
-    help="Download to this model cache instead of DIRECTORY. Engines use it if MEGATRON_MODEL_CACHE names it.",
+    help="Model cache to which the command downloads, instead of DIRECTORY. Engines use the cache if "
+    "MEGATRON_MODEL_CACHE has its path.",
 )
 @click.option(
     "--include",
@@ -75,7 +80,9 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.option("--token-file", type=FILE, help="File with the access token of the hub. Default: the token in HF_TOKEN.")
 @click.option("--endpoint", help="URL of the hub. Default: HF_ENDPOINT, or the public hub.")
 @click.option(
-    "--progress-port", type=PORT, help="Serve the progress of the download as JSON at /progress on this port."
+    "--progress-port",
+    type=PORT,
+    help="Port on which the command offers its progress as JSON at /progress. Default: none.",
 )
 @click.option(
     "--verify",

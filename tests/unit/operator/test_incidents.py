@@ -71,7 +71,7 @@ def test_engines_that_end_together_are_one_event() -> None:
     pass_time(cluster, REPORT_SECONDS)
     ((_, message),) = crashes(cluster)
     assert "demo-engine-0, demo-engine-1, demo-engine-2" in message
-    assert "3 times in all" in message
+    assert "3 times" in message
     assert "illegal memory access" in message, "the first to end names the cause"
 
 

@@ -249,17 +249,19 @@ async def partials(bench: Bench) -> list[Figure]:
 
 @click.command()
 @click.option("--clients", type=COUNT, default=8, help="Number of concurrent clients.")
-@click.option("--engines", type=COUNT, default=4, help="Number of engines. Each answers immediately, with one token.")
+@click.option(
+    "--engines",
+    type=COUNT,
+    default=4,
+    help="Number of engines, each of which answers every request immediately with one token.",
+)
 @click.option("--requests", type=COUNT, default=10_000, help="Number of requests in each part of the measurement.")
 @click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024, help="Number of tokens per prompt.")
 @click.option("--policy", type=ROUTING_POLICIES, default="LongestPrefix", help="Routing policy of the coordinator.")
 @json_file
 def coordinator(*, json_file: Path | None, **values: Any) -> None:
-    """Measure the CPU time per request in the coordinator.
-
-    The coordinator runs in its own process; minimal clients and engines run in this one. The figure includes all
-    threads of the coordinator.
-    """
+    """Measure the CPU time that the coordinator uses per request, in all its threads. The coordinator runs in a
+    separate process; minimal clients and engines run in the process of this command."""
     # The load generator runs on the same machine, and must not be slower than the coordinator.
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
