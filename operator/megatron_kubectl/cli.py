@@ -113,7 +113,7 @@ def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClie
     "as input for kubectl. Default: a table.",
 )
 def list_(*, namespace: str | None, context: str | None, all_namespaces: bool, output: str | None) -> None:
-    """List resources, with their state, ready engines, model and reason."""
+    """List resources and their state."""
     with _client(namespace, context) as client:
         resources = client.resources(all_namespaces=all_namespaces)
         where = "all namespaces" if all_namespaces else f"namespace {client.namespace}"
@@ -172,7 +172,8 @@ def status(*, name: str, namespace: str | None, context: str | None, output: str
 @_options
 @_output
 def explain(*, name: str, namespace: str | None, context: str | None, output: str | None) -> None:
-    """Show what NAME is waiting for, down to the pod, the scheduler or the rank, and whether its load is uneven."""
+    """Show what NAME is waiting for. The output names the pod, the scheduler's message or the rank, and says whether
+    the load is uneven."""
     from megatron_kubectl.top import Sampler, imbalance
     from megatron_operator.explain import causes
 
@@ -355,8 +356,8 @@ def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet:
 @main.command()
 @_options
 def restart(*, name: str, namespace: str | None, context: str | None) -> None:
-    """Restart the engines of NAME that crashed too often and that the operator no longer restarts. Serving engines are
-    not affected."""
+    """Restart the engines of NAME that crashed too often. The operator does not restart such engines automatically.
+    Serving engines are not affected."""
     with _client(namespace, context) as client:
         client.annotate(name, {ANNOTATION_RESTARTED: stamp(datetime.now(UTC))})
     say(f"{name}: restart budgets are reset")
@@ -390,7 +391,8 @@ def update(*, name: str, namespace: str | None, context: str | None) -> None:
 )
 @click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in a browser.")
 def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | None, port: int, browser: bool) -> None:
-    """Serve a web page on this machine that shows and controls resources, until you press Ctrl-C."""
+    """Serve a web page that shows and controls resources. The page is available on this machine only, until you press
+    Ctrl-C."""
     import asyncio
 
     try:

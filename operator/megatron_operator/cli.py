@@ -354,7 +354,7 @@ def crd(output: str) -> None:
 @vllm_runtime_image
 @click.option("--image", default=DEFAULT_OPERATOR_IMAGE, show_default=True, help="Image of the operator.")
 def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str, image: str) -> None:
-    """Print the manifests that install the operator without Helm, for `kubectl apply --server-side -f -`."""
+    """Print manifests that install the operator without Helm. Pass them to `kubectl apply --server-side -f -`."""
     manifests = install_manifests(
         namespace=operator_namespace, image=image, runtime_image=runtime_image, vllm_runtime_image=vllm_runtime_image
     )
@@ -366,7 +366,7 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 @installation
 @output_format
 def render(path: Path, output: str, **options: Any) -> None:
-    """Print the Kubernetes objects that the operator would create for a resource. The Secret with its keys is not
+    """Print the objects that the operator would create for a resource. The Secret with the resource's keys is not
     printed."""
     try:
         children = all_children(read_resource(path).context(_settings(**options)[0]))
@@ -425,7 +425,7 @@ def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, giv
 @installation
 @click.pass_context
 def plan(command: click.Context, path: Path, against: str | None, context: str | None, **options: Any) -> None:
-    """Show what applying a file would change, why, and which engines would restart."""
+    """Show what applying a file would change. The output has the reasons, and the engines that would restart."""
     given = {name for name in Release.model_fields if command.get_parameter_source(name) in _GIVEN}
     fixed, _ = _settings(**options)
     try:
@@ -456,8 +456,8 @@ def plan(command: click.Context, path: Path, against: str | None, context: str |
 @image_pull_secrets
 @egress_policies
 def prefetch(path: Path, claim: str, **settings: Any) -> None:
-    """Print a Job that downloads a resource's Hugging Face repository to a PersistentVolumeClaim, and print the spec
-    that uses this claim."""
+    """Print a Job that downloads a model to a claim. The Job downloads the Hugging Face repository of the resource. The
+    command also prints the spec that uses the claim."""
     try:
         context = read_resource(path).context(_settings(**settings)[0])
         job, source = prefetch_job(context, claim), claim_source(context, claim)
@@ -475,7 +475,7 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @click.option("-n", "--namespace", help="Namespace to use. Default: the namespace of the kubeconfig context.")
 @kube_context
 def explain(name: str, namespace: str | None, context: str | None) -> None:
-    """Show what resource NAME is waiting for, down to the pod, the scheduler or the rank."""
+    """Show what resource NAME is waiting for. The output names the pod, the scheduler's message or the rank."""
     from megatron_operator.cluster.api import KubeApiError
     from megatron_operator.cluster.auth import LoginError
     from megatron_operator.cluster.read import explain_resource
@@ -511,7 +511,8 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     help="Timeout in seconds for all checks together.",
 )
 def verify(timeout: float, **options: Any) -> None:
-    """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
+    """Check that the CRD, the operator and a model work. The CRD must be established, the operator ready, and the model
+    must answer. `helm test` runs this command in a pod."""
     from megatron_operator import verify as verification
 
     try:
