@@ -202,21 +202,21 @@ kubectl megatron explain NAME       # from the resource down to the pod, the sch
 kubectl describe mi NAME            # conditions, the plan and Events
 ```
 
-`status.plan` says in one sentence what the operator does and what it waits for, whenever the
-resource is not settled. The condition `Degraded` is True when waiting alone may not help. Its
-message quotes the scheduler, the kubelet or the container. Look up its reason below.
+While the resource is not settled, `status.plan` says what the operator does and what it waits for.
+The condition `Degraded` is True if an error may need your action. Its message quotes the scheduler,
+the kubelet or the container. Look up its reason below.
 
-A rollout waits for the pod `NAME-check-REVISION`. If it fails, correct the spec as the message
-says. If the cause is outside of the spec, such as a token in a Secret, correct that and delete the
-pod. `kubectl logs POD` has the whole output
-([Rollouts](../concepts/rollouts.md#check-of-a-new-revision)).
+A rollout first waits for the pod `NAME-check-REVISION`
+([Rollouts](../concepts/rollouts.md#check-of-a-new-revision)). If this pod fails, correct the spec
+as the message says. If the cause is outside the spec, such as a token in a Secret, correct the
+cause and delete the pod. `kubectl logs POD` shows the whole output.
 
-If the resource has no status at all, no operator serves its namespace: check `operator.namespaces`
-of the chart, the operator's pods and its Lease. If the status belongs to an earlier change (compare
-`status.observedGeneration` with `metadata.generation`), read the operator's log.
+If the resource has no status, no operator manages its namespace. Check `operator.namespaces` of the
+chart, the operator's pods and its Lease. If `status.observedGeneration` stays lower than
+`metadata.generation`, the operator has not processed the last change: read the operator's log.
 
-HTTP clients get [other errors](../reference/http-api-behaviour.md#errors). [Failures and
-recovery](../concepts/failures-and-recovery.md) says what the loss of each part costs.
+[Errors](../reference/http-api-behaviour.md#errors) lists the errors that HTTP clients get. [Failures
+and recovery](../concepts/failures-and-recovery.md) describes the loss of each component.
 """
 
 
@@ -253,7 +253,7 @@ def _entry(reason: Reason) -> Iterator[str]:
     yield _wrapped(f"**Do:** {REMEDIES[reason].action}")
     hints = _hints(reason)
     if hints:
-        yield from ("", "The message ends with the remedy that fits:", "")
+        yield from ("", "The message ends with one of these remedies:", "")
         yield from (_wrapped(_sentence(hint), indent="- ") for hint in hints)
 
 

@@ -27,10 +27,10 @@ from megatron_runtime.process.environment import prepare_process
 from megatron_runtime.process.options import FiniteRange
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
-    "pause": (DesiredState.PAUSED, "Pause generation. New requests wait."),
-    "resume": (DesiredState.RUNNING, "Resume generation from any state."),
-    "suspend": (DesiredState.SUSPENDED, "Pause generation and release memory."),
-    "stop": (DesiredState.STOPPED, "Finish the open requests, then remove the engines."),
+    "pause": (DesiredState.PAUSED, "Pause generation and keep all memory. Open streams pause, and new requests wait."),
+    "resume": (DesiredState.RUNNING, "Continue generation, from any state."),
+    "suspend": (DesiredState.SUSPENDED, "Pause generation and release the memory of the engines. Requests wait."),
+    "stop": (DesiredState.STOPPED, "Finish the open requests, and then remove the engines."),
 }
 
 
@@ -75,7 +75,10 @@ def _options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 _output = click.option(
-    "-o", "--output", type=click.Choice(["json"]), help="Output format. json prints machine-readable output."
+    "-o",
+    "--output",
+    type=click.Choice(["json"]),
+    help="Output format. json prints machine-readable output. Default: text.",
 )
 _wait = click.option(
     "--wait/--no-wait", default=True, show_default=True, help="Wait until every rank has confirmed the new state."
@@ -85,7 +88,7 @@ _timeout = click.option(
     type=FiniteRange(min=0),
     default=300.0,
     show_default=True,
-    help="Seconds to wait before the command fails.",
+    help="Maximum number of seconds that the command waits. Then it fails. The requested change remains.",
 )
 
 
@@ -106,11 +109,11 @@ def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClie
     "-o",
     "--output",
     type=click.Choice(["wide", "json", "name"]),
-    help="Output format. wide prints more columns, json machine-readable output, and name only names, as input for "
-    "kubectl.",
+    help="Output format. wide prints more columns, json prints machine-readable output, and name prints only names, "
+    "as input for kubectl. Default: a table.",
 )
 def list_(*, namespace: str | None, context: str | None, all_namespaces: bool, output: str | None) -> None:
-    """List resources."""
+    """List resources and their state."""
     with _client(namespace, context) as client:
         resources = client.resources(all_namespaces=all_namespaces)
         where = "all namespaces" if all_namespaces else f"namespace {client.namespace}"
@@ -169,7 +172,8 @@ def status(*, name: str, namespace: str | None, context: str | None, output: str
 @_options
 @_output
 def explain(*, name: str, namespace: str | None, context: str | None, output: str | None) -> None:
-    """Show what NAME is waiting for, down to the pod, the scheduler or the rank, and whether its load is uneven."""
+    """Show what NAME is waiting for. The output names the pod, the scheduler's message or the rank, and says whether
+    the load is uneven."""
     from megatron_kubectl.top import Sampler, imbalance
     from megatron_operator.explain import causes
 
@@ -194,14 +198,20 @@ def explain(*, name: str, namespace: str | None, context: str | None, output: st
     "--engine",
     type=EngineIndex(),
     metavar="I",
-    help="Show only the pods of the engine with this index, or of prefill engine prefill-I.",
+    help="Show only the pods of one engine, by its index. prefill-I selects the prefill engine with index I. "
+    "Default: all engines.",
 )
-@click.option("-f", "--follow", is_flag=True, help="Follow the logs, including those of containers that start later.")
+@click.option(
+    "-f",
+    "--follow",
+    is_flag=True,
+    help="Print new log lines as they arrive, including the logs of containers that start later.",
+)
 @click.option(
     "--tail",
     type=click.IntRange(min=0),
     metavar="N",
-    help="Number of most recent lines of each pod. Default: all lines.",
+    help="Number of most recent lines to print per pod. Default: all lines.",
 )
 @click.option("--previous", is_flag=True, help="Show the logs of the container before its last restart.")
 @_output
@@ -248,16 +258,20 @@ def logs(
 @main.command()
 @_options
 @click.option(
-    "--interval", type=FiniteRange(min=0.5), default=2.0, show_default=True, help="Seconds between two refreshes."
+    "--interval",
+    type=FiniteRange(min=0.5),
+    default=2.0,
+    show_default=True,
+    help="Seconds between two updates of the table.",
 )
 @click.option(
-    "--once", is_flag=True, help="Print one table and exit. This is the default if the output is not a terminal."
+    "--once", is_flag=True, help="Print the table once and exit. This is the default if the output is not a terminal."
 )
 @_output
 def top(
     *, name: str, namespace: str | None, context: str | None, interval: float, once: bool, output: str | None
 ) -> None:
-    """Show the load of the engines of NAME until you press Ctrl-C. Rates are averages over one refresh interval."""
+    """Show the load of the engines of NAME until you press Ctrl-C. Rates are averages over one interval."""
     from megatron_kubectl.top import Sampler, lines
 
     with _client(namespace, context) as client, contextlib.suppress(KeyboardInterrupt):
@@ -279,12 +293,15 @@ def top(
 @main.command()
 @_options
 @click.option(
-    "--replicas", type=click.IntRange(min=0), required=True, help="Number of engines; 0 removes all engine pods."
+    "--replicas",
+    type=click.IntRange(min=0),
+    required=True,
+    help="Number of engines. 0 removes all engine pods; requests then wait.",
 )
 @click.option("--wait/--no-wait", default=True, show_default=True, help="Wait until all engines serve.")
 @_timeout
 def scale(*, name: str, namespace: str | None, context: str | None, replicas: int, wait: bool, timeout: float) -> None:
-    """Set the number of engines of NAME."""
+    """Change the number of engines of NAME (spec.replicas)."""
     with _client(namespace, context) as client:
         resource = client.patch_spec(name, replicas=replicas)
         if not wait:
@@ -299,7 +316,7 @@ def scale(*, name: str, namespace: str | None, context: str | None, replicas: in
 
 @main.group(name="rollout")
 def rollout_group() -> None:
-    """Follow rollouts."""
+    """Show rollouts."""
 
 
 @rollout_group.command(name="status")
@@ -309,7 +326,7 @@ def rollout_group() -> None:
 def rollout_status(
     *, name: str, namespace: str | None, context: str | None, timeout: float, output: str | None
 ) -> None:
-    """Show the progress of a rollout of NAME until it completes. The exit code is 1 if the rollout fails."""
+    """Show the progress of a rollout of NAME until it is complete. If the rollout fails, the exit code is 1."""
     with _client(namespace, context) as client:
         progress = _follow_rollout(client, name, timeout=timeout, quiet=output == "json")
     if output == "json":
@@ -339,7 +356,8 @@ def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet:
 @main.command()
 @_options
 def restart(*, name: str, namespace: str | None, context: str | None) -> None:
-    """Restart the engines of NAME that have exhausted their restart budget. Serving engines are not affected."""
+    """Restart the engines of NAME that crashed too often. The operator does not restart such engines automatically.
+    Serving engines are not affected."""
     with _client(namespace, context) as client:
         client.annotate(name, {ANNOTATION_RESTARTED: stamp(datetime.now(UTC))})
     say(f"{name}: restart budgets are reset")
@@ -358,7 +376,9 @@ def update(*, name: str, namespace: str | None, context: str | None) -> None:
 
 @main.command()
 @click.option(
-    "-n", "--namespace", help="Namespace that the page shows first. Default: the namespace of the kubeconfig context."
+    "-n",
+    "--namespace",
+    help="Namespace that the page shows when it opens. Default: the namespace of the kubeconfig context.",
 )
 @click.option("-A", "--all-namespaces", is_flag=True, help="Show the resources of all namespaces when the page opens.")
 @click.option("--context", help="Kubeconfig context to use. Default: the current context.")
@@ -367,11 +387,12 @@ def update(*, name: str, namespace: str | None, context: str | None) -> None:
     type=click.IntRange(0, 65535),
     default=0,
     show_default=True,
-    help="Port on 127.0.0.1; 0 picks a free port.",
+    help="Port on 127.0.0.1 on which the page is served. 0 picks a free port. Set it if you bookmark the page.",
 )
 @click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in a browser.")
 def dashboard(*, namespace: str | None, all_namespaces: bool, context: str | None, port: int, browser: bool) -> None:
-    """Serve a web page on this machine that shows and controls resources, until you press Ctrl-C."""
+    """Serve a web page that shows and controls resources. The page is available on this machine only, until you press
+    Ctrl-C."""
     import asyncio
 
     try:

@@ -62,14 +62,14 @@ coordinator_image = environment_option(
     envvar="MEGATRON_COORDINATOR_IMAGE",
     default=DEFAULT_COORDINATOR_IMAGE,
     show_default=True,
-    help="Image of coordinators. The operator's image contains everything that they need.",
+    help="Image of coordinators. The operator's image is sufficient and small.",
 )
 operator_namespace = environment_option(
     "--operator-namespace",
     envvar="POD_NAMESPACE",
     default="megatron-system",
     show_default=True,
-    help="Namespace of the operator's pods, Lease and admin key.",
+    help="Namespace in which the operator runs. It contains the operator's pods, Lease and admin key.",
 )
 image_pull_policy = environment_option(
     "--image-pull-policy",
@@ -84,14 +84,15 @@ image_pull_secrets = click.option(
     "image_pull_secrets",
     multiple=True,
     metavar="NAME",
-    help="Secret for pulling images, by name. It must exist in the namespace of each resource. Repeatable.",
+    help="Name of a Secret for pulling images. The Secret must exist in the namespace of each resource. Repeatable.",
 )
 runtime_log_format = click.option(
     "--runtime-log-format",
     type=click.Choice(["json", "text"]),
     default="text",
     show_default=True,
-    help="Format of the logs of coordinators, servers and engines. A change restarts their pods.",
+    help="Format of the log lines of coordinators, servers and engines. json prints one object per line, for log "
+    "collectors. A change restarts their pods.",
 )
 openshift = click.option(
     "--openshift",
@@ -170,8 +171,8 @@ api_server_ranges = click.option(
     callback=_ranges,
     multiple=True,
     metavar="CIDR",
-    help="CIDR range from which the API server connects to pods. `kubectl megatron top` and the dashboard read "
-    "metrics (port 8080) through the API server's proxy. Repeatable.",
+    help="CIDR range from which the API server connects to pods. Set it for `kubectl megatron top` and the "
+    "dashboard, which read metrics (port 8080) through the API server's proxy. Repeatable.",
 )
 
 
@@ -230,7 +231,7 @@ def main() -> None:
     "--namespace",
     "namespaces",
     multiple=True,
-    help="Namespace whose resources the operator manages. Repeatable. Default: all namespaces.",
+    help="Namespace whose resources the operator manages. Default: all namespaces. Repeatable.",
 )
 @kubeconfig
 @kube_context
@@ -260,61 +261,65 @@ def main() -> None:
     type=FiniteRange(min=1),
     default=300.0,
     show_default=True,
-    help="Seconds between two full checks of each resource. A check finds changes that a watch has missed.",
+    help="Seconds between two full checks of each resource. A full check detects changes that a watch has missed. "
+    "Raise it to reduce the load of a cluster with many resources.",
 )
 @click.option(
     "--watch-seconds",
     type=FiniteRange(min=1),
     default=40.0,
     show_default=True,
-    help="Seconds after which a watch is renewed. This bounds the time for which a dead watch goes unnoticed.",
+    help="Seconds after which the operator renews a watch. A watch that has stopped silently is replaced after this "
+    "time at the latest.",
 )
 @click.option(
     "--coordinator-address",
-    help="Template of the coordinators' admin addresses, with {name} and {namespace}. Default: the cluster IP of "
-    "the Service.",
+    help="Template of the coordinators' admin addresses, in which {name} and {namespace} stand for the resource. "
+    "Set it if the operator runs outside the cluster. Default: the cluster IP of the Service.",
 )
 @click.option(
     "--security/--no-security",
     default=True,
     show_default=True,
-    help="Encrypt and authenticate the connections of coordinators, engines and servers with CURVE keys.",
+    help="Encrypt and authenticate the connections of coordinators, engines and servers with CURVE keys. Disable it "
+    "only for debugging.",
 )
 @click.option(
     "--quote-image-repository",
     "quoted_repositories",
     multiple=True,
     metavar="REPOSITORY",
-    help="Quote the termination messages of this image repository in the status, in addition to the runtime images. "
-    "A value that ends in / applies to every repository below it. Repeatable.",
+    help="Image repository whose termination messages the status quotes, in addition to the runtime images. A value "
+    "that ends in / means every repository below it. Repeatable.",
 )
 @click.option(
     "--max-concurrent-updates",
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Maximum number of resources that are updated to this operator's release at the same time.",
+    help="Maximum number of resources that are updated to this operator's release at the same time. Raise it to "
+    "update many resources faster.",
 )
 @click.option(
     "--oldest-secure-version",
     default="",
     metavar="VERSION",
-    help="Oldest version without a known vulnerability. Updates of resources with an older release are reported as "
-    "security updates.",
+    help="Oldest version without a known vulnerability. The operator reports updates of resources with an older "
+    "release as security updates. Default: none.",
 )
 @click.option(
     "--log-format",
     type=click.Choice(["json", "text"]),
     default="json",
     show_default=True,
-    help="Format of the operator's log lines.",
+    help="Format of the operator's log lines. json prints one object per line, for log collectors.",
 )
 @click.option(
     "--log-level",
     type=click.Choice(LOG_LEVELS),
     default="info",
     show_default=True,
-    help="Lowest severity that the operator logs.",
+    help="Lowest severity of the messages that the operator logs.",
 )
 def run(
     *,
@@ -349,7 +354,7 @@ def crd(output: str) -> None:
 @vllm_runtime_image
 @click.option("--image", default=DEFAULT_OPERATOR_IMAGE, show_default=True, help="Image of the operator.")
 def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str, image: str) -> None:
-    """Print the manifests that install the operator without Helm, for `kubectl apply --server-side -f -`."""
+    """Print manifests that install the operator without Helm. Pass them to `kubectl apply --server-side -f -`."""
     manifests = install_manifests(
         namespace=operator_namespace, image=image, runtime_image=runtime_image, vllm_runtime_image=vllm_runtime_image
     )
@@ -361,7 +366,8 @@ def install(operator_namespace: str, runtime_image: str, vllm_runtime_image: str
 @installation
 @output_format
 def render(path: Path, output: str, **options: Any) -> None:
-    """Print the Kubernetes objects that the operator creates for a resource, except the Secret with its keys."""
+    """Print the objects that the operator would create for a resource. The Secret with the resource's keys is not
+    printed."""
     try:
         children = all_children(read_resource(path).context(_settings(**options)[0]))
     except (ResourceFileError, RenderError) as error:
@@ -414,14 +420,14 @@ def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, giv
 @resource_file
 @click.option(
     "--against",
-    help="Resource to compare with: a file, or `cluster` for the resource in the cluster. By default, the command "
-    "shows what creating the resource would do.",
+    help="Resource with which the command compares FILE: another file, or `cluster` for the resource in the "
+    "cluster. By default, the command shows what creating the resource would do.",
 )
 @click.option("--context", help="Kubeconfig context for `--against cluster`. Default: the current context.")
 @installation
 @click.pass_context
 def plan(command: click.Context, path: Path, against: str | None, context: str | None, **options: Any) -> None:
-    """Show what applying FILE would change, why, and which engines restart."""
+    """Show what applying a file would change. The output has the reasons, and the engines that would restart."""
     given = {name for name in Release.model_fields if command.get_parameter_source(name) in _GIVEN}
     fixed, _ = _settings(**options)
     try:
@@ -445,14 +451,15 @@ def plan(command: click.Context, path: Path, against: str | None, context: str |
 @main.command()
 @resource_file
 @click.option(
-    "--claim", required=True, help="PersistentVolumeClaim in the resource's namespace to which the Job downloads."
+    "--claim", required=True, help="PersistentVolumeClaim to which the Job downloads, in the namespace of the resource."
 )
 @runtime_image
 @image_pull_policy
 @image_pull_secrets
 @egress_policies
 def prefetch(path: Path, claim: str, **settings: Any) -> None:
-    """Print a Job that downloads a resource's Hugging Face repository to a claim, and the spec that uses the claim."""
+    """Print a Job that downloads a model to a claim. The Job downloads the Hugging Face repository of the resource. The
+    command also prints the spec that uses the claim."""
     try:
         context = read_resource(path).context(_settings(**settings)[0])
         job, source = prefetch_job(context, claim), claim_source(context, claim)
@@ -470,7 +477,7 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @click.option("-n", "--namespace", help="Namespace to use. Default: the namespace of the kubeconfig context.")
 @kube_context
 def explain(name: str, namespace: str | None, context: str | None) -> None:
-    """Show what resource NAME waits for, down to the pod, the scheduler or the rank."""
+    """Show what resource NAME is waiting for. The output names the pod, the scheduler's message or the rank."""
     from megatron_operator.cluster.api import KubeApiError
     from megatron_operator.cluster.auth import LoginError
     from megatron_operator.cluster.read import explain_resource
@@ -484,10 +491,18 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 
 @main.command()
 @click.option(
-    "--operator-url", metavar="URL", help="URL of the operator's probes. Without it, the operator is not checked."
+    "--operator-url",
+    metavar="URL",
+    help="URL of the operator's probes. If it is not set, the command does not check the operator.",
 )
-@click.option("--server-url", metavar="URL", help="URL of a resource's server. Without it, no model is checked.")
-@environment_option("--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key for the server.")
+@click.option(
+    "--server-url",
+    metavar="URL",
+    help="URL of a resource's server. If it is not set, the command does not check a model.",
+)
+@environment_option(
+    "--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key to send to the server, if it requires a key."
+)
 @kubeconfig
 @kube_context
 @click.option(
@@ -498,7 +513,8 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     help="Timeout in seconds for all checks together.",
 )
 def verify(timeout: float, **options: Any) -> None:
-    """Check that the CRD is established, the operator is ready and a model answers. `helm test` runs it in a pod."""
+    """Check that the CRD, the operator and a model work. The CRD must be established, the operator ready, and the model
+    must answer. `helm test` runs this command in a pod."""
     from megatron_operator import verify as verification
 
     try:

@@ -60,7 +60,7 @@ class Blockers:
         if view.creation_error:
             return creation_error("its pods", view.creation_error, component=component)
         if view.stuck:
-            return Reason.ROLLOUT_STUCK, f"Deployment {name}: {view.stuck}; read its pods, and correct the spec"
+            return Reason.ROLLOUT_STUCK, f"Deployment {name}: {view.stuck}; inspect its pods, and correct the spec"
         return None
 
     def coordinator(self) -> Finding:
@@ -82,8 +82,8 @@ class Blockers:
             return None
         finding = self.rejection(name=self.ctx.server_name) or self.component(SERVER)
         if finding is not None:
-            return finding[0], f"a front end: {finding[1]}"
-        return Reason.SERVER_STARTING, "a front end's pod to become ready"
+            return finding[0], f"a server: {finding[1]}"
+        return Reason.SERVER_STARTING, "a server's pod to become ready"
 
     def engine(self, engine: EngineView) -> Finding | None:
         """Return the error of one engine, or None while it starts or serves."""

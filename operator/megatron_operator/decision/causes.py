@@ -30,7 +30,7 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
     Cause(
         Reason.ENGINE_CONFIG_REFUSED,
         r"quantization method|quantization .* is unknown",
-        "correct spec.engine.vllm.args.quantization, or leave it out for a model that is quantized already",
+        "correct spec.engine.vllm.args.quantization, or remove it if the model is already quantized",
     ),
     Cause(
         Reason.ENGINE_CONFIG_REFUSED,
@@ -55,13 +55,14 @@ VLLM_MESSAGE: tuple[Cause, ...] = (
     Cause(
         Reason.GPU_OUT_OF_MEMORY,
         r"less than desired GPU memory utilization",
-        "end the other processes on the GPU, or lower spec.engine.vllm.args.gpu_memory_utilization",
+        "stop the other processes on the GPU, or lower spec.engine.vllm.args.gpu_memory_utilization",
     ),
     Cause(
         Reason.NO_GPU,
         r"Failed to infer device type|larger than the number of available GPUs",
-        "set spec.engine.gpusPerPod to the GPUs of a pod, check that the node's device plugin or DRA driver offers "
-        "them, and that spec.engine.vllm.image is for the devices of spec.engine.accelerator",
+        "set spec.engine.gpusPerPod to the number of GPUs that a pod needs, and check that the node's device plugin "
+        "or DRA driver offers this many GPUs and that spec.engine.vllm.image supports the devices of "
+        "spec.engine.accelerator",
     ),
     Cause(
         Reason.UNSUPPORTED_BY_BACKEND,
@@ -104,7 +105,7 @@ TERMINATION_MESSAGE: tuple[Cause, ...] = (
     Cause(
         Reason.PORT_TAKEN,
         r"address (is )?already in use|EADDRINUSE|cannot bind",
-        "do not use hostNetwork in podTemplate, or free the port on the node",
+        "remove hostNetwork from podTemplate, or free the port on the node",
     ),
     Cause(
         Reason.DISK_FULL,
@@ -139,33 +140,33 @@ SCHEDULING: tuple[Cause, ...] = (
     Cause(
         Reason.UNSCHEDULABLE,
         r"didn't match pod affinity rules",
-        "if spec.engine.topology.packBy is set, all pods of the engine must share a domain: label the nodes, free a "
-        "domain for all of them, or delete the engine's pods so that the scheduler chooses another domain; otherwise "
-        "correct podAffinity in podTemplate",
+        "if spec.engine.topology.packBy is set, all pods of the engine must run on nodes with the same value of "
+        "this label: label the nodes, free capacity in one domain, or delete the engine's pods so that the "
+        "scheduler chooses another domain; if it is not set, correct podAffinity in podTemplate",
     ),
     Cause(
         Reason.UNSCHEDULABLE,
         r"insufficient [\w.-]+/[\w.-]+",
-        "free GPUs or other devices of this resource, add nodes whose device plugin offers it, correct "
-        "spec.engine.accelerator.resource, or lower spec.replicas or parallelism",
+        "free GPUs or other devices of the resource that the message names, add nodes whose device plugin offers "
+        "it, correct spec.engine.accelerator.resource, or lower spec.replicas or spec.parallelism",
     ),
     Cause(
         Reason.UNSCHEDULABLE,
         r"device class \S+ does not exist",
-        "install the DRA driver that creates the DeviceClass, or correct it in the ResourceClaim or "
-        "ResourceClaimTemplate",
+        "install the DRA driver that creates the DeviceClass, or correct the name of the DeviceClass in the "
+        "ResourceClaim or ResourceClaimTemplate",
     ),
     Cause(
         Reason.UNSCHEDULABLE,
         r"cannot allocate all claims|resourceclaim (in use|not available)|cannot fit resource",
-        "free devices that the ResourceClaims of spec.engine.accelerator.claims select, add nodes that have them, "
-        "correct the claims, or lower spec.replicas",
+        "free devices that the ResourceClaims of spec.engine.accelerator.claims select, add nodes with such "
+        "devices, correct the claims, or lower spec.replicas",
     ),
     Cause(
         Reason.UNSCHEDULABLE,
         r"resource ?claim",
-        "create the ResourceClaim or ResourceClaimTemplate that spec.engine.accelerator.claims (or podTemplate) names, "
-        "in the namespace of the resource",
+        "in the namespace of the resource, create the ResourceClaim or ResourceClaimTemplate that "
+        "spec.engine.accelerator.claims or podTemplate names",
     ),
     Cause(Reason.UNSCHEDULABLE, r"insufficient (cpu|memory)", "lower the requests in podTemplate, or add nodes"),
     Cause(Reason.UNSCHEDULABLE, r"taint", "add a toleration in podTemplate, or remove the taint"),
@@ -186,8 +187,9 @@ CREATION: tuple[Cause, ...] = (
     Cause(
         Reason.LIMIT_REQUIRED,
         r"failed quota: .*must specify|No (limit|request) is specified",
-        "set what the message names for these containers in {pod_template}, or create a LimitRange in the namespace "
-        "whose default and defaultRequest set it for every container; a larger ResourceQuota does not help",
+        "in {pod_template}, set the requests and limits that the message names, or create a LimitRange in the "
+        "namespace whose default and defaultRequest set them for every container; a larger ResourceQuota does not "
+        "help",
     ),
     Cause(
         Reason.LIMIT_RANGE_VIOLATED,
@@ -198,9 +200,9 @@ CREATION: tuple[Cause, ...] = (
     Cause(
         Reason.INVALID_POD_TEMPLATE,
         r"unable to validate against any security context constraint",
-        "set the chart value openshift to true if the message names runAsUser or fsGroup; otherwise remove from "
-        "{pod_template} what the message names, or bind a constraint that allows it to the ServiceAccount of the "
-        "resource",
+        "if the message names runAsUser or fsGroup, set the chart value openshift to true; otherwise remove the "
+        "setting that the message names from {pod_template}, or bind a constraint that allows this setting to the "
+        "ServiceAccount of the resource",
     ),
     Cause(
         Reason.INVALID_POD_TEMPLATE,

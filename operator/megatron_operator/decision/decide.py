@@ -187,7 +187,8 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
     recorded = {entry["id"] for entry in before.get("failedRequests") or ()}
     for failed in after.get("failedRequests") or ():
         if failed["id"] not in recorded:
-            message = f"request {failed['id']} ended {', '.join(failed['engines'])} and was answered with engine_failed"
+            engines = ", ".join(failed["engines"])
+            message = f"request {failed['id']} crashed {engines}; the client got the error engine_failed"
             events.append(EmitEvent("Warning", Reason.REQUEST_ENDS_ENGINES.value, message))
     return events
 

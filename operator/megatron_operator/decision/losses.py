@@ -97,12 +97,15 @@ class Losses:
         if self.world.membership_known:
             return None
         if self.world.isolated:
-            message = "many coordinators are silent at once, so the operator's own network is the likely cause: it "
-            return Reason.OPERATOR_ISOLATED, f"{message}replaces none of them, and which engines serve is unknown"
+            message = "many coordinators do not answer, so the operator assumes that its own network has failed"
+            return (
+                Reason.OPERATOR_ISOLATED,
+                f"{message}: it replaces no coordinator, and does not know which engines serve",
+            )
         silent = self.world.coordinator.unknown_seconds >= UNKNOWN_SECONDS
         if not self.coordinator_reported and not (silent and _lost_pods(self.world)):
             return None
-        message = "the coordinator is lost; which engines serve is unknown until one recovers"
+        message = "the coordinator is lost; which engines serve is unknown until a coordinator has recovered"
         return Reason.COORDINATOR_UNREACHABLE, message
 
 
@@ -186,8 +189,8 @@ def forced_deletions(world: World) -> list[Action]:
     for pod in world.pods:
         if _forced_in(pod, world) == 0:
             since = world.lost_nodes[pod.node]
-            state = "does not exist" if since is None else f"is not ready since {since:%Y-%m-%dT%H:%M:%SZ}"
-            reason = f"pod {pod.name} is terminating and its node {pod.node} {state}: deleting it by force"
+            state = "does not exist" if since is None else f"has not been ready since {since:%Y-%m-%dT%H:%M:%SZ}"
+            reason = f"pod {pod.name} is terminating and its node {pod.node} {state}: force-deleting it"
             actions.append(DeletePods(pod.engine, ((pod.name, pod.uid),), reason, force=True))
             actions.append(EmitEvent("Warning", "PodForceDeleted", reason))
     return actions

@@ -190,7 +190,7 @@ def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineB
         forgiven_at=stamp(forgiven_at),
         incidents=total,
         retries=retries,
-        exhausted=f"{why}; {words or f'engine {name} ended'}",
+        exhausted=f"{why}; {words or f'engine {name} exited'}",
         retry_at=stamp(now + backoff) if by_infrastructure else None,
     )
 
@@ -302,7 +302,7 @@ def crash_events(
         count = entry["count"] - entry["base"]
         times = "once" if count == 1 else f"{count} times"
         _, cause = termination(ended[0])
-        message = f"containers of {', '.join(names[:NAMED])}{more} ended and were restarted, {times} in all; {cause}"
+        message = f"containers of {', '.join(names[:NAMED])}{more} crashed and were restarted {times}; {cause}"
         events.append(EmitEvent("Warning", EVENT_REASONS[component], message))
     return events
 

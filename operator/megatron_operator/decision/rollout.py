@@ -310,7 +310,7 @@ RULES = (
     RolloutRule(
         "wait for old pods",
         lambda now: now.half_replaced,
-        lambda now: Await(_names(now.half_replaced), "its old pods to end"),
+        lambda now: Await(_names(now.half_replaced), "its old pods to terminate"),
     ),
     RolloutRule("leave serving engines while not running", lambda now: not now.running, lambda now: Finished()),
     RolloutRule("halt at a wrong answer", lambda now: now.wrong, _halt),

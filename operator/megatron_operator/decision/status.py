@@ -407,7 +407,7 @@ def _single_server(scene: Scene) -> ConditionFinding:
     count = replicas if replicas is not None else view.replicas if view is not None else 1
     if count > 1:
         return "False", Reason.ALL_WELL, f"{count} OpenAI servers share the requests"
-    return "True", Reason.ONE_SERVER, "spec.server.replicas: 2 or more keeps requests answered while a server is lost"
+    return "True", Reason.ONE_SERVER, "if this server fails, requests fail; set spec.server.replicas to 2 or more"
 
 
 def _unknown_fields(scene: Scene) -> ConditionFinding:

@@ -128,7 +128,8 @@ class Update:
 
     def _next(self, name: str) -> str:
         if not self.requested:
-            return f"request it by kubectl megatron update {name}"
+            return f"run kubectl megatron update {name}"
         if self.world.resource.spec.rollout.paused:
-            return "it waits while spec.rollout.paused is true"
-        return "it waits until the resource runs" if self.deferred else "it waits until updates of other resources end"
+            return "the update waits while spec.rollout.paused is true"
+        waits_for = "the resource runs" if self.deferred else "the updates of other resources are complete"
+        return f"the update waits until {waits_for}"

@@ -150,7 +150,9 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     found = engine.statefulset
     if engine.surplus and engine.empty:
         return remove_engine(
-            scene.world, engine, reason=f"engine {engine.name} is beyond {scene.ctx.spec.count_field(engine.role)}"
+            scene.world,
+            engine,
+            reason=f"{engine.name} is not needed: {scene.ctx.spec.count_field(engine.role)} is lower",
         )
     if engine.name in scene.engines.held_back:
         return []

@@ -66,7 +66,7 @@ def next_step(
     if desired is D.STOPPED and stopped:
         return Reached()
     if coordinator not in STEADY_ENGINE_STATES:
-        return Wait(f"the coordinator, which is {coordinator.value}, to settle")
+        return Wait(f"the coordinator to leave the state {coordinator.value}")
     for name, state in engines:
         if state not in STEADY_ENGINE_STATES[coordinator]:
             return Wait(f"engine {name}, which is {state.value}, to follow its coordinator to {coordinator.value}")

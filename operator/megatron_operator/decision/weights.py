@@ -177,8 +177,8 @@ class Weights:
         if not epoch or not names:
             return None
         return Reason.WRONG_WEIGHTS, (
-            f"{names} serve the weights of spec.model.source, because no engine had those of epoch {epoch} when the "
-            "coordinator started; publish the weights again"
+            f"{names} serve the weights of spec.model.source, because no engine had the weights of epoch {epoch} when "
+            "the coordinator started; publish the weights again"
         )
 
     @cached_property

@@ -68,8 +68,8 @@ class AcceleratorSpec(ApiModel):
     )
     claims: list[AcceleratorClaim] | None = Field(
         default=None,
-        description="ResourceClaims for the devices of each pod, instead of an extended resource. Together they "
-        "must request gpusPerPod devices.",
+        description="ResourceClaims for the devices of each pod, instead of an extended resource. Together, the "
+        "claims must request gpusPerPod devices.",
         min_length=1,
         max_length=MAX_CLAIMS,
         json_schema_extra=list_by("name"),

@@ -21,31 +21,40 @@ class Documented(StrEnum):
 class ConditionType(Documented):
     READY = (
         "Ready",
-        "An OpenAI server and at least one engine serve, or the resource is Paused, Suspended or Stopped as "
-        "requested and a server is ready. If Degraded is the only cause, Ready has the same reason.",
+        "True if an OpenAI server and at least one engine serve, or if the resource is Paused, Suspended or Stopped "
+        "as requested and a server is ready. If only an error that Degraded reports prevents this, Ready has the "
+        "reason of Degraded.",
     )
-    COORDINATOR_READY = "CoordinatorReady", "The coordinator answers the operator on its admin port."
-    ENGINES_READY = "EnginesReady", "All engines of the spec are registered with the coordinator."
-    LIFECYCLE_SETTLED = "LifecycleSettled", "The observed state is spec.desiredState, confirmed by every rank."
+    COORDINATOR_READY = "CoordinatorReady", "True if the coordinator answers the operator on its admin port."
+    ENGINES_READY = "EnginesReady", "True if all engines of the spec are registered with the coordinator."
+    LIFECYCLE_SETTLED = (
+        "LifecycleSettled",
+        "True if the resource is in the state spec.desiredState and every rank has confirmed this.",
+    )
     PROGRESSING = (
         "Progressing",
-        "True while the operator or a pod is making progress towards the spec. False if every child matches the "
-        "spec and is rolled out. Unknown if changes wait for a paused rollout or until the resource runs.",
+        "True while the operator or a pod is making progress towards the spec. False if all objects of the resource "
+        "match the spec and are rolled out. Unknown if changes wait until the rollout continues or the resource "
+        "runs.",
     )
-    DEGRADED = "Degraded", "The resource has an error that may need your action; the message names it."
-    UPDATE_AVAILABLE = "UpdateAvailable", "The resource can be updated to the operator's release."
+    DEGRADED = (
+        "Degraded",
+        "True if the resource has an error that may need your action. The message describes the error.",
+    )
+    UPDATE_AVAILABLE = "UpdateAvailable", "True if the resource can be updated to the operator's release."
     SINGLE_SERVER = (
         "SingleServer",
-        "The resource has only one OpenAI server. If that server fails, requests fail until it is replaced.",
+        "True if the resource has only one OpenAI server. If this server fails, requests fail until it is replaced.",
     )
     UNKNOWN_FIELDS = (
         "UnknownFields",
-        "The spec has fields that this version of the operator does not know. It ignores them; the message names them.",
+        "True if the spec has fields that this version of the operator does not know. The operator ignores these "
+        "fields, and the message names them.",
     )
     ROLE_MISSING = (
         "RoleMissing",
-        "With spec.engine.roles: no engine of one role serves. Engines of the other role do its work meanwhile, so "
-        "requests are answered.",
+        "True if no engine of a role of spec.engine.roles serves. Engines of the other role then do its work, so "
+        "that requests are still answered.",
     )
 
 
@@ -53,18 +62,27 @@ class Reason(Documented):
     """Reasons of conditions, steps and Events."""
 
     SERVING = "Serving", "All components of the spec serve."
-    PAUSED = "Paused", "Paused on request, confirmed by every rank."
-    SUSPENDED = "Suspended", "Suspended on request, confirmed by every rank; memory or pods are released."
-    STOPPED = "Stopped", "Stopped on request; there are no engine pods."
-    PAUSING = "Pausing", "PAUSE is in progress; not every rank has confirmed."
-    UNPAUSING = "Unpausing", "UNPAUSE is in progress; not every rank has confirmed."
-    SUSPENDING = "Suspending", "SUSPEND is in progress; not every rank has confirmed."
-    RESUMING = "Resuming", "RESUME is in progress; not every rank has confirmed."
-    STOPPING = "Stopping", "STOP is in progress, or the engine pods are terminating."
+    PAUSED = "Paused", "The resource is paused as requested, and every rank has confirmed this."
+    SUSPENDED = (
+        "Suspended",
+        "The resource is suspended as requested, and every rank has confirmed this. Memory or pods are released.",
+    )
+    STOPPED = "Stopped", "The resource is stopped as requested. There are no engine pods."
+    PAUSING = "Pausing", "Engines are pausing. Not every rank has confirmed this yet."
+    UNPAUSING = "Unpausing", "Engines are continuing after a pause. Not every rank has confirmed this yet."
+    SUSPENDING = "Suspending", "Engines are releasing their memory. Not every rank has confirmed this yet."
+    RESUMING = (
+        "Resuming",
+        "Engines are reallocating their memory after a suspend. Not every rank has confirmed this yet.",
+    )
+    STOPPING = "Stopping", "Engines are finishing their requests before a stop, or their pods are terminating."
     DRAINING = "Draining", "An engine finishes its requests before it is removed; it receives no new requests."
-    RELEASING_PODS = "ReleasingPods", "Suspended; the engine pods are being deleted."
+    RELEASING_PODS = "ReleasingPods", "The resource is suspended, and its engine pods are being deleted."
     SETTLING = "Settling", "The coordinator or an engine is changing its state; the operator waits for the result."
-    SIGNAL_FAILED = "SignalFailed", "The coordinator answered a signal with an error; the operator retries the signal."
+    SIGNAL_FAILED = (
+        "SignalFailed",
+        "The coordinator answered a signal, such as a pause, with an error. The operator retries the signal.",
+    )
     COORDINATOR_STARTING = "CoordinatorStarting", "The coordinator's pod is not ready yet."
     COORDINATOR_UNREACHABLE = "CoordinatorUnreachable", "The coordinator does not answer on its admin port."
     COORDINATOR_RECOVERING = (
@@ -73,7 +91,10 @@ class Reason(Documented):
     )
     SERVER_STARTING = "ServerStarting", "No OpenAI server is ready yet."
     ENGINES_STARTING = "EnginesStarting", "Engine pods are starting or loading weights."
-    ENGINE_UNRESPONSIVE = "EngineUnresponsive", "An engine sends no heartbeats; its requests go to other engines."
+    ENGINE_UNRESPONSIVE = (
+        "EngineUnresponsive",
+        "An engine sends no heartbeats. The coordinator sends its requests to other engines.",
+    )
     ENGINE_LOST = (
         "EngineLost",
         "The pods of an engine are running, but the engine is not registered with the coordinator.",
@@ -84,24 +105,27 @@ class Reason(Documented):
     )
     WRONG_WEIGHTS = (
         "WrongWeights",
-        "Engines do not serve the weights of spec.weights, or their weight files differ.",
+        "Engines serve other weights than spec.weights requires, or their weight files differ.",
     )
     SETTING_ADAPTERS = "SettingAdapters", "Engines are loading or unloading LoRA adapters without a restart."
     ADAPTER_FAILED = (
         "AdapterFailed",
         "An engine cannot load an adapter of spec.model.adapters; the base model and the other adapters are available.",
     )
-    SCALING_DOWN = "ScalingDown", "Surplus engines are drained and removed, highest index first."
+    SCALING_DOWN = "ScalingDown", "The operator drains and removes surplus engines, beginning with the highest index."
     ROLLING_OUT = (
         "RollingOut",
-        "The operator is replacing engines, or pods of a coordinator or of servers, with the new revision of the spec.",
+        "The operator is replacing engines, coordinators or servers, because the spec has a new revision.",
     )
     ROLLOUT_STUCK = (
         "RolloutStuck",
         "New pods of a coordinator or of servers did not become ready before the Deployment's progress deadline.",
     )
-    ROLLOUT_PAUSED = "RolloutPaused", "spec.rollout.paused stops the rollout; engines keep their earlier revision."
-    UPDATE_AVAILABLE = "UpdateAvailable", "The resource can be updated to the release of the operator."
+    ROLLOUT_PAUSED = (
+        "RolloutPaused",
+        "The rollout is paused by spec.rollout.paused. Engines keep their earlier revision.",
+    )
+    UPDATE_AVAILABLE = "UpdateAvailable", "The resource has an earlier release than the operator, and can be updated."
     SECURITY_UPDATE_AVAILABLE = (
         "SecurityUpdateAvailable",
         "An update is available, and the release of the resource is older than the oldest secure version.",
@@ -110,11 +134,11 @@ class Reason(Documented):
     ROTATING_KEYS = "RotatingKeys", "The components are switching to new CURVE keys in several stages."
     CANARY_FAILED = (
         "CanaryFailed",
-        "A replaced engine gave a wrong answer to the canary request; the rollout stops until the spec changes.",
+        "A replaced engine gave a wrong answer to the canary request. The rollout stops until the spec changes.",
     )
     REPLACING_MODEL = "ReplacingModel", "The model has changed; the operator replaces all engines and servers together."
     IMAGE_PULL_FAILED = "ImagePullFailed", "An image cannot be pulled."
-    UNSCHEDULABLE = "Unschedulable", "No node can run a pod; the message is the scheduler's."
+    UNSCHEDULABLE = "Unschedulable", "No node can run a pod. The message quotes the scheduler."
     CRASH_LOOPING = (
         "CrashLooping",
         "A container crashes repeatedly; the message has its exit code and termination message.",
@@ -139,9 +163,12 @@ class Reason(Documented):
     RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine cannot reach each other at the start."
     PORT_TAKEN = "PortTaken", "A port of a container is in use."
     DISK_FULL = "DiskFull", "A volume of a pod is full."
-    ENGINE_CONFIG_REFUSED = "EngineConfigRefused", "An engine does not support the spec; the message has the cause."
+    ENGINE_CONFIG_REFUSED = (
+        "EngineConfigRefused",
+        "An engine does not support a setting of the spec. The message has the cause.",
+    )
     VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
-    VOLUME_FAILED = "VolumeFailed", "A volume of a pod cannot be attached or mounted; the message is the kubelet's."
+    VOLUME_FAILED = "VolumeFailed", "A volume of a pod cannot be attached or mounted. The message quotes the kubelet."
     QUOTA_EXCEEDED = "QuotaExceeded", "A pod would exceed a ResourceQuota; the message names the quota."
     LIMIT_REQUIRED = (
         "LimitRequired",
@@ -158,16 +185,18 @@ class Reason(Documented):
     )
     RESTART_BUDGET_EXHAUSTED = (
         "RestartBudgetExhausted",
-        "An engine crashed too often and has no pods. The operator starts it again after a backoff if the cause is "
-        "in the infrastructure, otherwise after a change of the spec or a restart command.",
+        "An engine crashed too often, so the operator has removed its pods. If the cause is in the infrastructure, "
+        "the operator starts the engine again after a backoff. Otherwise it waits for a change of the spec or a "
+        "restart command.",
     )
     REQUEST_ENDS_ENGINES = (
         "RequestEndsEngines",
-        "A request crashed the engines that ran it and was answered with engine_failed; the Event has its id.",
+        "A request crashed the engines that ran it, and the client got the error engine_failed. The Event has the "
+        "id of the request.",
     )
     FIELDS_IGNORED = (
         "FieldsIgnored",
-        "The spec has fields of a later release; the operator applies everything else.",
+        "The spec has fields that only a later release knows. The operator applies all other fields.",
     )
     INVALID_SPEC = "InvalidSpec", "This version of the operator does not accept the value of a field."
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server rejects the result."
@@ -181,7 +210,10 @@ class Reason(Documented):
         "The backend of the engines does not support a field of the spec; the message names the field. Running pods "
         "continue to serve.",
     )
-    CHILD_REFUSED = "ChildRefused", "The API server rejects a child object for another reason, such as a quota."
+    CHILD_REFUSED = (
+        "ChildRefused",
+        "The API server rejects an object of the resource for another reason, such as a quota.",
+    )
     GATEWAY_API_MISSING = (
         "GatewayApiMissing",
         "spec.server.httpRoute is set, but the cluster has no HTTPRoute kind. Everything else continues.",
@@ -191,32 +223,41 @@ class Reason(Documented):
         "spec.server.inferencePool is set, but the cluster has no InferencePool kind. Everything except the "
         "HTTPRoute to the pool continues.",
     )
-    CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child object exists and has another owner."
+    CHILD_NOT_OWNED = (
+        "ChildNotOwned",
+        "The operator cannot create an object, because an object with the same name exists and has another owner.",
+    )
     CHILD_CONTESTED = (
         "ChildContested",
-        "Another program reverts the operator's changes to a child object; the message names its field manager.",
+        "Another program reverts the operator's changes to an object of the resource. The message names the field "
+        "manager of the program.",
     )
     WATCH_DENIED = (
         "WatchDenied",
-        "The operator has no permission to read a kind of object in the namespace; the message names the kind. "
-        "Objects that depend on it are not changed.",
+        "The operator has no permission to read a kind of object in the namespace. The message names the kind. The "
+        "operator does not change objects that depend on this kind.",
     )
     OPERATOR_ISOLATED = (
         "OperatorIsolated",
-        "The operator lost many coordinators at the same time and suspects its own network; it does not replace them.",
+        "The operator lost the connection to many coordinators at the same time. It assumes that its own network "
+        "has failed, and does not replace them.",
     )
     DEADLINE_EXCEEDED = (
         "DeadlineExceeded",
-        "A step has exceeded its deadline; status.plan names what the operator is waiting for.",
+        "A step takes longer than its deadline. status.plan names what the operator is waiting for.",
     )
-    ONE_SERVER = "OneServer", "The servers have one replica."
-    NO_PREFILL_ENGINE = "NoPrefillEngine", "No prefill engine serves; decode engines compute all prompts."
-    NO_DECODE_ENGINE = "NoDecodeEngine", "No decode engine serves; prefill engines generate."
-    STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; the operator ignores it."
-    DELETING = "Deleting", "The resource is being deleted; the operator changes nothing."
-    AVAILABLE = "Available", "The component of the condition works."
+    ONE_SERVER = "OneServer", "The resource has only one server."
+    NO_PREFILL_ENGINE = "NoPrefillEngine", "No prefill engine serves. Decode engines compute all prompts."
+    NO_DECODE_ENGINE = "NoDecodeEngine", "No decode engine serves. Prefill engines generate the answers."
+    STALE_FENCE = (
+        "StaleFence",
+        "The coordinator reports a fence, the number that orders the signals of successive leaders, that no leader "
+        "can have sent. The operator ignores this fence.",
+    )
+    DELETING = "Deleting", "The resource is being deleted, so the operator does not change it."
+    AVAILABLE = "Available", "The component that the condition describes works."
     SETTLED = "Settled", "The resource matches its spec."
-    ALL_WELL = "AllWell", "Nothing is wrong."
+    ALL_WELL = "AllWell", "The resource has no error."
 
 
 Finding = tuple[Reason, str]

@@ -29,18 +29,18 @@ class RoutingPolicy(StrEnum):
 class Routing(ApiModel):
     policy: RoutingPolicy | None = Field(
         default=None,
-        description="Policy that chooses the engine of a request. Default: LeastCost, which suits most loads.",
+        description="Policy that chooses an engine for each request. Default: LeastCost, which suits most loads.",
     )
     alpha: Alpha = Field(
         default="0.5",
-        description="Weight of the prefix match against free capacity, from 0 to 1, as a decimal string, for "
-        "FirstPrefixBlock and LongestPrefix. Lower it if load is uneven.",
+        description="Weight of a cached prefix relative to free capacity, as a decimal string from 0 to 1. Only the "
+        "policies FirstPrefixBlock and LongestPrefix use it. Lower it if the load of the engines is uneven.",
         max_length=20,
     )
 
 
 class CoordinatorSpec(ApiModel):
-    routing: Routing = section(Routing, "Routing of requests to engines.")
+    routing: Routing = section(Routing, "Settings for routing requests to engines.")
     replicas: int = Field(
         default=1,
         ge=1,
@@ -50,11 +50,12 @@ class CoordinatorSpec(ApiModel):
     )
     priority_class_name: Name | None = Field(
         default=None,
-        description="PriorityClass of the coordinator's pod. With a high priority, the scheduler preempts other "
-        "pods for it on a full node. Names that begin with system- are not allowed.",
+        description="PriorityClass of the coordinator's pod. Set one with a high priority so that the scheduler "
+        "preempts other pods if no node has space. Names that begin with system- are not allowed.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Pod fields that the operator merges into the rendered pod. The container is called "
-        "coordinator. The operator rejects fields that its pod policy does not allow.",
+        description="Pod fields that the operator merges into the coordinator's pod, such as resources and "
+        "tolerations. The container is called coordinator. The operator rejects fields that its pod policy does not "
+        "allow.",
     )

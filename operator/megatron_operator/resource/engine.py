@@ -73,29 +73,30 @@ class Parallelism(ApiModel):
         ge=1,
         le=128,
         description="Number of ranks that split every layer (tensor parallelism). The number of attention heads "
-        "must be a multiple of it. Raise it if the model does not fit on one device.",
+        "must be divisible by it. Raise it if the model does not fit on one device.",
     )
     pipeline: int = Field(
         default=1,
         ge=1,
         le=128,
-        description="Number of pipeline stages, each with a share of the layers. It cannot exceed the number of "
-        "layers.",
+        description="Number of pipeline stages, each of which runs a share of the layers. It cannot exceed the "
+        "number of layers. Raise it if the model does not fit on the devices of one node.",
     )
     expert: int = Field(
         default=1,
         ge=1,
         le=256,
         description="Number of ranks that divide the experts of each layer among them (expert parallelism). The "
-        "number of experts must be a multiple of it.",
+        "model's number of experts must be divisible by it. Raise it for mixture-of-experts models that do not fit "
+        "on one device.",
     )
     data: int | None = Field(
         default=None,
         ge=1,
         le=256,
-        description="Number of copies of the dense layers in one engine. vLLM engines with mixture-of-experts "
-        "models only; for other models raise spec.replicas instead. Above 1, the engine has tensor x pipeline x "
-        "data ranks, which must fit in one pod, and expert must be 1 or tensor x data.",
+        description="Number of copies of the dense layers in one engine. Set it only for vLLM engines with "
+        "mixture-of-experts models; for other models, raise spec.replicas instead. Above 1, the engine has tensor x "
+        "pipeline x data ranks, which must fit in one pod, and expert must be 1 or tensor x data.",
     )
 
     @property
@@ -131,21 +132,22 @@ class Batching(ApiModel):
         default=None,
         ge=1,
         le=65536,
-        description="Maximum number of requests that an engine processes at the same time. Default: 64; on GPUs "
-        "vLLM chooses. Raise it for throughput if the KV cache has space.",
+        description="Maximum number of requests that an engine processes at the same time. Default: 64; on GPUs, "
+        "vLLM chooses its own limit. Raise it for throughput if the KV cache has space.",
     )
     max_tokens: int | None = Field(
         default=None,
         ge=1,
         le=16_777_216,
-        description="Maximum number of tokens per step, prompt and decode, at least maxRequests. Default: 2048; on "
-        "GPUs vLLM chooses. Raise it for throughput, lower it for latency.",
+        description="Maximum number of prompt and decode tokens per step. It must be at least maxRequests. Default: "
+        "2048; on GPUs, vLLM chooses its own limit. Raise it for throughput, or lower it for latency.",
     )
     block_size_tokens: int = Field(
         default=256,
         ge=1,
         le=65536,
-        description="Number of tokens per block of the prefix cache. Lower it to share shorter prefixes.",
+        description="Number of tokens per block of the prefix cache. Only whole blocks are shared, so lower it to "
+        "share shorter prefixes.",
     )
     kv_cache_memory: CacheMemory | None = Field(
         default=None,
@@ -154,17 +156,21 @@ class Batching(ApiModel):
         max_length=20,
     )
     prefix_caching: bool = Field(
-        default=True, description="Reuse the KV blocks of earlier requests whose prompts begin with the same tokens."
+        default=True,
+        description="Reuse the KV blocks of earlier requests whose prompts begin with the same tokens. Disable it "
+        "to compute every prompt completely, for example in benchmarks.",
     )
     chunked_prefill: bool = Field(
-        default=True, description="Split long prompts over several steps, so that other requests continue meanwhile."
+        default=True,
+        description="Split long prompts over several steps, so that other requests can continue between these "
+        "steps. If it is disabled, each prompt is computed in one step.",
     )
     max_prefill_tokens: int | None = Field(
         default=None,
         ge=1,
         le=16_777_216,
         description="Maximum number of prompt tokens in a step that also decodes. Lower it for shorter gaps between "
-        "tokens, at the cost of the time to the first token. Default: maxTokens. Native engines only.",
+        "tokens, at the cost of a longer time to the first token. Default: maxTokens. Native engines only.",
     )
 
 
@@ -176,55 +182,55 @@ class SleepLevel(StrEnum):
 class VllmSpec(ApiModel):
     image: str | None = Field(
         default=None,
-        description="Image of the engines: the runtime with vLLM. Default: the operator's vLLM image. Other "
-        "repositories must be allowed by podPolicy.imageRepositories in the operator's chart.",
+        description="Image of vLLM engines, which must contain this project's runtime and vLLM. Default: the "
+        "operator's vLLM image. The chart value podPolicy.imageRepositories must allow any other repository.",
         max_length=512,
     )
     args: VllmArgs = Field(
         default_factory=dict,
-        description="Engine arguments of vLLM by name, such as quantization: fp8. The operator rejects arguments "
-        "that another field sets and arguments that open a port or a file. It rejects arguments that are unknown "
-        "or can load code unless its chart sets vllm.allowCode.",
+        description="Engine arguments of vLLM by name, such as enforce_eager: true. The operator rejects arguments "
+        "that another field sets and arguments that open a port or a file. Unless its chart sets vllm.allowCode, it "
+        "also rejects arguments that are unknown or can load code.",
     )
     allow_pickle_between_pods: bool = Field(
         default=False,
-        description="Accept that the pods of an engine exchange Python pickles without authentication, as vLLM does "
-        "in engines of several pods. Any process that can connect to such a pod can run code in it; "
-        "NetworkPolicies limit these connections to the pods of the same engine. Set it only if the cluster "
-        "enforces NetworkPolicies.",
+        description="Allow vLLM engines of several pods, whose ranks exchange Python pickles without "
+        "authentication. Any process that can connect to such a pod can run code in it. NetworkPolicies limit these "
+        "connections to the pods of the same engine, so set it only if the cluster enforces NetworkPolicies.",
     )
     sleep_level: SleepLevel | None = Field(
         default=None,
-        description="Effect of a suspend with level Offload on the weights in GPU memory. HostMemory moves them to "
-        "host memory, for a faster resume; Discard drops them, and a resume reads their files again. Default: "
-        "Discard, or HostMemory for speculative decoding with MTP, Eagle, Eagle3 or DraftModel, whose weights "
-        "vLLM cannot reload.",
+        description="What happens to the weights in GPU memory when the resource is suspended with level Offload. "
+        "HostMemory moves them to host memory, which makes the resume faster. Discard drops them, and the resume "
+        "reads their files again. Default: Discard, or HostMemory for speculative decoding with MTP, Eagle, Eagle3 "
+        "or DraftModel, whose weights vLLM cannot reload.",
     )
 
 
 class NativeSpec(ApiModel):
     kv_cache_mode: KvCacheMode = Field(
         default=KvCacheMode.RECOMPUTE,
-        description="Effect of a suspend on the KV cache. Recompute drops it, and a resume computes it again; "
-        "Persist keeps it in place; Offload moves it to host memory.",
+        description="What happens to the KV cache when the resource is suspended. Recompute drops it and computes "
+        "it again on a resume. Persist keeps it in place, which releases less memory. Offload moves it to host "
+        "memory.",
     )
     prefix_eviction: PrefixEviction = Field(
         default=PrefixEviction.LRU,
-        description="When unused blocks leave the prefix cache. LRU evicts them when their memory is needed; "
-        "RefZero evicts them immediately.",
+        description="Time at which unused blocks leave the prefix cache. LRU evicts the least recently used blocks "
+        "when their memory is needed. RefZero evicts a block as soon as no request uses it.",
     )
     step_timeout_seconds: int = Field(
         default=60,
         ge=1,
         le=86400,
-        description="Timeout of a step, in seconds. An engine with several ranks is restarted if none of its ranks "
-        "makes progress for this long. Raise it if steps are slow.",
+        description="Timeout of a step, in seconds. An engine of several ranks restarts if none of its ranks makes "
+        "progress for this time. Raise it if steps take longer.",
     )
 
 
 class KvOffloadSpec(ApiModel):
     cpu_memory: CacheMemory = Field(
-        description="Host memory for evicted KV blocks of all ranks of an engine together, as a Kubernetes quantity.",
+        description="Host memory for evicted KV blocks, for all ranks of an engine together, as a Kubernetes quantity.",
         max_length=20,
     )
 
@@ -265,10 +271,12 @@ class SpeculativeSpec(ApiModel):
     )
 
     method: SpeculativeMethod = Field(
-        description="Source of the draft tokens. NGram and Suffix take them from the tokens of the request, MTP "
-        "from layers of the model, and the other methods from a draft model."
+        description="Source of the draft tokens. NGram and Suffix take them from the request's own tokens, MTP "
+        "takes them from special layers of the model, and the other methods take them from a draft model."
     )
-    tokens: int = Field(ge=1, le=64, description="Number of draft tokens per step.")
+    tokens: int = Field(
+        ge=1, le=64, description="Number of draft tokens per step. Lower it if the model rejects most drafts."
+    )
     model: DraftModel | None = Field(
         default=None,
         description="Draft model: hf:ORG/NAME[@REVISION], the URL of an object store, or a path in the engine's "
@@ -288,39 +296,50 @@ TopologyKey = Annotated[
 
 class TopologySpec(ApiModel):
     pack_by: TopologyKey = Field(
-        description="Node label by which the pods of one engine are placed together, such as the label of a rack or "
-        "an NVLink domain. All nodes of an engine have the same value of the label. If no such group of nodes has "
-        "enough capacity, the pods stay pending.",
+        description="Key of a node label, such as the label for a rack or an NVLink domain. All pods of one engine "
+        "run on nodes that have the same value of this label. If no such group of nodes has enough capacity, the "
+        "pods stay pending.",
         max_length=317,
     )
 
 
 class RoleBatching(ApiModel):
     max_requests: int | None = Field(
-        default=None, ge=1, le=65536, description="Instead of spec.engine.batching.maxRequests."
+        default=None,
+        ge=1,
+        le=65536,
+        description="Maximum number of requests that an engine of this role processes at the same time. Default: "
+        "spec.engine.batching.maxRequests.",
     )
     max_tokens: int | None = Field(
-        default=None, ge=1, le=16_777_216, description="Instead of spec.engine.batching.maxTokens."
+        default=None,
+        ge=1,
+        le=16_777_216,
+        description="Maximum number of tokens per step of an engine of this role. Default: "
+        "spec.engine.batching.maxTokens.",
     )
     max_prefill_tokens: int | None = Field(
         default=None,
         ge=1,
         le=16_777_216,
-        description="Instead of spec.engine.batching.maxPrefillTokens. Default of decode engines: 256.",
+        description="Maximum number of prompt tokens in a step that also decodes, for engines of this role. "
+        "Default: spec.engine.batching.maxPrefillTokens; if that is not set, 256 for decode engines.",
     )
     kv_cache_memory: CacheMemory | None = Field(
-        default=None, max_length=20, description="Instead of spec.engine.batching.kvCacheMemory."
+        default=None,
+        max_length=20,
+        description="Memory for the KV cache of each engine of this role. Default: spec.engine.batching.kvCacheMemory.",
     )
 
 
 class RoleSpec(ApiModel):
     batching: RoleBatching | None = Field(
-        default=None, description="Limits of the engines of this role that differ from spec.engine.batching."
+        default=None, description="Limits that differ from spec.engine.batching for the engines of this role."
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Pod fields of the engines of this role, instead of spec.engine.podTemplate and with the same "
-        "rules.",
+        description="Pod fields for the engines of this role, which replace spec.engine.podTemplate. The same rules "
+        "apply.",
     )
 
 
@@ -338,15 +357,16 @@ class PrefillRole(RoleSpec):
         default=None,
         ge=0,
         le=1024,
-        description="Number of prefill engines; spec.replicas is the number of decode engines. Default: 1, or the "
-        "product of perDecode and spec.replicas.",
+        description="Number of prefill engines. Default: 1, or perDecode times spec.replicas. spec.replicas sets "
+        "the number of decode engines.",
     )
     per_decode: float | None = Field(
         default=None,
         ge=0.01,
         le=64,
-        description="Number of prefill engines for each decode engine, such as 0.5. The product with spec.replicas is "
-        "rounded up, and is at most 1024.",
+        description="Number of prefill engines per decode engine, such as 0.5. The operator multiplies it by "
+        "spec.replicas and rounds up, to at most 1024 engines. Set it instead of replicas if an autoscaler changes "
+        "spec.replicas.",
     )
 
     def count(self, decode: int) -> int:
@@ -357,9 +377,13 @@ class PrefillRole(RoleSpec):
 
 
 class RolesSpec(ApiModel):
-    prefill: PrefillRole = Field(description="Engines that compute long prompts for decode engines.")
+    prefill: PrefillRole = Field(
+        description="Settings of prefill engines, which compute long prompts for decode engines."
+    )
     decode: RoleSpec | None = Field(
-        default=None, description="Engines that import the KV of prompts and generate. spec.replicas counts them."
+        default=None,
+        description="Settings of decode engines, which import the KV of prompts and generate. spec.replicas sets "
+        "their number.",
     )
 
 
@@ -466,61 +490,70 @@ class EngineSpec(ApiModel):
 
     backend: Backend = Field(
         default=Backend.NATIVE,
-        description="Engine implementation. Native is the engine of this project; VLLM runs vLLM with the same verbs.",
+        description="Implementation of the engines. Native is this project's engine. VLLM runs vLLM, which can be "
+        "paused, suspended and updated in the same way.",
     )
-    native: NativeSpec | None = Field(default=None, description="Settings of native engines.")
-    vllm: VllmSpec | None = Field(default=None, description="Settings of vLLM engines.")
+    native: NativeSpec | None = Field(default=None, description="Settings that only native engines have.")
+    vllm: VllmSpec | None = Field(default=None, description="Settings that only vLLM engines have.")
     kv_offload: KvOffloadSpec | None = Field(
         default=None,
-        description="Keep evicted KV blocks in host memory, so that returning prompts need no prefill. vLLM engines "
-        "only.",
+        description="Keep KV blocks in host memory when they are evicted from the GPU. Set it if clients send the "
+        "same long prompts again after other requests have evicted them. vLLM engines only.",
     )
     quantization: Quantization | None = Field(
         default=None,
-        description="Quantization method that vLLM applies to the weights, such as fp8. Leave it unset for models "
-        "that are already quantized. vLLM engines only.",
+        description="Quantization method that vLLM applies to the weights, such as fp8. Do not set it for models "
+        "that are already quantized. Default: no quantization. vLLM engines only.",
         max_length=63,
     )
     speculative: SpeculativeSpec | None = Field(
         default=None,
-        description="Speculative decoding: draft tokens that the model then verifies. It lowers latency if the load "
-        "is light. vLLM engines only.",
+        description="Settings for speculative decoding, in which the model verifies several draft tokens in one "
+        "step. Set it to lower latency under light load. vLLM engines only.",
     )
     image: str | None = Field(
         default=None,
-        description="Image of native engines. Default: the operator's runtime image. Other repositories must be "
-        "allowed by podPolicy.imageRepositories in the operator's chart.",
+        description="Image of native engines. Default: the operator's runtime image. The chart value "
+        "podPolicy.imageRepositories must allow any other repository.",
         max_length=512,
     )
     gpus_per_pod: int = Field(
         default=0,
         ge=0,
         le=64,
-        description="Number of GPUs per pod, with one rank on each GPU. 0 runs the engines on CPUs.",
+        description="Number of GPUs per pod. One rank runs on each GPU. With 0, the engines run on CPUs.",
     )
     accelerator: AcceleratorSpec | None = Field(
-        default=None, description=f"Device that gpusPerPod counts. Default: {DEFAULT_RESOURCE}."
+        default=None,
+        description="Device that gpusPerPod counts. Set it for MIG profiles, accelerators of other vendors or "
+        f"ResourceClaims. Default: {DEFAULT_RESOURCE}.",
     )
-    ranks_per_pod: int = Field(default=1, ge=1, le=64, description="Number of ranks per pod for engines on CPUs.")
-    batching: Batching = section(Batching, "Continuous batching and the KV cache.")
+    ranks_per_pod: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Number of ranks in each pod, for engines on CPUs. On GPUs, gpusPerPod sets this number.",
+    )
+    batching: Batching = section(Batching, "Limits of the batches and of the KV cache.")
     startup_seconds: int = Field(
         default=1800,
         ge=10,
         le=86400,
-        description="Seconds that a pod may take to load the model. After that the kubelet restarts it. Raise it "
-        "for large models on slow storage.",
+        description="Maximum number of seconds that a pod may take to load the model. After that, the kubelet "
+        "restarts it. Raise it for large models on slow storage.",
     )
-    topology: TopologySpec | None = Field(default=None, description="Placement of the pods of one engine.")
+    topology: TopologySpec | None = Field(default=None, description="Settings for placing the pods of one engine.")
     roles: RolesSpec | None = Field(
         default=None,
-        description="Compute long prompts on other engines than those that generate. Native engines of one rank only. "
-        "Default: every engine does both.",
+        description="Separate engines for computing long prompts (prefill) and for generating (decode). Set it if "
+        "long prompts make the gaps between tokens uneven. Native engines of one rank only. Default: every engine "
+        "does both.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Pod fields such as resources, tolerations, affinity and volumes that the operator merges into "
-        "the rendered pod. The container is called engine. In labels, annotations, claims of volumes and placement "
-        "fields, $(ENGINE_INDEX) and $(ENGINE_NAME) are replaced by the index and name of the engine. The operator "
+        description="Pod fields that the operator merges into each engine's pods, such as resources, tolerations, "
+        "affinity and volumes. The container is called engine. In labels, annotations, volume claims and placement "
+        "fields, the operator replaces $(ENGINE_INDEX) and $(ENGINE_NAME) by the index and name of the engine. It "
         "rejects fields that its pod policy does not allow.",
     )
 

@@ -17,17 +17,17 @@ class Switch(Enum):
 
     PROFILE = (
         *("profile", "podPolicy.profile", "--pod-policy-profile", None),
-        "What podTemplates may contain. restricted accepts fields on allow lists, which the options below extend. "
-        "trusted accepts every field: choose it only if all users who can create a resource may also create pods in "
-        "its namespace.",
+        "Fields that podTemplates may contain. restricted accepts only fields on allow lists, which the options "
+        "below extend. trusted accepts every field. Choose trusted only if all users who can create a resource may "
+        "also create pods in its namespace.",
     )
     HOST_PATHS = (
         *("host_paths", "podPolicy.hostPaths", "--allow-host-path", "PREFIX"),
-        "Allow podTemplates to mount host paths below PREFIX read-only.",
+        "Allow podTemplates to mount hostPath volumes at PREFIX and below, read-only.",
     )
     MODEL_CACHE_PATHS = (
         *("model_cache_paths", "podPolicy.modelCachePaths", "--allow-model-cache-path", "PREFIX"),
-        "Allow PREFIX and paths below it for spec.model.cache.hostPath.",
+        "Allow spec.model.cache.hostPath to be PREFIX or a path below it.",
     )
     CAPABILITIES = (
         *("capabilities", "podPolicy.capabilities", "--allow-capability", "NAME"),

@@ -67,10 +67,16 @@ class ServiceSpec(ApiModel):
         ),
     )
 
-    type: ServiceType = Field(default=ServiceType.CLUSTER_IP, description="Type of the Service.")
+    type: ServiceType = Field(
+        default=ServiceType.CLUSTER_IP,
+        description="Type of the Service. Set LoadBalancer or NodePort if clients outside the cluster connect "
+        "without an Ingress or Gateway.",
+    )
     annotations: Annotations | None = Field(default=None, description="Annotations of the Service.")
     load_balancer_class: Name | None = Field(
-        default=None, description="Load balancer implementation of the Service. Default: the cluster's implementation."
+        default=None,
+        description="Load balancer implementation of a Service of type LoadBalancer. Default: the cluster's "
+        "implementation.",
     )
 
 
@@ -83,22 +89,24 @@ class IngressSpec(ApiModel):
     )
     tls_secret_name: Name | None = Field(
         default=None,
-        description="Secret with the certificate for HTTPS at the ingress controller. Default: plain HTTP.",
+        description="TLS Secret with the certificate for HTTPS at the ingress controller. Default: plain HTTP.",
     )
     annotations: Annotations | None = Field(default=None, description="Annotations of the Ingress.")
 
 
 class ParentRef(ApiModel):
-    name: Name = Field(description="Name of a Gateway.")
+    name: Name = Field(description="Name of the Gateway.")
     namespace: Name | None = Field(
         default=None, description="Namespace of the Gateway. Default: the namespace of this resource."
     )
-    section_name: Name | None = Field(default=None, description="Listener of the Gateway. Default: all listeners.")
+    section_name: Name | None = Field(
+        default=None, description="Name of a listener of the Gateway. Default: all listeners."
+    )
 
 
 class HttpRouteSpec(ApiModel):
     parent_refs: list[ParentRef] = Field(
-        min_length=1, max_length=16, description="Gateways that the route attaches to."
+        min_length=1, max_length=16, description="Gateways to which the route attaches."
     )
     hostnames: list[HostName] | None = Field(
         default=None,
@@ -108,14 +116,14 @@ class HttpRouteSpec(ApiModel):
     )
     path_prefix: PathPrefix | None = Field(
         default=None,
-        description="Path prefix before /v1, which the Gateway removes from requests. Set it if several resources "
-        "share one host name.",
+        description="Path prefix before /v1, such as /models/demo, which the Gateway removes from requests. Set it "
+        "if several resources share one host name.",
         max_length=256,
     )
     model_header: HeaderName | None = Field(
         default=None,
-        description="Header by which the Gateway selects this resource: its value must be the name of the model or "
-        "of an adapter. Set it if several resources share one URL.",
+        description="Name of a request header, such as x-model. The Gateway sends requests to this resource if the "
+        "header has the name of its model or of one of its adapters. Set it if several resources share one URL.",
         max_length=64,
     )
 
@@ -130,14 +138,14 @@ class EndpointPickerRef(ApiModel):
     port: int = Field(default=9002, ge=1, le=65535, description="Port of the picker's Service.")
     failure_mode: FailureMode = Field(
         default=FailureMode.CLOSE,
-        description="Behaviour of the Gateway if the picker does not answer. FailClose drops the request; FailOpen "
-        "sends it to any server.",
+        description="What the Gateway does if the picker does not answer. FailClose drops the request. FailOpen "
+        "sends the request to any server.",
     )
 
 
 class InferencePoolSpec(ApiModel):
     endpoint_picker_ref: EndpointPickerRef = Field(
-        description="Endpoint picker of the pool. The operator does not deploy it."
+        description="Endpoint picker of the pool. You must deploy the picker yourself."
     )
 
 
@@ -165,13 +173,18 @@ class ServerSpec(ApiModel):
         default=None,
         ge=1,
         le=100,
-        description="Number of OpenAI servers. If it is not set, the operator creates one and does not change the "
-        "number afterwards, so that an autoscaler can scale the Deployment.",
+        description="Number of OpenAI servers. Set 2 or more so that requests continue if a server fails. If it is "
+        "not set, the operator creates one server and does not change the number afterwards, so that an autoscaler "
+        "can scale the Deployment.",
     )
     tls: TlsSpec | None = Field(
-        default=None, description="Serve HTTPS on port 443 of the Service. Default: plain HTTP on port 80."
+        default=None,
+        description="Certificate for HTTPS, which the servers then offer on port 443 of the Service. Default: plain "
+        "HTTP on port 80.",
     )
-    service: ServiceSpec = section(ServiceSpec, "Service NAME, through which clients reach the servers.")
+    service: ServiceSpec = section(
+        ServiceSpec, "Service with the name of the resource, through which clients reach the servers."
+    )
     ingress: IngressSpec | None = Field(
         default=None, description="Ingress that the operator creates for the servers. Default: none."
     )
@@ -181,58 +194,61 @@ class ServerSpec(ApiModel):
     )
     inference_pool: InferencePoolSpec | None = Field(
         default=None,
-        description="InferencePool of the Gateway API Inference Extension that the operator creates with the "
-        "servers. The HTTPRoute then refers to it instead of the Service. Default: none.",
+        description="InferencePool of the Gateway API Inference Extension that the operator creates for the "
+        "servers. The HTTPRoute then refers to the pool instead of the Service. Set it if your Gateway uses "
+        "endpoint pickers. Default: none.",
     )
     api_keys_secret_ref: SecretKeyRef | None = Field(
         default=None,
-        description="Secret with the accepted API keys: one per line, or YAML with names, limits and models. If it "
-        "is set, every request needs a key.",
+        description="Secret with the accepted API keys, either one key per line, or YAML with names, limits and "
+        "models. If it is set, every request needs a key. Default: requests need no key.",
     )
     share_prefix_cache: bool = Field(
         default=False,
-        description="Share cached prefixes among all API keys. Response times and cached_tokens then reveal to one "
-        "key which prompts other keys have sent.",
+        description="Share cached prefixes among all API keys. Set it only if the key holders trust each other, "
+        "because response times and cached_tokens then reveal which prompts other keys have sent.",
     )
     allow_priority: bool = Field(
         default=False,
-        description="Allow requests to set a priority. Otherwise the server rejects a priority other than 0 with 400.",
+        description="Allow requests to set a priority. Otherwise, servers reject a priority other than 0 with 400. "
+        "Enable it only if you trust all clients, because requests with a lower number run first.",
     )
     reserve_tokens: int | None = Field(
         default=None,
         ge=1,
         le=2**31 - 1,
-        description="Maximum number of generated tokens per choice that the server reserves when a request with a "
-        "token-limited API key starts. Default: 1024. Further tokens are charged as they are generated.",
+        description="Maximum number of generated tokens per choice that the server reserves when a request starts, "
+        "for API keys with a token limit. Further tokens are charged as they are generated. Lower it if requests "
+        "are rejected although their answers are short. Default: 1024.",
     )
     tool_call_parser: ParserName | None = Field(
         default=None,
-        description="Format of the model's tool calls. auto detects it from the chat template; none disables tools. "
-        f"Other values: {', '.join(TOOL_CALL_PARSERS[2:])}; with spec.engine.backend VLLM also the name of a "
-        "tool parser of the installed vLLM. Default: auto.",
+        description="Format in which the model writes tool calls. auto detects it from the chat template. none "
+        f"disables tools. Other values: {', '.join(TOOL_CALL_PARSERS[2:])}; with spec.engine.backend VLLM also the "
+        "name of a tool parser of the installed vLLM. Default: auto.",
     )
     reasoning_parser: ParserName | None = Field(
         default=None,
         description="Format in which the model marks its reasoning, which the server returns as reasoning_content. "
-        "auto detects it from the chat template; none leaves reasoning in the text. Other values: "
+        "auto detects the format from the chat template. none leaves the reasoning in the text. Other values: "
         f"{', '.join(REASONING_PARSERS[2:])}; with spec.engine.backend VLLM also the name of a reasoning parser of the "
         "installed vLLM. Default: auto.",
     )
     generation_config: GenerationConfig | None = Field(
         default=None,
-        description="Source of the default sampling parameters. auto uses the model's generation_config.json; none "
-        "uses neutral values such as temperature 1. Default: auto.",
+        description="Source of the sampling parameters that a request does not set. auto uses the model's "
+        "generation_config.json. none uses neutral values, such as temperature 1. Default: auto.",
     )
     model_aliases: list[ModelAlias] | None = Field(
         default=None,
         min_length=1,
         max_length=16,
-        description="Additional names of the model in requests, for programs that send a fixed name.",
+        description="Additional names of the model in requests. Set them for programs that send a fixed model name.",
     )
     any_model_name: bool | None = Field(
         default=None,
-        description="Answer requests that name an unknown model with this model, as Megatron-Core's server does. "
-        "Otherwise the server rejects them with 404.",
+        description="Use this resource's model for requests that name an unknown model, as Megatron-Core's server "
+        "does. Otherwise, the server rejects them with 404. Default: false.",
     )
     allowed_origins: list[Origin] | None = Field(
         default=None,
@@ -244,12 +260,12 @@ class ServerSpec(ApiModel):
         default=None,
         min_length=1,
         max_length=64,
-        description="Hosts from which the servers fetch images, audio and video that requests refer to. Default: "
-        "data URLs only. A host name must resolve to public addresses; an IP address may be private. vLLM engines "
-        "only.",
+        description="Hosts from which the servers may fetch images, audio and video that requests refer to. A host "
+        "name must resolve to public addresses; an IP address may be private. Default: none, so requests can only "
+        "contain data URLs. vLLM engines only.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,
-        description="Pod fields that the operator merges into the rendered pod. The container is called server. The "
-        "operator rejects fields that its pod policy does not allow.",
+        description="Pod fields that the operator merges into each server's pod, such as resources and tolerations. "
+        "The container is called server. The operator rejects fields that its pod policy does not allow.",
     )

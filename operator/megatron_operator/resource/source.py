@@ -170,9 +170,12 @@ class ModelSource(ApiModel):
     object_store: ObjectStoreSource | None = Field(
         default=None, description="Model in S3, Google Cloud Storage, Azure Blob Storage or on an HTTPS server."
     )
-    persistent_volume_claim: ClaimSource | None = Field(default=None, description="Directory or file on a volume.")
+    persistent_volume_claim: ClaimSource | None = Field(
+        default=None, description="Model directory or GGUF file on a volume."
+    )
     image: ImageSource | None = Field(
-        default=None, description="OCI image or artifact, mounted as an image volume (experimental)."
+        default=None,
+        description="OCI image or artifact with the model, which engines mount as an image volume (experimental).",
     )
 
     @property
@@ -223,8 +226,8 @@ class CacheSpec(ApiModel):
     )
     host_path: CachePath | None = Field(
         default=None,
-        description="Directory on each node, writable by user 65532. The chart value podPolicy.modelCachePaths must "
-        "allow it.",
+        description="Directory on each node, which user 65532 must be able to write. The chart value "
+        "podPolicy.modelCachePaths must allow it.",
         max_length=1024,
     )
 
@@ -240,8 +243,7 @@ AdapterPath = Annotated[
 
 class AdapterRepository(ApiModel):
     repo: Repository = Field(
-        description="Repository on the Hugging Face hub, as org/name. The operator uses the access token of the "
-        "model's source.",
+        description="Name of the repository, as org/name. Engines use the access token of the model's source.",
         max_length=200,
     )
     revision: Commit | None = Field(
@@ -275,7 +277,7 @@ class AdapterSpec(ApiModel):
         min_length=1,
         max_length=MAX_ADAPTER_NAME_CHARACTERS,
     )
-    source: AdapterSource = Field(description="Source of the adapter: exactly one of the fields below.")
+    source: AdapterSource = Field(description="Source of the adapter. Set exactly one field.")
 
 
 class ModelSpec(ApiModel):
@@ -306,22 +308,26 @@ class ModelSpec(ApiModel):
         min_length=1,
         max_length=256,
     )
-    source: ModelSource = Field(description="Source of the weights: exactly one of the fields below.")
+    source: ModelSource = Field(description="Source of the weights. Set exactly one field.")
     cache: CacheSpec | None = Field(
         default=None,
-        description="Volume that keeps the downloaded model. The first pod downloads the model, the others wait for "
-        "it, and engines mount the volume read-only.",
+        description="Volume that keeps a downloaded model, so that pods do not download it at each start. The first "
+        "pod downloads the model, and the other pods wait. Engines mount the volume read-only.",
     )
-    format: Format = Field(default=Format.AUTO, description="Format of the weights. Auto detects it from the files.")
+    format: Format = Field(
+        default=Format.AUTO,
+        description="Format that the model files must have. Engines reject files of another format. Auto accepts "
+        "every format.",
+    )
     dtype: Dtype = Field(
         default=Dtype.AUTO,
-        description="Data type of the weights and the computation. Auto chooses by model and device. Int8 and Int4 "
-        "need less memory and are faster on CPUs, at some loss of accuracy.",
+        description="Data type of the weights and of the computation. Auto depends on the model and the device. "
+        "Int8 and Int4 run on CPUs only; they need less memory and are faster, but less accurate.",
     )
     max_sequence_length: int | None = Field(
         default=None,
-        description="Maximum number of tokens of a request, prompt plus answer. Default: 4096 on CPUs; on GPUs, the "
-        "limit of the model, or less if the KV cache is too small for it.",
+        description="Maximum length of a request, prompt plus answer, in tokens. Default: 4096 on CPUs; on GPUs, "
+        "the model's limit, or less if the KV cache is too small for it. Lower it to save KV cache memory.",
         ge=1,
         le=16_777_216,
     )
@@ -353,10 +359,12 @@ class TrainerPeer(ApiModel):
     )
 
     pod_selector: Selector | None = Field(
-        default=None, description="Pods in the resource's namespace, or in those of namespaceSelector."
+        default=None, description="Labels of the trainer's pods, in the namespaces that namespaceSelector selects."
     )
-    namespace_selector: Selector | None = Field(default=None, description="Namespaces of the pods.")
-    ip_block: Selector | None = Field(default=None, description="Addresses, for a trainer outside the cluster.")
+    namespace_selector: Selector | None = Field(
+        default=None, description="Namespaces of the trainer's pods. Default: the namespace of this resource."
+    )
+    ip_block: Selector | None = Field(default=None, description="Address range of a trainer outside the cluster.")
 
 
 DEFAULT_TRAINER_PORT = 7000
@@ -365,12 +373,12 @@ DEFAULT_TRAINER_PORT = 7000
 class TrainerSpec(ApiModel):
     peers: Annotated[list[TrainerPeer], Field(min_length=1, max_length=MAX_TRAINER_PEERS)] = Field(
         alias="from",
-        description="Peers of NetworkPolicies from which the trainer connects to the coordinator, and to which the "
-        "engines connect.",
+        description="NetworkPolicy peers that select the trainer's pods or addresses. NetworkPolicies let them "
+        "connect to the coordinator, and let the engines connect to them.",
     )
     port: int | None = Field(
         default=None,
-        description="Port of the trainer, to which the engines connect: `port` of WeightServer. Default: 7000.",
+        description="Port of the trainer's WeightServer, to which the engines connect. Default: 7000.",
         ge=1,
         le=65535,
     )
@@ -394,6 +402,6 @@ class WeightsSpec(ApiModel):
     )
     trainer: TrainerSpec | None = Field(
         default=None,
-        description="Accepts weights that a trainer publishes over the network. Until the first publication, engines "
-        "serve the weights of spec.model.source.",
+        description="Trainer that publishes weights over the network. Until the first publication, engines serve "
+        "the weights of spec.model.source.",
     )

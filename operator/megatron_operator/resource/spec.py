@@ -46,7 +46,8 @@ class KeysSpec(ApiModel):
         default=None,
         ge=1,
         le=36500,
-        description="Age in days at which keys are rotated automatically. Default: keys are not rotated by age.",
+        description="Age of the keys, in days, at which the operator rotates them automatically. Default: no "
+        "automatic rotation.",
     )
 
 
@@ -71,18 +72,19 @@ class RolloutSpec(ApiModel):
         default=0,
         ge=0,
         le=1024,
-        description="Maximum number of additional engines during a rollout. They have the new revision and are "
-        "removed at the end. Each needs the GPUs and memory of an engine.",
+        description="Maximum number of additional engines during a rollout. These engines run the new revision, and "
+        "are removed at the end. Raise it to keep the full capacity during rollouts, if there are free GPUs and "
+        "memory.",
     )
     paused: bool = Field(
         default=False,
-        description="Pause rollouts: the operator replaces no engine and begins no update. Engines keep their "
-        "revision when they restart.",
+        description="Pause rollouts. The operator then replaces no engine and begins no update, and engines keep "
+        "their revision when they restart.",
     )
     auto_update: bool = Field(
         default=False,
-        description="Update the resource automatically when the operator is upgraded. Otherwise it keeps its "
-        "release until you run kubectl megatron update.",
+        description="Update the resource automatically when the operator is upgraded. Otherwise, the resource keeps "
+        "its release until you run kubectl megatron update.",
     )
 
     @property
@@ -238,30 +240,35 @@ class MegatronInferenceSpec(ApiModel):
 
     desired_state: DesiredState = Field(
         default=DesiredState.RUNNING,
-        description="State that the operator brings the resource to. Running serves requests. Paused stops "
-        "generation and keeps all memory. Suspended also releases memory. Stopped finishes open requests and "
-        "removes the engines.",
+        description="Desired state of the resource. Running serves requests. Paused stops generation and keeps all "
+        "memory. Suspended stops generation and releases memory. Stopped finishes open requests and removes the "
+        "engines.",
     )
     replicas: int = Field(
         default=1,
         ge=0,
         le=1024,
         description="Number of data-parallel engines, each with a copy of the weights. `kubectl scale` and "
-        "autoscalers change it. 0 removes all engine pods. With spec.engine.roles: number of decode engines.",
+        "autoscalers change it. With 0, the resource has no engine pods and requests wait. With spec.engine.roles, "
+        "it is the number of decode engines.",
     )
-    model: ModelSpec = Field(description="The model.")
+    model: ModelSpec = Field(description="The model that the engines serve.")
     weights: WeightsSpec | None = Field(
-        default=None, description="The revision of the weights, or the trainer that publishes them."
+        default=None, description="Revision of the weights, or the trainer that publishes them. Set exactly one field."
     )
     parallelism: Parallelism = section(
-        Parallelism, "Parallelism of one engine. The product of the sizes is its number of ranks."
+        Parallelism, "Parallel sizes of one engine. The product of the sizes is its number of ranks."
     )
-    engine: EngineSpec = section(EngineSpec, "Settings of every engine.")
-    coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
-    server: ServerSpec = section(ServerSpec, "The servers of the OpenAI-compatible HTTP API.")
-    lifecycle: LifecycleSpec = section(LifecycleSpec, "Behaviour of pause, suspend and stop.")
-    keys: KeysSpec = section(KeysSpec, "Rotation of the keys that the components authenticate with.")
-    rollout: RolloutSpec = section(RolloutSpec, "How engines are updated.")
+    engine: EngineSpec = section(EngineSpec, "Settings of the engines.")
+    coordinator: CoordinatorSpec = section(
+        CoordinatorSpec, "Settings of the coordinator, which routes requests to engines."
+    )
+    server: ServerSpec = section(ServerSpec, "Settings of the servers, which offer the OpenAI-compatible HTTP API.")
+    lifecycle: LifecycleSpec = section(LifecycleSpec, "Settings for pause, suspend, stop and restarts.")
+    keys: KeysSpec = section(
+        KeysSpec, "Settings for rotating the CURVE keys with which the components authenticate to each other."
+    )
+    rollout: RolloutSpec = section(RolloutSpec, "Settings for replacing engines after a change of the spec.")
 
     def engines_of(self, role: str) -> int:
         """Return the number of engines of a role."""

@@ -29,7 +29,7 @@ class Condition(ApiModel):
     reason: str = Field(description="Machine-readable reason in CamelCase.")
     message: str = Field(description="Explanation in one sentence.")
     observed_generation: int = Field(
-        description="metadata.generation that the condition refers to. For Ready, it is the last generation that "
+        description="metadata.generation to which the condition refers. For Ready, it is the last generation that "
         "the operator has carried out, so that kubectl wait waits for a change to complete."
     )
     last_transition_time: Time = Field(description="Time of the last change of the status.")
@@ -46,27 +46,30 @@ class LifecycleStatus(ApiModel):
     engine: str | None = Field(
         default=None, description="Engine that receives the signal; absent if all engines receive it."
     )
-    goal: DesiredState | None = Field(default=None, description="The desired state of the operation.")
+    goal: DesiredState | None = Field(default=None, description="State that the operation leads to.")
     fence: int | None = Field(
-        default=None, description="Fence of the signal: the term of the leader that last sent it, plus fenceOffset."
+        default=None,
+        description="Number that orders the signals of successive leaders: the term of the leader that last sent "
+        "the signal, plus fenceOffset. The coordinator rejects signals with a lower number.",
     )
     fence_offset: int | None = Field(
         default=None,
-        description="Number that is added to the leader's term if the coordinator has seen fences from an earlier "
-        "Lease.",
+        description="Number that the operator adds to its term if the coordinator has received higher fences under "
+        "an earlier Lease.",
     )
     phase: LifecyclePhase | None = Field(default=None, description="Progress of the operation.")
     confirmed_ranks: int | None = Field(default=None, description="Number of ranks that have confirmed the signal.")
     total_ranks: int | None = Field(default=None, description="Number of ranks that must confirm the signal.")
     message: str | None = Field(default=None, description="Error of the coordinator if the operation failed.")
-    weights: str | None = Field(default=None, description="Revision of the weights, for UPDATE_WEIGHTS.")
-    source: str | None = Field(default=None, description="Source of the weights, for UPDATE_WEIGHTS.")
-    epoch: int | None = Field(default=None, description="Epoch of the weights, for UPDATE_WEIGHTS.")
-    adapters: str | None = Field(default=None, description="Digest of the list of adapters, for SET_ADAPTERS.")
+    weights: str | None = Field(default=None, description="Revision of the weights that UPDATE_WEIGHTS sends.")
+    source: str | None = Field(default=None, description="Source of the weights that UPDATE_WEIGHTS sends.")
+    epoch: int | None = Field(default=None, description="Epoch of the weights that UPDATE_WEIGHTS sends.")
+    adapters: str | None = Field(default=None, description="Digest of the list of adapters that SET_ADAPTERS sends.")
     rejected: bool | None = Field(default=None, description="Whether the operation failed without an effect.")
     since: Time | None = Field(default=None, description="Time when the operation started, was confirmed or failed.")
     woken: bool | None = Field(
-        default=None, description="Whether a request has woken the suspended resource and it has not been idle since."
+        default=None,
+        description="Whether a request has woken the suspended resource, and the resource has not been idle since.",
     )
 
 
@@ -78,15 +81,18 @@ class WeightsStatus(ApiModel):
     model: str = Field(description="Hash of the model.")
     epoch: int | None = Field(default=None, description="Epoch of the last weight update; absent if there was none.")
     source: str | None = Field(
-        default=None, description="With spec.weights.trainer: source of the weights that all engines serve."
+        default=None,
+        description="Source of the trainer's weights, which all engines serve; absent without spec.weights.trainer.",
     )
     digest: str | None = Field(
-        default=None, description="With spec.weights.trainer: digest of these weights, the same on all engines."
+        default=None,
+        description="Digest of the trainer's weights, which is the same on all engines; absent without "
+        "spec.weights.trainer.",
     )
     different_digests: list[str] | None = Field(
         default=None,
-        description="Different weight digests of engines with the same revision that remain after every engine has "
-        "reloaded its weights.",
+        description="Weight digests of engines that serve the same revision, if they still differ after every "
+        "engine has reloaded its weights. The files then differ between nodes.",
     )
 
 
@@ -160,7 +166,7 @@ class UpdateStatus(ApiModel):
 
 
 class StepStatus(ApiModel):
-    step: str = Field(description="The current step.")
+    step: str = Field(description="Step that the operator is performing.")
     waiting_on: str = Field(description="What the step is waiting for, in one sentence.")
     since: Time = Field(description="Time when the wait began.")
 
@@ -168,25 +174,25 @@ class StepStatus(ApiModel):
 class EngineStatusEntry(ApiModel):
     name: str = Field(description="Name of the engine and of its StatefulSet.")
     state: str = Field(
-        description="State that the engine last reported, or Pending, Loading, Released, Failed, Unresponsive, Lost "
-        "or Unknown."
+        description="State that the engine last reported, or, if the engine does not report a state: Pending, "
+        "Loading, Released, Failed, Unresponsive, Lost or Unknown."
     )
     role: str | None = Field(default=None, description="Role of the engine; absent without spec.engine.roles.")
     recomputes: str | None = Field(
         default=None,
-        description="Cause if a decode engine cannot import the KV of any prefill engine and computes all prompts "
-        "itself.",
+        description="Cause why a decode engine cannot import the KV of any prefill engine and computes all prompts "
+        "itself; absent otherwise.",
     )
     revision: str = Field(default="", description="Revision of the engine's pods.")
     epoch: int = Field(default=0, description="Epoch of the weights that the engine has loaded.")
-    ranks: int = Field(default=0, description="Number of registered ranks.")
+    ranks: int = Field(default=0, description="Number of ranks that are registered with the coordinator.")
     digest: str | None = Field(
         default=None, description="Digest of the weights that the engine has loaded. Equal weights have equal digests."
     )
     weights: str | None = Field(
         default=None,
-        description="Revision of the weights that the engine serves; absent if it is unknown or the weights have "
-        "another source.",
+        description="Revision of the weights that the engine serves; absent if the revision is unknown or the "
+        "weights come from a trainer.",
     )
     canary: str | None = Field(
         default=None,
@@ -199,7 +205,7 @@ class EngineStatusEntry(ApiModel):
         default=None, description="Time when the engine's restart budget is fully restored."
     )
     incidents: int | None = Field(
-        default=None, description="Number of restarts since the engine last served; absent if there were none."
+        default=None, description="Number of restarts since the engine last served; absent if there were no restarts."
     )
     retries: int | None = Field(
         default=None,
@@ -223,20 +229,20 @@ class EngineStatusEntry(ApiModel):
 
 
 class RoleStatus(ApiModel):
-    name: str = Field(description="prefill or decode.")
-    desired: int = Field(description="Number of engines of the role that the spec asks for.")
-    ready: int = Field(description="Number of registered engines of the role.")
+    name: str = Field(description="Name of the role: prefill or decode.")
+    desired: int = Field(description="Desired number of engines of the role.")
+    ready: int = Field(description="Number of engines of the role that are registered with the coordinator.")
     updated: int = Field(
         description="Number of engines of this role that run the current revision and have passed their canary."
     )
 
 
 class ComponentRestarts(ApiModel):
-    component: str = Field(description="Component: coordinator, engine or server.")
+    component: str = Field(description="Name of the component: coordinator, engine or server.")
     count: int = Field(default=0, description="Number of container restarts of the component's current pods.")
     since: Time | None = Field(default=None, description="Time of the first restart of the last incident.")
-    base: int | None = Field(default=None, description="Number of restarts before that incident.")
-    reported: bool | None = Field(default=None, description="Whether an Event has reported the incident.")
+    base: int | None = Field(default=None, description="Number of restarts before the last incident.")
+    reported: bool | None = Field(default=None, description="Whether an Event has reported the last incident.")
 
 
 class HistoryEntry(ApiModel):
@@ -258,7 +264,7 @@ class MegatronInferenceStatus(ApiModel):
     manager: str | None = Field(
         default=None,
         description="Namespace and name of the Lease of the operator that manages the resource. Other operators do "
-        "not touch the resource while that Lease is renewed.",
+        "not change the resource while this Lease is renewed.",
     )
     observed_generation: int | None = Field(
         default=None, description="metadata.generation that the operator last processed."
@@ -277,14 +283,15 @@ class MegatronInferenceStatus(ApiModel):
     revision: str | None = Field(default=None, description="Revision of the engines that the current spec describes.")
     verified_revisions: list[str] | None = Field(
         default=None,
-        description=f"Last {VERIFIED_REVISIONS} revisions that passed the check or of which an engine has served, "
-        "latest last. A rollout to one of them needs no check.",
+        description=f"Last {VERIFIED_REVISIONS} revisions that passed the check of a rollout or that an engine has "
+        "served, latest last. A rollout to such a revision needs no check.",
     )
     endpoint: str | None = Field(default=None, description="Base URL of the OpenAI API in the cluster.")
-    epoch: int | None = Field(default=None, description="Epoch of the weights in use.")
-    replicas: int | None = Field(
-        default=None, description="Number of existing engines. This and the next two fields omit prefill engines."
+    epoch: int | None = Field(
+        default=None,
+        description="Epoch of the weights in use, which increases with each weight update.",
     )
+    replicas: int | None = Field(default=None, description="Number of existing engines, without prefill engines.")
     ready_replicas: int | None = Field(
         default=None, description="Number of registered engines that serve, or can serve when the resource runs."
     )
@@ -296,11 +303,13 @@ class MegatronInferenceStatus(ApiModel):
     )
     conditions: list[Condition] | None = Field(
         default=None,
-        description="Conditions of the resource. Ready is the one to wait for.",
+        description="Conditions of the resource. To wait for a change to complete, wait for Ready.",
         json_schema_extra=list_by("type"),
     )
-    lifecycle: LifecycleStatus | None = Field(default=None, description="Current or last operation.")
-    weights: WeightsStatus | None = Field(default=None, description="State of the weights of spec.weights.")
+    lifecycle: LifecycleStatus | None = Field(
+        default=None, description="Current or last operation (pause, suspend, resume, stop or update) and its progress."
+    )
+    weights: WeightsStatus | None = Field(default=None, description="Weights that the engines serve.")
     download: DownloadStatus | None = Field(
         default=None,
         description="Progress of the download to spec.model.cache, updated every 10 s; absent if no download is in "
@@ -308,12 +317,13 @@ class MegatronInferenceStatus(ApiModel):
     )
     formats: FormatsStatus | None = Field(
         default=None,
-        description="Formats that the servers use to parse answers, as set in spec.server or as detected by auto.",
+        description="Formats that the servers use to parse answers, as spec.server sets them or as auto has "
+        "detected them.",
     )
     limits: LimitsStatus | None = Field(
         default=None,
-        description="Limits that the engines report, including those that they chose themselves. If engines differ, "
-        "each limit is the lowest one.",
+        description="Limits that the engines report, including limits that the engines chose. If engines differ, "
+        "each value is the lowest limit.",
     )
     loading: LoadingStatus | None = Field(
         default=None,
@@ -325,7 +335,9 @@ class MegatronInferenceStatus(ApiModel):
         description="State of each adapter of spec.model.adapters.",
         json_schema_extra=list_by("name"),
     )
-    keys: KeysStatus | None = Field(default=None, description="State of the CURVE keys.")
+    keys: KeysStatus | None = Field(
+        default=None, description="Generation of the CURVE keys, and the progress of their rotation."
+    )
     release: Release | None = Field(
         default=None,
         description="Release of the coordinator, servers and engines. An upgrade of the operator does not change it "
@@ -339,8 +351,8 @@ class MegatronInferenceStatus(ApiModel):
     )
     attempt: str | None = Field(
         default=None,
-        description="Digest of the inputs of the engines and of the last kubectl megatron restart. When it changes, "
-        "restart budgets begin again.",
+        description="Digest of the engines' settings and of the last kubectl megatron restart. When it changes, "
+        "every engine gets a full restart budget.",
     )
     engines: list[EngineStatusEntry] | None = Field(
         default=None,
@@ -354,7 +366,8 @@ class MegatronInferenceStatus(ApiModel):
     )
     restarts: list[ComponentRestarts] | None = Field(
         default=None,
-        description="Container restarts by component. The operator reports each incident in one Event.",
+        description="Number of container restarts by component. The operator combines restarts in short succession "
+        "into an incident, and reports each incident in one Event.",
         json_schema_extra=list_by("component"),
     )
     history: list[HistoryEntry] | None = Field(default=None, description="Last state transitions, oldest first.")

@@ -120,7 +120,7 @@ connection_options = together(
     environment_option("--url", default=DEFAULT_URL, type=SERVER_URL, envvar="MEGATRON_URL", help="URL of the server."),
     click.option("--model", help="Name of the model. Default: the first model in the server's /v1/models."),
     environment_option(
-        "--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key, if the server requires one."
+        "--api-key", type=API_KEY, envvar="MEGATRON_API_KEY", help="API key to send, if the server requires a key."
     ),
 )
 

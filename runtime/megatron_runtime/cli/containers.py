@@ -43,66 +43,76 @@ _AT_LEAST_A_SECOND = FiniteRange(min=1)
 
 
 @click.command()
-@click.option("--listen", default="::", help="Address on which every port listens; :: is every IPv4 and IPv6 address.")
+@click.option(
+    "--listen",
+    default="::",
+    help="Address on which all ports listen. :: means every IPv4 and IPv6 address; 127.0.0.1 accepts only "
+    "connections from this machine.",
+)
 @click.option("--client-port", type=PORT, default=5555, help="Port to which servers and clients connect.")
 @click.option("--engine-port", type=PORT, default=5556, help="Port to which engines connect.")
 @click.option("--admin-port", type=PORT, default=5557, help="Port to which the operator connects.")
 @click.option(
     "--socket-dir",
     type=DIRECTORY,
-    help="Listen on the Unix sockets client, engine and admin in this directory instead of TCP ports. Only "
-    "processes of the same user can connect.",
+    help="Directory in which the coordinator listens on the Unix sockets client, engine and admin, instead of on "
+    "TCP ports. Only processes of the same user can connect.",
 )
 @click.option(
-    "--health-port", type=OPTIONAL_PORT, default="8080", help="Port for probes and metrics; off disables both."
+    "--health-port", type=OPTIONAL_PORT, default="8080", help="Port for probes and metrics. off disables this port."
 )
 @click.option(
-    "--other-host", help="Host of the other coordinator of an active/standby pair. It must use the same ports."
+    "--other-host",
+    help="Host of the other coordinator, if two coordinators form an active/standby pair. It must use the same "
+    "ports. Default: a single coordinator.",
 )
 @click.option(
     "--keys-dir",
     type=DIRECTORY,
-    help="Directory with server.key and the .pub file of every role. Without it, connections are neither encrypted "
-    "nor authenticated.",
+    help="Directory with server.key and the .pub file of every role. If it is not set, connections are neither "
+    "encrypted nor authenticated.",
 )
 @click.option(
     "--routing-policy",
     type=ROUTING_POLICIES,
     default="LeastCost",
-    help="Policy that chooses the engine of a request. LeastCost suits most loads.",
+    help="Policy that chooses an engine for each request. LeastCost suits most loads.",
 )
 @click.option(
     "--alpha",
     type=FiniteRange(0, 1),
     default=0.5,
-    help="Weight of the prefix match against free capacity, from 0 to 1, for FirstPrefixBlock and LongestPrefix. "
-    "Lower it if load is uneven.",
+    help="Weight of a cached prefix relative to free capacity, from 0 to 1. Only FirstPrefixBlock and LongestPrefix "
+    "use it. Lower it if the load of the engines is uneven.",
 )
 @click.option(
     "--pause-mode",
     type=click.Choice(["Hold", "Reject"]),
     default="Hold",
-    help="Handling of requests that arrive while paused or suspended. Hold queues them; Reject answers 503.",
+    help="What happens to requests that arrive while the resource is paused or suspended. Hold queues them. Reject "
+    "answers them with 503.",
 )
 @click.option(
     "--max-queued",
     type=COUNT,
     default=10_000,
-    help="Maximum number of requests that wait for an engine. The coordinator rejects further requests with 429.",
+    help="Maximum number of requests that wait for an engine. The coordinator rejects further requests with 429. "
+    "Raise it if clients should wait through longer pauses or bursts.",
 )
 @click.option(
     "--max-wait-seconds",
     type=POSITIVE_SECONDS,
     default=300,
-    help="Seconds that a request waits for an engine. After that, the coordinator rejects it with 504.",
+    help="Maximum number of seconds that a request waits for an engine. After that, the coordinator rejects the "
+    "request with 504. Raise it if pauses or cold starts take longer.",
 )
 @click.option(
     "--journal-memory",
     "journal_bytes",
     type=MEMORY,
     default="1Gi",
-    help="Memory for the prompts and tokens of all open requests. Beyond it, the coordinator rejects new requests "
-    "with 429.",
+    help="Memory for the prompts and tokens of all open requests. If it is full, the coordinator rejects new "
+    "requests with 429. Raise it for many open requests with long prompts.",
 )
 @config_option()
 @log_options
@@ -116,85 +126,94 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
 
 @click.command()
 @click.option("--coordinator", type=ADDRESS, required=True, help="Address of the coordinator's engine port.")
-@click.option("--name", required=True, help="Name of this engine. It must be unique and stay the same across restarts.")
+@click.option(
+    "--name",
+    required=True,
+    help="Name of this engine. It must be unique among the engines of the coordinator, and stay the same when the "
+    "engine restarts.",
+)
 @engine_options
 @click.option(
     "--format",
     "model_format",
     type=click.Choice(["Auto", "GGUF", "SafeTensors", "TorchDist", "Packed"]),
     default="Auto",
-    help="Required format of the model. The engine rejects any other format; Auto accepts all.",
+    help="Format that the model must have. The engine rejects other formats. Auto accepts every format.",
 )
 @device_option
 @click.option(
     "--block-size-tokens",
     type=COUNT,
     default=256,
-    help="Number of tokens per block of the prefix cache. Lower it to share shorter prefixes.",
+    help="Number of tokens per block of the prefix cache. Only whole blocks are shared, so lower it to share "
+    "shorter prefixes.",
 )
 @click.option(
     "--chunked-prefill/--no-chunked-prefill",
     default=True,
-    help="Split long prompts over several steps, so that other requests continue meanwhile.",
+    help="Split long prompts over several steps, so that other requests can continue between these steps. If it is "
+    "disabled, each prompt is computed in one step.",
 )
 @click.option(
     "--max-prefill-tokens",
     type=COUNT,
     help="Maximum number of prompt tokens in a step that also decodes. Lower it for shorter gaps between tokens, at "
-    "the cost of the time to the first token. Default: --max-tokens.",
+    "the cost of a longer time to the first token. Default: --max-tokens.",
 )
 @click.option(
     "--prefix-eviction",
     type=click.Choice(["lru", "ref_zero"]),
     default="lru",
-    help="When unused blocks leave the prefix cache. lru evicts them when their memory is needed; ref_zero evicts "
-    "them immediately.",
+    help="Time at which unused blocks leave the prefix cache. lru evicts the least recently used blocks when their "
+    "memory is needed. ref_zero evicts a block as soon as no request uses it.",
 )
 @click.option(
     "--kv-cache-mode",
     type=click.Choice(["persist", "offload", "recompute"]),
     default="recompute",
-    help="Effect of a suspend on the KV cache. recompute drops it, persist keeps it, offload moves it to host memory.",
+    help="What happens to the KV cache on a suspend. recompute drops it and computes it again on a resume, persist "
+    "keeps it, and offload moves it to host memory.",
 )
 @click.option(
     "--model-hash",
     default="",
     show_default=False,
-    help="Hash of the model. The engine rejects requests that were tokenized for a model with another hash.",
+    help="Hash of the model, which the operator sets. The engine rejects requests that were tokenized for a model "
+    "with another hash. Default: no check.",
 )
 @click.option(
     "--revision",
     default="",
     show_default=False,
-    help="Revision of the engine, which the operator sets and the status shows.",
+    help="Revision of the engine's settings, which the operator sets and shows in the status.",
 )
 @click.option(
-    "--health-port", type=OPTIONAL_PORT, default="8080", help="Port for probes and metrics; off disables both."
+    "--health-port", type=OPTIONAL_PORT, default="8080", help="Port for probes and metrics. off disables this port."
 )
 @click.option(
     "--role",
     type=click.Choice(["prefill", "decode"]),
-    help="Preferred stage of requests. prefill computes long prompts for other engines; decode imports them and "
-    "generates. Default: both stages on one engine.",
+    help="Stage of requests that this engine prefers. A prefill engine computes long prompts for other engines. A "
+    "decode engine imports the results and generates. Default: the engine does both.",
 )
 @click.option(
     "--kv-port",
     type=PORT,
     default=0,
-    help="Port on which engines with a role exchange the KV of prompts. 0 chooses a free port.",
+    help="Port on which an engine with --role offers the KV of prompts to other engines. 0 chooses a free port.",
 )
 @click.option(
     "--weights-port",
     type=PORT,
     default=0,
-    help="Port on which rank 0 offers the weights of a trainer to other engines. Each other rank of the host or pod "
-    "uses the next port. 0 chooses free ports.",
+    help="Port on which rank 0 offers a trainer's weights to other engines. The other ranks on the same host or pod "
+    "use the following ports. 0 chooses free ports.",
 )
 @click.option(
     "--keys-dir",
     type=DIRECTORY,
-    help="Directory with engine.key, engine.pub and server.pub, and with trainer.pub to accept weights from a "
-    "trainer. Without it, connections are neither encrypted nor authenticated.",
+    help="Directory with engine.key, engine.pub and server.pub. Add trainer.pub to accept weights from a trainer. "
+    "If it is not set, connections are neither encrypted nor authenticated.",
 )
 @tensor_parallel
 @environment_option(
@@ -202,54 +221,59 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     type=PARALLEL,
     default=1,
     envvar="PIPELINE_PARALLEL_SIZE",
-    help="Number of pipeline stages. Each stage has a share of the layers.",
+    help="Number of pipeline stages, each of which runs a share of the layers. Raise it if the model does not fit "
+    "on one machine.",
 )
 @environment_option(
     "--expert-parallel",
     type=PARALLEL,
     default=1,
     envvar="EXPERT_PARALLEL_SIZE",
-    help="Number of ranks that divide the experts of each layer among them (expert parallelism).",
+    help="Number of ranks that divide the experts of each layer among them (expert parallelism). Use it for "
+    "mixture-of-experts models only.",
 )
 @environment_option(
     "--data-parallel",
     type=PARALLEL,
     default=1,
     envvar="DATA_PARALLEL_SIZE",
-    help="Number of copies of the dense layers in one engine, with --backend vllm only. --expert-parallel must then "
-    "be 1 or tensor x data.",
+    help="Number of copies of the dense layers in one engine. Use it only with --backend vllm and "
+    "mixture-of-experts models. If it is above 1, --expert-parallel must be 1 or --tensor-parallel times "
+    "--data-parallel.",
 )
 @click.option(
     "--vllm-sleep-level",
     type=click.Choice(["1", "2"]),
     callback=lambda _context, _option, value: None if value is None else int(value),
-    help="Effect of a suspend of vLLM on the weights in GPU memory. 1 moves them to host memory; 2 drops them, and "
-    "a resume reads their files again. Default: 2, or 1 with speculative decoding that has weights of its own.",
+    help="What happens to vLLM's weights in GPU memory on a suspend. 1 moves them to host memory. 2 drops them, and "
+    "a resume reads their files again. Default: 2, or 1 if speculative decoding uses additional weights.",
 )
 @click.option(
     "--rendezvous-seconds",
     type=_AT_LEAST_A_SECOND,
     default=300,
-    help="Seconds that ranks wait for each other at the start. Raise it if pods need longer to be scheduled.",
+    help="Maximum number of seconds that ranks wait for each other at the start. Raise it if pods of an engine "
+    "start further apart.",
 )
 @click.option(
     "--step-timeout-seconds",
     type=_AT_LEAST_A_SECOND,
     default=60,
-    help="Timeout of a step, in seconds. An engine with several ranks exits if none of its ranks makes progress for "
-    "this long. Raise it if steps are slow.",
+    help="Timeout of a step, in seconds. An engine of several ranks exits if none of its ranks makes progress for "
+    "this time. Raise it if steps take longer.",
 )
 @click.option(
     "--drain-seconds",
     type=SECONDS,
     default=60,
-    help="Seconds that requests in progress get to finish after SIGTERM. Other engines continue the rest.",
+    help="Seconds that open requests get to finish after SIGTERM. Other engines continue requests that do not "
+    "finish in this time.",
 )
 @click.option(
     "--check",
     "is_check",
     is_flag=True,
-    help="Validate the settings and the model's metadata and exit. It needs neither the weights nor a GPU.",
+    help="Check the settings and the model's metadata, and exit. The check needs neither the weights nor a GPU.",
 )
 @config_option()
 @log_options
@@ -375,27 +399,34 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     "--model-hash",
     default="",
     show_default=False,
-    help="Hash of the model. Only engines of a model with this hash get the server's requests.",
+    help="Hash of the model, which the operator sets. The coordinator sends the server's requests only to engines "
+    "with the same hash. Default: no check.",
 )
-@click.option("--host", default="::", help="Address on which the server listens; :: is every IPv4 and IPv6 address.")
+@click.option(
+    "--host",
+    default="::",
+    help="Address on which the server listens. :: means every IPv4 and IPv6 address; 127.0.0.1 accepts only "
+    "connections from this machine.",
+)
 @click.option("--port", type=PORT, default=8000, help="Port on which the server listens; 0 picks a free port.")
 @click.option(
     "--health-port",
     type=OPTIONAL_PORT,
     default="8080",
-    help="Port for probes and metrics, without an API key. With off, metrics are on --port and need an API key.",
+    help="Port for probes and metrics, which needs no API key. With off, the metrics are on --port and need an API "
+    "key.",
 )
 @click.option(
     "--keys-dir",
     type=DIRECTORY,
-    help="Directory with client.key, client.pub and server.pub. Without it, the connection to the coordinator is "
-    "neither encrypted nor authenticated.",
+    help="Directory with client.key, client.pub and server.pub. If it is not set, the connection to the coordinator "
+    "is neither encrypted nor authenticated.",
 )
 @click.option(
     "--tls-certificate-file",
     type=FILE,
-    help="PEM file with the certificate chain for HTTPS, reloaded when it changes. Without it, the server uses "
-    "plain HTTP.",
+    help="PEM file with the certificate chain for HTTPS. The server reloads the file when it changes. If it is not "
+    "set, the server uses plain HTTP.",
 )
 @click.option("--tls-key-file", type=FILE, help="PEM file with the private key of the certificate.")
 @server_options
@@ -413,48 +444,55 @@ def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None
     "max_body_bytes",
     type=MEMORY,
     default="4Mi",
-    help="Maximum size of a request body. The server rejects larger ones with 413. Raise it for images.",
+    help="Maximum size of a request body. The server rejects larger bodies with 413. Raise it for requests with "
+    "images.",
 )
 @click.option(
     "--max-open-requests",
     type=COUNT,
     default=10_000,
-    help="Maximum number of open requests. The server rejects further requests with 429.",
+    help="Maximum number of open requests in this server. The server rejects further requests with 429.",
 )
 @click.option(
     "--max-connections",
     type=COUNT,
     default=4096,
-    help="Maximum number of HTTP connections. Beyond it, the server closes the connection that has been idle "
-    "longest, or answers 503 if none is idle.",
+    help="Maximum number of HTTP connections. If there are more, the server closes the connection that has been "
+    "idle longest, or answers 503 if no connection is idle.",
 )
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
-    help="Accept only requests whose Host header has this name, and reject web pages of other origins. Repeatable.",
+    help="Host name that requests must have in their Host header. If it is set, the server rejects other names, and "
+    "web pages of other origins. Default: every name is accepted. Repeatable.",
 )
 @click.option(
     "--drain-seconds",
     type=SECONDS,
     default=60,
-    help="Seconds that open requests get to finish after SIGTERM. The server aborts the rest.",
+    help="Seconds that open requests get to finish after SIGTERM. The server aborts requests that do not finish in "
+    "this time.",
 )
 @click.option(
     "--linger-seconds",
     type=SECONDS,
     default=8,
-    help="Seconds without a new request after SIGTERM before the server stops listening. Set it longer than load "
-    "balancers need to notice that the server is not ready.",
+    help="Seconds without a new request that the server waits after SIGTERM before it stops listening. Load "
+    "balancers must notice within this time that the server is not ready.",
 )
 @click.option("--access-log/--no-access-log", default=False, help="Log each HTTP request at level info.")
 @click.option(
     "--vllm-metrics/--no-vllm-metrics",
     default=True,
-    help="Also export metrics under the names that vLLM uses (vllm:...), for dashboards made for vLLM.",
+    help="Also export metrics under vLLM's names (vllm:...), for dashboards that were made for vLLM.",
 )
 @click.option(
-    "--listen-fd", type=click.IntRange(min=0), hidden=True, help="File descriptor of a socket that is already bound."
+    "--listen-fd",
+    type=click.IntRange(min=0),
+    hidden=True,
+    help="File descriptor of a bound socket on which the server listens, instead of --host and --port. For programs "
+    "that start the server.",
 )
 @config_option()
 @log_options
@@ -481,7 +519,7 @@ def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[st
     "--name",
     "template",
     required=True,
-    help="Host name of the engine's pods, with {node} in place of the pod's number.",
+    help="Template of the host names of the engine's pods. {node} stands for the pod's number.",
 )
 @environment_option(
     "--node", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Number of this pod, from 0."
@@ -494,15 +532,21 @@ def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[st
     type=click.IntRange(1, 65535),
     envvar="MASTER_PORT",
     default=29500,
-    help="Port of the ranks' rendezvous, which the check uses.",
+    help="Port on which the ranks will meet, and which the check uses.",
 )
 @click.option(
-    "--timeout-seconds", type=POSITIVE_SECONDS, default=15.0, help="Seconds until the check of a pair of pods fails."
+    "--timeout-seconds",
+    type=POSITIVE_SECONDS,
+    default=15.0,
+    help="Maximum number of seconds for the connection between two pods. Then the check fails.",
 )
-@click.option("--listen", default="::", help="Address on which both ports listen; :: is every IPv4 and IPv6 address.")
+@click.option(
+    "--listen", default="::", help="Address on which both ports listen. :: means every IPv4 and IPv6 address."
+)
 @log_options
 def preflight(*, template: str, nodes: int, **options: Any) -> None:
-    """Check that any two pods of an engine can communicate, before its ranks load the model (init container)."""
+    """Check that all pods of an engine can connect to each other. The command runs in an init container, before the
+    ranks load the model."""
     from megatron_runtime.distributed import preflight as checks
 
     names = tuple(template.replace("{node}", str(number)) for number in range(nodes))

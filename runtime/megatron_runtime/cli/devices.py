@@ -54,8 +54,8 @@ device_option = click.option(
     "--device",
     type=Parsed("auto|cpu|cuda|cuda:N,…", _device),
     default="auto",
-    help="Device of the model. auto uses GPUs if the machine has any. cuda:1,cuda:3 uses these GPUs. Each rank of "
-    "each engine gets its own GPU.",
+    help="Devices that run the model. auto uses the GPUs of the machine, or CPUs if there are none. cpu uses no "
+    "GPUs. cuda:1,cuda:3 uses only these GPUs. Each rank of each engine gets its own GPU.",
 )
 
 

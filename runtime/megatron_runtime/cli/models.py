@@ -30,11 +30,16 @@ if TYPE_CHECKING:
     "--dtype",
     type=click.Choice(["keep", "float32", "bfloat16", "float16", "int8", "int4"]),
     default="keep",
-    help="Data type of the written weights. keep writes them as stored, except that quantised weights become "
-    "float32, or bfloat16 in a packed model. int8 and int4 are for packed models only, and keep the blocks of "
-    "quantised matrices.",
+    help="Data type of the written weights. keep does not change the type, except that quantised weights become "
+    "float32, or bfloat16 in a packed model. int8 and int4 are for packed models only; matrices that are already "
+    "quantised keep their quantisation blocks.",
 )
-@click.option("--replace", is_flag=True, help="Replace an existing DESTINATION after the conversion has succeeded.")
+@click.option(
+    "--replace",
+    is_flag=True,
+    help="Replace an existing DESTINATION when the conversion has succeeded. Without it, an existing DESTINATION is "
+    "an error.",
+)
 def convert(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
     """Write the model SOURCE (a GGUF file, a directory, hf:ORG/NAME, builtin:NAME) to the directory DESTINATION.
 
@@ -64,7 +69,8 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.option(
     "--cache",
     type=NEW_DIRECTORY,
-    help="Download to this model cache instead of DIRECTORY. Engines use it if MEGATRON_MODEL_CACHE names it.",
+    help="Model cache to which the command downloads, instead of DIRECTORY. Engines use the cache if "
+    "MEGATRON_MODEL_CACHE has its path.",
 )
 @click.option(
     "--include",
@@ -75,7 +81,9 @@ def convert(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 @click.option("--token-file", type=FILE, help="File with the access token of the hub. Default: the token in HF_TOKEN.")
 @click.option("--endpoint", help="URL of the hub. Default: HF_ENDPOINT, or the public hub.")
 @click.option(
-    "--progress-port", type=PORT, help="Serve the progress of the download as JSON at /progress on this port."
+    "--progress-port",
+    type=PORT,
+    help="Port on which the command offers its progress as JSON at /progress. Default: none.",
 )
 @click.option(
     "--verify",

@@ -229,7 +229,12 @@ def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return add
 
 
-json_output = click.option("-o", "--output", type=click.Choice(["json"]), help="json prints machine-readable output.")
+json_output = click.option(
+    "-o",
+    "--output",
+    type=click.Choice(["json"]),
+    help="Output format. json prints machine-readable output. Default: text.",
+)
 
 
 def say_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -260,7 +265,7 @@ tensor_parallel = environment_option(
     type=PARALLEL,
     default=1,
     envvar="TENSOR_PARALLEL_SIZE",
-    help="Number of ranks of an engine that split each layer (tensor parallelism). Raise it if the model does not "
+    help="Number of ranks that split each layer of an engine (tensor parallelism). Raise it if the model does not "
     "fit on one device.",
 )
 
@@ -268,8 +273,8 @@ tensor_parallel = environment_option(
 sequence_length = click.option(
     "--max-sequence-length",
     type=COUNT,
-    help="Maximum number of tokens of a request, prompt plus answer. Default: the limit of the model. Lower it if "
-    "the KV cache is too small for the model's limit.",
+    help="Maximum length of a request, prompt plus answer, in tokens. Default: the model's limit. Lower it if the "
+    "KV cache is too small for this limit.",
 )
 engine_options = together(
     model,
@@ -297,21 +302,21 @@ engine_options = together(
         "--dtype",
         type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
         default="auto",
-        help="Data type of the weights. auto chooses by model and device. int8 and int4 (CPU only) need less memory "
-        "and are faster, at some loss of accuracy.",
+        help="Data type of the weights. auto depends on the model and the device. int8 and int4 run on CPUs only; "
+        "they need less memory and are faster, but less accurate.",
     ),
     sequence_length,
     click.option(
         "--max-requests",
         type=COUNT,
-        help="Maximum number of requests that an engine processes at the same time. Default: 64; on a GPU vLLM "
-        "chooses. Raise it for throughput if the KV cache has space.",
+        help="Maximum number of requests that an engine processes at the same time. Default: 64; on a GPU, vLLM "
+        "chooses its own limit. Raise it for throughput if the KV cache has space.",
     ),
     click.option(
         "--max-tokens",
         type=COUNT,
-        help="Maximum number of tokens per step, prompt and decode. Default: 2048; on a GPU vLLM chooses. Raise it "
-        "for throughput, lower it for latency.",
+        help="Maximum number of prompt and decode tokens per step. Default: 2048; on a GPU, vLLM chooses its own "
+        "limit. Raise it for throughput, or lower it for latency.",
     ),
     click.option(
         "--kv-cache-memory",
@@ -322,19 +327,20 @@ engine_options = together(
     click.option(
         "--moe-enable-routing-replay/--no-moe-enable-routing-replay",
         default=False,
-        help="Record the experts that process each token, and return them as routing_indices of the answer. "
-        "Mixture-of-experts models only.",
+        help="Record which experts process each token, and return them as routing_indices of the answer. Use it to "
+        "train mixture-of-experts models with the same routing.",
     ),
     click.option(
         "--prefix-caching/--no-prefix-caching",
         default=True,
-        help="Reuse the KV blocks of earlier requests whose prompts begin with the same tokens.",
+        help="Reuse the KV blocks of earlier requests whose prompts begin with the same tokens. Disable it to "
+        "compute every prompt completely, for example in benchmarks.",
     ),
     click.option(
         "--threads",
         type=COUNT,
-        help="Number of CPU threads for all ranks of an engine on this machine. Default: PyTorch's choice; with "
-        "`megatron serve`, the number of CPUs divided by the number of engines.",
+        help="Number of CPU threads that all ranks of an engine on this machine use together. Default: PyTorch's "
+        "default; with `megatron serve`, the number of CPUs divided by the number of engines.",
     ),
 )
 """Options of an engine, shared by `megatron engine` and `megatron serve`."""
@@ -343,72 +349,78 @@ server_options = together(
         "--model-name",
         "model_names",
         multiple=True,
-        help="Model name in /v1/models and in requests. Default: the last part of the model reference. Repeat the "
-        "option for aliases; answers contain the first name.",
+        help="Name of the model in /v1/models and in requests. Default: the last part of the model reference. "
+        "Repeat the option to add aliases; answers contain the first name.",
     ),
     click.option(
         "--any-model-name/--no-any-model-name",
         default=False,
-        help="Answer requests that name an unknown model with this model instead of rejecting them with 404.",
+        help="Use this model for requests that name an unknown model, instead of rejecting them with 404.",
     ),
     click.option(
         "--allowed-origin",
         "allowed_origins",
         type=ORIGIN,
         multiple=True,
-        help="Allow web pages of this origin to use the server (CORS), such as http://localhost:3000; * allows "
-        "every origin. Repeatable.",
+        help="Origin of web pages that may use the server (CORS), such as http://localhost:3000. * allows every "
+        "origin. Default: none. Repeatable.",
     ),
     click.option(
         "--allowed-media-host",
         "allowed_media_hosts",
         type=MEDIA_HOST,
         multiple=True,
-        help="Allow requests to refer to images, audio and video on this host (--backend vllm). Default: data URLs "
-        "only. A host name must resolve to public addresses; an IP address may be private. Repeatable.",
+        help="Host from which the server may fetch images, audio and video that requests refer to, with --backend "
+        "vllm. A host name must resolve to public addresses; an IP address may be private. Default: none, so "
+        "requests can only contain data URLs. Repeatable.",
     ),
     click.option(
         "--api-keys-file",
         type=API_KEYS_FILE,
-        help="File with the API keys that clients must send: one key per line, or YAML with names and limits. "
-        "Without it, the server accepts requests without a key.",
+        help="File with the accepted API keys: one key per line, or YAML with names and limits. If it is not set, "
+        "requests need no key.",
     ),
     click.option(
         "--share-prefix-cache/--no-share-prefix-cache",
         default=False,
-        help="Share cached prefixes among all API keys. Response times and cached_tokens then reveal to one key "
-        "which prompts other keys have sent.",
+        help="Share cached prefixes among all API keys. Set it only if the key holders trust each other, because "
+        "response times and cached_tokens then reveal which prompts other keys have sent.",
     ),
     click.option(
-        "--allow-priority/--no-allow-priority", default=False, help="Allow requests to set a priority other than 0."
+        "--allow-priority/--no-allow-priority",
+        default=False,
+        help="Allow requests to set a priority other than 0. Enable it only if you trust all clients, because "
+        "requests with a lower number run first.",
     ),
     click.option(
         "--reserve-tokens",
         type=COUNT,
         default=1024,
-        help="Maximum number of generated tokens per choice that the server reserves when a request with a "
-        "token-limited API key starts. Further tokens are charged as they are generated.",
+        help="Maximum number of generated tokens per choice that the server reserves when a request starts, for API "
+        "keys with a token limit. Further tokens are charged as they are generated. Lower it if requests are "
+        "rejected although their answers are short.",
     ),
     click.option(
         "--tool-call-parser",
         default="auto",
         metavar="NAME",
-        help=f"Format of the model's tool calls: {', '.join(TOOL_CALL_PARSERS)}; with --backend vllm also the name of "
-        "a vLLM parser. auto detects the format from the chat template; none disables tools.",
+        help=f"Format in which the model writes tool calls: {', '.join(TOOL_CALL_PARSERS)}; with --backend vllm also "
+        "the name of a vLLM parser. auto detects the format from the chat template; none disables tools.",
     ),
     click.option(
         "--reasoning-parser",
         default="auto",
         metavar="NAME",
         help=f"Format in which the model marks its reasoning: {', '.join(REASONING_PARSERS)}; with --backend vllm "
-        "also the name of a vLLM parser. auto detects the markers in the chat template; none does not parse reasoning.",
+        "also the name of a vLLM parser. auto detects the format from the chat template; none leaves reasoning in "
+        "the text.",
     ),
     click.option(
         "--generation-config",
         type=click.Choice(["auto", "none"]),
         default="auto",
-        help="Source of the default sampling parameters. auto uses the model's generation_config.json; none samples "
-        "the model's distribution unchanged.",
+        help="Source of the sampling parameters that a request does not set. auto uses the model's "
+        "generation_config.json. none uses neutral values, such as temperature 1.",
     ),
 )
 """Options of the OpenAI server, shared by `megatron server` and `megatron serve`."""
@@ -449,7 +461,8 @@ def config_option() -> Callable[[_F], _F]:
         is_eager=True,
         expose_value=False,
         callback=read,
-        help="TOML file that sets options by their long names, such as port = 8000. The command line has precedence.",
+        help="TOML file that sets options by their long names, such as port = 8000. Options on the command line "
+        "have precedence.",
     )
 
 
@@ -513,7 +526,7 @@ def log_options(command: _F) -> _F:
         envvar="MEGATRON_LOG_LEVEL",
         expose_value=False,
         callback=configure_logs,
-        help="Lowest severity that is logged.",
+        help="Lowest severity of the messages that the command logs.",
     )
     log_format = environment_option(
         "--log-format",

@@ -47,8 +47,8 @@ _GRACE_SECONDS = 10.0
     "adapters",
     type=ADAPTER,
     multiple=True,
-    help='LoRA adapter to load, as NAME=SOURCE. Requests use it with "model": "NAME". SOURCE is '
-    "hf:ORG/NAME[@REVISION] or a directory. Repeatable.",
+    help='LoRA adapter to load, as NAME=SOURCE. Requests select it with "model": "NAME". SOURCE is '
+    "hf:ORG/NAME[@REVISION] or a directory. Requires --backend vllm. Repeatable.",
 )
 @click.option(
     "--host",
@@ -60,7 +60,8 @@ _GRACE_SECONDS = 10.0
     "--engines",
     type=click.IntRange(1, 64),
     default=1,
-    help="Number of data-parallel engines. Each engine has a copy of the weights.",
+    help="Number of data-parallel engines, each of which has a copy of the weights. Raise it for more throughput if "
+    "there are enough CPUs or GPUs.",
 )
 @tensor_parallel
 @device_option
@@ -68,19 +69,24 @@ _GRACE_SECONDS = 10.0
     "--routing-policy",
     type=ROUTING_POLICIES,
     default="LeastCost",
-    help="Policy that chooses the engine of a request. LeastCost suits most loads.",
+    help="Policy that chooses an engine for each request. LeastCost suits most loads.",
 )
 @server_options
 @click.option(
     "--allowed-host",
     "allowed_hosts",
     multiple=True,
-    help="Additional host name that requests may use (Host header). On loopback, the server rejects every other "
-    "name than localhost with 403. Repeatable.",
+    help="Additional host name that requests may have in their Host header. On a loopback address, the server "
+    "otherwise accepts only localhost and rejects other names with 403. Repeatable.",
 )
-@click.option("--drain-seconds", type=SECONDS, default=5, help="Seconds that open requests get to finish after Ctrl-C.")
+@click.option(
+    "--drain-seconds",
+    type=SECONDS,
+    default=5,
+    help="Seconds that open requests get to finish after Ctrl-C. Then the server aborts them.",
+)
 @config_option()
-@click.option("-v", "--verbose", is_flag=True, help="Show the logs of every process.")
+@click.option("-v", "--verbose", is_flag=True, help="Print the logs of all processes. Use it to diagnose a problem.")
 def serve(**options: Any) -> None:
     """Serve MODEL on this machine with a coordinator, engines and a server. Print a line when the server is ready.
 

@@ -37,7 +37,7 @@ chat_options = together(
         "--temperature",
         type=SETTINGS["temperature"],
         default=0.7,
-        help="Sampling temperature. 0 always takes the most likely token.",
+        help="Sampling temperature. 0 always takes the most likely token; higher values make answers more varied.",
     ),
     click.option("--seed", type=int, help="Random seed. The same seed and prompt give the same answer."),
 )
@@ -241,15 +241,21 @@ def _answer(client: ApiClient, body: dict[str, Any]) -> dict[str, str]:
 @connection_options
 @click.option("--max-tokens", type=COUNT, default=128, help="Maximum number of tokens to generate.")
 @click.option(
-    "--temperature", type=SECONDS, default=0, help="Sampling temperature. 0 always takes the most likely token."
+    "--temperature",
+    type=SECONDS,
+    default=0,
+    help="Sampling temperature. 0 always takes the most likely token; higher values make answers more varied.",
 )
 @click.option(
     "--top-p",
     type=FiniteRange(0, 1),
-    help="Sample only from the most likely tokens whose probabilities add up to this value.",
+    help="Sample only from the most likely tokens whose probabilities add up to this value, from 0 to 1. Default: "
+    "the server's default.",
 )
 @click.option("--seed", type=int, help="Random seed. The same seed and prompt give the same answer.")
-@click.option("--stop", multiple=True, help="Text at which the answer ends. Repeatable.")
+@click.option(
+    "--stop", multiple=True, help="Text at which the answer ends. The text itself is not printed. Repeatable."
+)
 @click.option("--schema", type=FILE, help="File with a JSON schema that the answer must match.")
 @click.option("--regex", help="Regular expression that the answer must match.")
 def generate(

@@ -147,8 +147,8 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
         NONE,
         r"no CUDA(-capable)? (device|GPU)|CUDA.{0,40}not available|found no NVIDIA|invalid device ordinal"
         r"|libcuda\.so\.1: cannot open|CUDA unknown error|CUDA driver initialization failed|NVML Shared Library",
-        "set spec.engine.gpusPerPod to the GPUs of a pod, and check that the node's device plugin or DRA driver "
-        "offers them",
+        "set spec.engine.gpusPerPod to the number of GPUs that a pod needs, and check that the node's device plugin "
+        "or DRA driver offers this many GPUs",
     ),
 )
 """The known failures. The first match applies, so specific patterns come first."""

@@ -175,7 +175,7 @@ def test_engines_that_lost_the_weights_of_the_trainer_are_reported_until_it_publ
         engine.epoch, engine.source, engine.digest = 0, "", "base"
     cluster.settle()
     assert cluster.condition("Degraded")["reason"] == "WrongWeights"
-    assert "no engine had those of epoch 3" in cluster.condition("Degraded")["message"]
+    assert "no engine had the weights of epoch 3" in cluster.condition("Degraded")["message"]
     assert cluster.status["weights"]["epoch"] == 3
     assert cluster.signals() == []
     _publish(cluster, 1)

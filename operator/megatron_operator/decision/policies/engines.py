@@ -46,7 +46,7 @@ def undrain(
             continue
         if engine.canary is Canary.FAILED:
             continue
-        reason = f"engine {engine.name} was drained and is desired again"
+        reason = f"engine {engine.name} was drained, but the spec requires it again"
         return waiting(
             Reason.ENGINES_STARTING,
             f"restarting {engine.name}",
@@ -74,10 +74,10 @@ def scale_down(
         names = ", ".join(engine.name for engine in removable[:8])
         more = f" and {len(removable) - 8} more" if len(removable) > 8 else ""
         fields = dict.fromkeys(_count(engines, engine) for engine in removable)
-        reason = f"{names}{more} beyond {' and '.join(fields)}"
+        reason = f"removed {names}{more}, because {' and '.join(fields)}"
         actions: list[Action] = []
         for engine in removable:
-            why = f"engine {engine.name} is beyond {_count(engines, engine)}"
+            why = f"engine {engine.name} is removed, because {_count(engines, engine)}"
             actions += remove_engine(world, engine, reason=why)
         actions.append(EmitEvent("Normal", "EngineRemoved", reason))
         on = f"{names}{more} to be deleted"
@@ -86,7 +86,7 @@ def scale_down(
         return start(world, desired, SignalKind.DRAIN, engine=present[-1].name)
     if gone:
         names = ", ".join(engine.name for engine in gone)
-        return waiting(Reason.SCALING_DOWN, "scaling down", f"the pods of {names} to end")
+        return waiting(Reason.SCALING_DOWN, "scaling down", f"the pods of {names} to terminate")
     return None
 
 

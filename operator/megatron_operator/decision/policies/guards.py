@@ -18,7 +18,7 @@ SECRET = "Secret"
 KEYS_SECONDS = 10.0
 """Interval at which keys of another owner are read again, because Secrets are not watched."""
 QUIET = {
-    ResourceState.PAUSED: (Reason.PAUSED, "paused: requests in flight are kept, new ones wait"),
+    ResourceState.PAUSED: (Reason.PAUSED, "paused: open requests are kept, and new requests wait"),
     ResourceState.SUSPENDED: (Reason.SUSPENDED, "suspended: the engines have released their memory"),
     ResourceState.STOPPED: (Reason.STOPPED, "stopped: there are no engine pods"),
 }
@@ -122,7 +122,7 @@ def child_rejected(blockers: Blockers) -> Verdict | None:
 def server_not_ready(blockers: Blockers) -> Verdict | None:
     """Wait while no OpenAI server is ready."""
     found = blockers.server()
-    return None if found is None else waiting(found[0], "starting the front end", found[1])
+    return None if found is None else waiting(found[0], "starting the servers", found[1])
 
 
 def settled(desired: Desired, engines: Engines) -> Verdict:

@@ -56,7 +56,7 @@ def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Ve
         waits = f"ranks to confirm; {confirmed} of {total} have" if total else "every rank to confirm"
         return waiting(reason, step, waits, requeue_after=desired.overdue_in)
     if operation.signal not in LEGAL_SIGNALS[coordinator.state]:
-        on = f"the coordinator, which is {coordinator.state.value}, to settle"
+        on = f"the coordinator to leave the state {coordinator.state.value}"
         return waiting(Reason.SETTLING, step, on, requeue_after=desired.overdue_in)
     sent = replace(operation, phase=LifecyclePhase.SUBMITTED, fence=world.fence)
     signal = signal_of(sent, world, deadline_seconds=_deadline(world, operation.signal))
@@ -106,7 +106,7 @@ def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
         return None
     stopping = desired.state is DesiredState.STOPPED
     reason = Reason.STOPPING if stopping else Reason.RELEASING_PODS
-    on = f"pods {', '.join(left[:8])} to end" if left else "the StatefulSets to be scaled to 0"
+    on = f"pods {', '.join(left[:8])} to terminate" if left else "the StatefulSets to be scaled to 0"
     return waiting(reason, "scaling the engines to 0 pods", on)
 
 
@@ -123,7 +123,7 @@ def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | N
             on = f"a retry: {last.message}"
             return waiting(Reason.SIGNAL_FAILED, _step(last), on, requeue_after=left)
     operation = replace(begin(world, signal, goal=desired.state, engine=engine), **target)
-    on = "the signal to be sent"
+    on = "the operator to send the signal"
     return waiting(SIGNAL_REASON[signal], _step(operation), on, requeue_after=0.0, operation=operation)
 
 
@@ -133,7 +133,7 @@ def _step(operation: Operation) -> str:
     if operation.adapters is not None:
         return f"{operation.signal.value} to spec.model.adapters"
     target = f" {operation.engine}" if operation.engine else ""
-    return f"{operation.signal.value}{target} towards {operation.goal.value}"
+    return f"{operation.signal.value}{target} to reach {operation.goal.value}"
 
 
 def _deadline(world: World, signal: SignalKind) -> float | None:

@@ -181,8 +181,8 @@ class _Carrier:
         for name in step.names:
             engine = self._by_name[name]
             before = engine.statefulset.revision if engine.statefulset is not None else ""
-            why = f"{name} goes from revision {before} to {engine.rendered_revision}"
-            reason = f"{why} ({done} of {len(wanted)} have it)"
+            why = f"{name} is updated from revision {before} to {engine.rendered_revision}"
+            reason = f"{why} ({done} of {len(wanted)} engines are updated)"
             actions += _swap(self.rendered, engine, reason)
             if engine.stale:
                 actions.append(EmitEvent("Normal", "EngineReplaced", reason))
@@ -190,7 +190,7 @@ class _Carrier:
         return waiting(Reason.ROLLING_OUT, self._title, on, actions=tuple(actions), operation=None)
 
     def _recreate(self, step: Recreate) -> Verdict:
-        reason = "its template was applied before its pods were deleted"
+        reason = "the template was updated, but the pods were not deleted yet"
         deletions = tuple(delete_pods(self._by_name[name], reason) for name in step.names)
         on = f"{', '.join(step.names[:8])} to register"
         return waiting(Reason.ROLLING_OUT, self._title, on, actions=deletions, operation=None)
@@ -223,7 +223,7 @@ class _Carrier:
         return waiting(
             Reason.ROLLING_OUT,
             self._title,
-            f"a canary completion of {step.name}",
+            f"the answer of {step.name} to its canary request",
             actions=(AskCanary(step.name, revision, model_argument(self.ctx)),),
             requeue_after=ASK_AGAIN_SECONDS,
         )
@@ -235,7 +235,7 @@ class _Carrier:
         if step.drain:
             return start(self.world, self.desired, SignalKind.DRAIN, engine=step.name)
         why = self._by_name[step.name].canary_message
-        on = f"a change of the spec; {step.name} gave a wrong answer to its canary: {why}"
+        on = f"a change of the spec; {step.name} gave a wrong answer to its canary request: {why}"
         return waiting(Reason.CANARY_FAILED, self._title, on)
 
 

@@ -253,7 +253,12 @@ async def partials(bench: Bench) -> list[Figure]:
 
 @click.command()
 @click.option("--clients", type=COUNT, default=8, help="Number of concurrent clients.")
-@click.option("--engines", type=COUNT, default=4, help="Number of engines. Each answers immediately, with one token.")
+@click.option(
+    "--engines",
+    type=COUNT,
+    default=4,
+    help="Number of engines, each of which answers every request immediately with one token.",
+)
 @click.option("--requests", type=COUNT, default=10_000, help="Number of requests in each part of the measurement.")
 @click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024, help="Number of tokens per prompt.")
 @click.option("--policy", type=ROUTING_POLICIES, default="LongestPrefix", help="Routing policy of the coordinator.")

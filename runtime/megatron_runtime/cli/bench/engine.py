@@ -128,13 +128,13 @@ def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int)
     default="auto",
     help="Data type of the weights.",
 )
-@click.option("--batch", type=COUNTS, default="1,8,32", help="Batch sizes to measure. Each size is one run.")
+@click.option("--batch", type=COUNTS, default="1,8,32", help="Batch sizes to measure, one run per size.")
 @click.option("--prompt-tokens", type=COUNT, default=64, help="Number of tokens per prompt.")
 @click.option("--new-tokens", type=COUNT, default=128, help="Number of tokens per answer.")
 @click.option("--threads", type=COUNT, help="Number of CPU threads. Default: PyTorch's choice.")
 @click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Memory for the KV cache.")
 @json_file
 def engine(*, json_file: Path | None, **values: Any) -> None:
-    """Measure the prefill and decode throughput of one engine, and its share of the memory bandwidth."""
+    """Measure the prefill and decode throughput of one engine, and which share of the memory bandwidth it uses."""
     title = f"Engine, {values['model']}, {values['dtype']}, {instruction_set()}"
     report("engine", title, values | {"instruction_set": instruction_set()}, list(run(**values)), json_file)

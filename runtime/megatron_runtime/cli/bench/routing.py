@@ -273,10 +273,13 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
     "--utilisation",
     type=FiniteRange(0.01, 1),
     default=0.85,
-    help="Share of the engines' capacity that built-in traces use. It sets the arrival rate.",
+    help="Share of the engines' capacity that a built-in trace uses, which determines the arrival rate of requests.",
 )
 @click.option(
-    "--seeds", type=COUNT, default=3, help="Number of runs of a built-in trace, with different arrivals and sizes."
+    "--seeds",
+    type=COUNT,
+    default=3,
+    help="Number of runs of a built-in trace, each with different arrival times and request sizes.",
 )
 @click.option(
     "--policy",
@@ -284,8 +287,8 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
     multiple=True,
     type=click.Choice(list(POLICIES)),
     default=("FirstCome", "LoadBalanced", "LongestPrefix", "LeastCost"),
-    help="Policy to compare. Repeatable. FirstCome is LoadBalanced with engines that compute the oldest prompts first. "
-    "Default: all four.",
+    help="Policy to compare. FirstCome is LoadBalanced with engines that compute the oldest prompts first. Default: "
+    "four policies. Repeatable.",
 )
 @click.option(
     "--chunk",
@@ -293,15 +296,15 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
     multiple=True,
     type=COUNT,
     default=CHUNKS,
-    help="Maximum number of prompt tokens in a step. Repeatable. Default: 512, 2048 and 8192.",
+    help="Maximum number of prompt tokens in a step. Default: 512, 2048 and 8192, one after another. Repeatable.",
 )
 @click.option(
     "--prefill-engines",
     multiple=True,
     type=click.IntRange(min=0),
     default=(0,),
-    help="Number of the engines with the role prefill. The others have the role decode. Repeatable; 0: no engine has a "
-    "role. Default: 0.",
+    help="Number of engines with the role prefill. The other engines have the role decode. With 0, which is the "
+    "default, no engine has a role. Repeatable.",
 )
 @json_file
 def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:

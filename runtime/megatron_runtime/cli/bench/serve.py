@@ -174,15 +174,20 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
     "--concurrency",
     type=COUNTS,
     default="1,8,32",
-    help="Numbers of concurrent clients to measure. Each number is one run.",
+    help="Numbers of concurrent clients to measure, one run per number.",
 )
-@click.option("--requests", type=COUNT, default=32, help="Number of requests per run, at least two per client.")
+@click.option(
+    "--requests",
+    type=COUNT,
+    default=32,
+    help="Number of requests per run. The command sends at least two requests per client.",
+)
 @click.option("--prompt-words", type=COUNT, default=64, help="Number of words per prompt.")
 @click.option("--new-tokens", type=COUNT, default=64, help="Number of tokens per answer. Answers do not end early.")
 @click.option("--seed", type=int, default=0, help="Random seed for the prompts.")
 @json_file
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
-    """Measure a running server with clients that each wait for an answer before they send the next request."""
+    """Measure a running server. Each client waits for an answer before it sends the next request."""
     model = model or ApiClient(url, api_key=api_key).first_model()
     options = {"url": url.rstrip("/").removesuffix("/v1"), "model": model, **values}
     with readable_failures(url):
