@@ -89,7 +89,7 @@ class ClientTranslator:
     # --- from the client ----------------------------------------------------------------------------------------
 
     def receive(self, frames: Frames) -> None:
-        """Handle a message of the client. Raises MalformedMessageError."""
+        """Handle a message of the client. Raises MalformedMessageError if the message is invalid."""
         header = header_of(frames[0])
         if header == Header.SUBMIT_REQUEST:
             self._submit(frames)
