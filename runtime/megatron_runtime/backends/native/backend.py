@@ -66,7 +66,7 @@ class Ranks:
         return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """Set the callbacks for lost and leaving ranks.
+        """Set the callbacks that report lost ranks and ranks that must stop.
 
         on_failure: called on any thread when a rank is lost.
         on_leave:   called when a rank has received SIGTERM.
@@ -75,7 +75,7 @@ class Ranks:
     def end(self, failure: BaseException | None) -> None:
         """Stop the other ranks. Idempotent.
 
-        failure: cause to report to them if this engine failed; None for a normal stop.
+        failure: cause to report to the other ranks if this engine failed; None for a normal stop.
         """
 
 
@@ -134,7 +134,7 @@ def _transfer_of_core() -> Iterator[None]:
 class NativeBackend(EngineBackend):
     """EngineBackend of the native engine.
 
-    A dedicated thread runs `core`. All other code must use the core through call().
+    A dedicated thread runs `core`. Code on other threads must use the core only through call().
 
     Commands run in order between steps. Each step wakes the event loop only once. The event loop receives the result of
     a command after the outputs of all earlier steps.
@@ -226,7 +226,10 @@ class NativeBackend(EngineBackend):
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
-        """Run `command` on the engine's thread before the next step. Raises EngineStopped if the thread has ended."""
+        """Run `command` on the engine's thread before the next step, and return a future of its result.
+
+        Raises EngineStopped if the thread has ended.
+        """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel the command
         with self._wake:
@@ -383,7 +386,10 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await `work` and return its results. `work` must undo its own changes if it fails."""
+        """Await `work`, and return the success or the failure of all ranks.
+
+        If `work` fails, it must undo its own changes.
+        """
         try:
             await work
         except Exception as error:
@@ -393,7 +399,7 @@ class NativeBackend(EngineBackend):
 
 
 def _without_grammar(request: EngineRequest) -> AnswerState | None:
-    """Return the state of an answer whose tokens are restricted without a grammar; None if any token is allowed."""
+    """Return the state that restricts an answer's tokens without a grammar, or None if any token is allowed."""
     parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
     if parts is None:
         return None

@@ -26,12 +26,12 @@ class DeviceFunctions(Protocol):
     """The functions of one device. Tests replace them with functions that run on the CPU."""
 
     def recorder(self) -> Record:
-        """Return a Record. All its recordings share one memory pool."""
+        """Return a Record, which records CUDA graphs. All graphs of one Record share one memory pool."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Return a context whose launches run on a second stream.
+        """Return a context manager, within which launches run on a second stream.
 
-        They start after all earlier launches. At its end, the context waits for them.
+        These launches start after all earlier launches. On exit, the context manager waits for these launches.
         """
 
     def host_memory(self, size: int) -> torch.Tensor:
