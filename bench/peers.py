@@ -46,7 +46,9 @@ def float32_operations_per_second() -> float:
 
 
 def commit() -> str:
-    """Return the last commit that changed the benchmark or the runtime."""
+    """Return the hash of the last commit that changed the benchmark or the runtime, with "+changes" if files have
+    changed since.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()

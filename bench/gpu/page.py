@@ -116,7 +116,7 @@ def unfinished(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield the tables of a step.
+    """Yield the tables that show the results of one step.
 
     There is one table per group of rows whose figures have the same names, and one table for all other rows.
     """

@@ -59,8 +59,8 @@ def sample(
     top_k_N:       int32; 0 keeps all tokens.
     top_p_N, min_p_N: float32; a top_p of 0 or 1 and a min_p of 0 keep all tokens.
     seeds_N, positions_N: int64; the 64 bits of an element of seeds_N are the seed.
-    processed_NV:  float32; receives the logits from which the tokens are drawn. The largest logit is subtracted from
-                   them, and they are divided by the temperature. Removed tokens have -inf. The values of a row with the
+    processed_NV:  float32; receives the logits from which the tokens are drawn. The largest logit is subtracted, and
+                   the difference is divided by the temperature. Removed tokens have -inf. The values of a row with the
                    token NOT_FINITE are undefined.
     """
     best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers

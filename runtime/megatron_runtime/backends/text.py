@@ -191,8 +191,10 @@ class GrammarQueue:
     async def begin(self, request: EngineRequest) -> AnswerState | None:
         """Return the grammar state of a request's answer after its generated tokens.
 
-        Raises: InvalidSamplingParamsError: the structure is not valid. BudgetExceededError: the request's tenant has
-        used up its time budget for new grammars. TimeoutError: the deadline of the request has passed.
+        Raises:
+            InvalidSamplingParamsError: the structure is not valid.
+            BudgetExceededError: the request's tenant has used up its time budget for new grammars.
+            TimeoutError: the deadline of the request has passed.
         """
         assert self._text is not None
         params = request.sampling_params

@@ -193,7 +193,7 @@ class Decoder(ABC):
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
         """Return logits_NV, computed from hidden states after the last layer.
 
-        Their type is the output type of the head.
+        The type of the logits is the output type of the head.
         """
         head_WD = self.weights.head_WD
         assert head_WD is not None, "this rank is of an earlier pipeline stage"

@@ -44,8 +44,8 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
 
     is_strict: whether to keep `oneOf`. The compiler rejects `oneOf` unless the alternatives are disjoint. If False,
                `oneOf` becomes `anyOf`.
-    closes: whether an object with declared properties has no other properties unless its schema allows them. An object
-            without declared properties can have any properties.
+    closes: whether to forbid properties that an object's schema does not declare, unless the schema allows them
+            explicitly. An object without declared properties can have any properties.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)
@@ -124,7 +124,7 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def _is_closed(schema: Mapping[str, Any]) -> bool:
-    """Return whether an object may have only the properties that it declares."""
+    """Return whether properties that `schema` does not declare can be forbidden."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or not properties or "additionalProperties" in schema or "$ref" in schema:
         return False

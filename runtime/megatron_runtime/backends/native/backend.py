@@ -1,4 +1,4 @@
-"""Implements EngineBackend with the native engine. One thread runs the core, and the event loop sends commands to it.
+"""The EngineBackend of the native engine. One thread runs the core, and the event loop sends commands to this thread.
 
 This module does not import torch.
 """
@@ -80,7 +80,10 @@ class Ranks:
 
 
 class NativeKVTransfer(KVTransfer):
-    """KVTransfer for the prefix cache of a native engine. All work runs on the engine's thread, between steps."""
+    """The KVTransfer of a native engine, which reads and writes blocks of its prefix cache.
+
+    All work runs on the engine's thread, between steps.
+    """
 
     def __init__(self, backend: NativeBackend) -> None:
         self._call = backend.call

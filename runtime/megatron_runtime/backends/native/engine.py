@@ -197,7 +197,7 @@ class EngineCore:
     def _wait_for_masks(self) -> None:
         """Wait up to MASK_GRACE_SECONDS for masks that other threads have begun to compute since the last step.
 
-        If a mask is not ready then, the following steps run without the request that needs this mask.
+        The following steps run without the requests whose masks are not ready after this time.
         """
         until = time.monotonic() + MASK_GRACE_SECONDS
         for grammar in self._scheduler.without_mask().values():

@@ -379,8 +379,10 @@ class Scheduler:
 
 
 def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
-    """Return whether `running` has lower priority than `waiting`, or exceeds its tenant's share by more than
-    `waiting`.
+    """Return whether `waiting` may preempt `running`. It may if the priority number of `running` is higher.
+
+    With equal priorities, it may if the tenants differ and the place of `running` among its tenant's requests is later
+    than the place of `waiting` among its tenant's requests.
     """
     if running.priority != waiting.priority:
         return running.priority > waiting.priority

@@ -151,7 +151,9 @@ class TorchOptions(TypedDict, total=False):
 
 
 class TorchExecutor(ABC):
-    """Implements Executor for one kind of device. The constructor reads the model's headers; load() reads the weights.
+    """An Executor for one kind of device.
+
+    The constructor reads only the headers of the model's files. load() reads the weights.
 
     If there are `groups`, this rank holds a part of the model, and all ranks must call execute_part() for each step.
 

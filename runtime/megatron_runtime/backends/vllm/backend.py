@@ -1,4 +1,4 @@
-"""Implements EngineBackend with vLLM, which runs in a separate process (process.py, service.py).
+"""The EngineBackend of vLLM, which runs in a separate process (process.py, service.py).
 
 This module imports neither vLLM nor torch. The engine's process keeps the prompt and the generated tokens of every
 request. SUSPEND ends vLLM's process, which releases all its memory. The requests continue after the next start of the
@@ -167,7 +167,9 @@ class VllmRequest(BackendRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The weights that load_staged_weights() has replaced, and whether the engine was running before."""
+    """The directory of the weights that load_staged_weights() has replaced, and whether the engine was running
+    before.
+    """
 
     directory: str
     was_running: bool

@@ -32,7 +32,7 @@ ANY_TOKEN = -2
 
 
 class AnswerRows(LogitsProcessor):
-    """Implements the LogitsProcessor interface of V2 for all rows of a step. It never synchronises with the device.
+    """The logits processor that forces and bans tokens in all rows of a step. It never synchronises with the device.
 
     The state of a request is stored by the request's slot in vLLM. add_request() can reuse the slot of an earlier
     request.

@@ -294,7 +294,7 @@ class VllmProcess:
 
 
 def note_progress(message: list[Any]) -> None:
-    """Report the stage that a "progress" message contains."""
+    """Report the stage and the progress that a "progress" message of vLLM's process contains."""
     _, stage, done, total = message
     PROGRESS.report(Stage(stage), done, total)
 

@@ -315,7 +315,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
-        """Return whether the engine can read the prompt without conversion."""
+        """Return whether the engine can read the prompt of a request as the coordinator stores it."""
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
@@ -573,7 +573,7 @@ class Dispatcher:
             self._context.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
-        """Abort requests for which no client waits, in the coordinator and at their engines."""
+        """Remove requests for which no client waits, and abort them at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
             self.forget(entry, error="aborted")

@@ -360,9 +360,7 @@ class Membership:
         self._context.needs_pump = True
 
     def _limit_unread(self) -> None:
-        """Remove the clients with the most unread answers until the unread answers of all clients fit the memory for
-        them.
-        """
+        """Remove the clients with the most unread answers until all unread answers fit their share of the memory."""
         unread = sum(client.outbox_bytes for client in self._clients)
         limit = int(self._context.settings.journal_bytes * UNREAD_SHARE)
         while unread > limit:

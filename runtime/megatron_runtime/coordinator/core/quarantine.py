@@ -173,9 +173,7 @@ class Quarantine:
         self._free_cleared()
 
     def _free_cleared(self) -> None:
-        """Move requests to the normal queue that are no longer suspects, because some of their crashes no longer
-        count.
-        """
+        """Move requests that are no longer suspects to the normal queue. Some of their crashes no longer count."""
         for entry in self._latest_first():
             if not self.suspects(entry):
                 self.forget(entry)

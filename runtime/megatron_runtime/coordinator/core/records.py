@@ -130,7 +130,7 @@ class Export(NamedTuple):
     """The KV blocks of a prompt that a prefill engine keeps until a decode engine imports them.
 
     id:      dispatch id of the prefill.
-    weights: weights that computed the blocks, as the engine names them.
+    weights: text by which the engine identifies the weights that computed the blocks.
     until:   time at which the coordinator releases the blocks if no decode engine has imported them.
     """
 

@@ -263,9 +263,9 @@ class Transfers:
 
         Return None if `decoder` can compute the prompt at a lower cost.
 
-        Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because it computes
-        them in short steps, and because they delay its other answers. At a prefill engine, the duration of the transfer
-        is added.
+        Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because a decode
+        engine computes prompts in short steps, and because prompts delay its other answers. At a prefill engine, the
+        duration of the transfer is added.
         """
         hashes, tokens, size = entry.hashes or {}, entry.num_tokens, decoder.block_size_tokens
         uncached = self._router.uncached(decoder, hashes, tokens)
@@ -290,7 +290,7 @@ class Transfers:
         return best
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
-        """Return whether `decoder`, or all decode engines together, have this many free blocks.
+        """Return whether `decoder` alone, or all decode engines together, have at least `blocks` free blocks.
 
         Also return True if an engine has not reported its number of free blocks.
         """

@@ -94,9 +94,7 @@ class PendingOperation:
         return self.control.kind in KEEPS_ENGINES or is_published(self.control.source)
 
     def answer(self, **fields: Any) -> ControlAck:
-        """Return a CONTROL_ACK with the outcomes so far. fields: values for its fields ok, state, code, error and
-        fence.
-        """
+        """Return a CONTROL_ACK with the outcomes so far. fields: values of ok, state, code, error and fence."""
         return ControlAck(
             operation_id=self.operation_id,
             ranks=sum(outcome.ranks for outcome in self.outcomes.values() if outcome.ok),

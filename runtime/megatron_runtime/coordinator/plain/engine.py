@@ -302,7 +302,8 @@ class EngineTranslator:
     def cut(self, *, by_peer: bool) -> None:
         """Handle the end of the connection.
 
-        The engine can reconnect without registering again, so its silence does not count as a loss.
+        The engine can reconnect without registering again, so it is lost only if it stays disconnected for `reconnect`
+        seconds.
         """
         self._cut_at, self._cut_by_peer = self._now(), by_peer
 

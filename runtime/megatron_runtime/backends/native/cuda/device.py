@@ -39,7 +39,7 @@ class DeviceFunctions(Protocol):
 
 
 class CudaFunctions:
-    """Implements DeviceFunctions for a CUDA device."""
+    """The DeviceFunctions of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +76,7 @@ class CudaFunctions:
 
 
 class HostFunctions:
-    """Implements DeviceFunctions for the CPU, which has neither graphs nor streams."""
+    """The DeviceFunctions of the CPU, which has neither graphs nor streams."""
 
     def recorder(self) -> Record:
         raise NotImplementedError("graph_rows must be 0 on a CPU, which has no CUDA graphs")

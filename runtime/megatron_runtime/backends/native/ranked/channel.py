@@ -4,9 +4,9 @@ The leader sends numbered commands ("orders"), and the followers send answers. E
 PUSH socket per peer. An idle rank blocks in receive, and a rank that connects late still gets every message. Each rank
 has a thread that receives messages, sends heartbeats and detects three kinds of loss:
 
-- A process has exited, was stopped or has lost its network. ZeroMQ reports the end of its connection. - An interpreter
-hangs. Its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py. - A step makes no progress.
-Rank 0 compares the progress reports in the heartbeats.
+- A process has exited, was stopped or has lost its network. ZeroMQ reports the end of its connection.
+- An interpreter hangs. Its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py.
+- A step makes no progress. Rank 0 compares the progress reports in the heartbeats.
 
 This module does not import torch.
 """
