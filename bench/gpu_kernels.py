@@ -212,7 +212,7 @@ def _append_case(model: ModelShape, count: int, random: Random) -> Case:
 
 
 def _cached(model: ModelShape, lengths: Sequence[int], random: Random) -> tuple[torch.Tensor, ...]:
-    """Return a cache, block tables with its pages in random order, and the lengths of the sequences."""
+    """Return a KV cache, block tables with the pages of the cache in random order, and the lengths of the sequences."""
     pages = [-(-length // model.page_size) for length in lengths]
     cache = random(sum(pages), model.page_size, 2 * model.kv_heads * model.head_dim)
     order = torch.randperm(sum(pages), device=cache.device, dtype=torch.int32)

@@ -40,7 +40,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class _Chunk:
-    """A part of a mapping. start, stop, taken: addresses. The memory from `taken` to `stop` is free."""
+    """A contiguous part of a mapping. start, stop, taken: addresses.
+
+    The memory from `taken` to `stop` is not used yet.
+    """
 
     mapping: mmap.mmap
     base: int

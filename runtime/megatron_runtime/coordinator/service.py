@@ -63,7 +63,7 @@ up.
 
 
 class BindError(OSError):
-    """A port could not be bound. The message names the address and the remedy."""
+    """Raised if a port cannot be bound. The message names the address and the remedy."""
 
 
 class Transport(Access):

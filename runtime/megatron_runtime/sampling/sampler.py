@@ -195,7 +195,7 @@ def sample_rows(
 def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.NDArray[np.floating[Any]]:
     """Return the logits from which the token of `row` is sampled.
 
-    They are divided by the temperature, and are -inf for removed tokens.
+    These logits are divided by the temperature, and are -inf for removed tokens.
     """
     edits, temperature = batch.edits.get(row), float(batch.temperature[row])
     if edits is not None:

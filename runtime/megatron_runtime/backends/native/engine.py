@@ -55,7 +55,7 @@ _UNSUPPORTED = {
 
 
 class EngineCore:
-    """The engine's loop: continuous batching over a paged KV cache. Not thread-safe; one thread owns a core.
+    """The loop of an engine, with continuous batching over a paged KV cache. Not thread-safe; one thread owns a core.
 
     Every step computes the next token of each running request, and as many prompt tokens as fit into `max_tokens`. When
     pages run out, the core preempts the last running request. The request keeps its tokens, and its KV is computed

@@ -59,7 +59,7 @@ def cut(plan: StepPlan, sizes: ParallelSizes, *, expert_rank: int, dummy_page: i
 
 
 def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Rows:
-    """Return, for each row, the expert rank that runs it. pages: the first page of each row.
+    """Return, for each row, the expert rank that runs the row. pages: the first page of each row.
 
     Requests that share cached KV share their first page, so one rank runs all of them. A request keeps its first page
     while it runs, so its KV stays on one rank.

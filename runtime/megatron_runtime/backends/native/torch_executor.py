@@ -57,7 +57,7 @@ class LogitRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardStep:
-    """The output of a forward pass, from which the host samples. Implements StepLogits.
+    """The output of a forward pass, from which the host samples. This class implements StepLogits.
 
     rows:         the meaning of the rows of logits_BV, x_TD and routing_GTJ.
     logits_BV:    logits of rows.sampled_rows, in the model's dtype.

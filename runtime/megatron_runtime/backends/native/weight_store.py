@@ -319,8 +319,8 @@ def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:
 def _one_thread() -> Iterator[None]:
     """Return a context manager, within which torch operations run on one thread.
 
-    A load runs thousands of short operations. The barrier after each costs more than the second thread saves (2.9 s of
-    CPU time on two threads, 0.4 s on one, for a quantised 135M model).
+    A load runs thousands of short operations. The barrier after each operation costs more than the second thread saves
+    (2.9 s of CPU time on two threads, 0.4 s on one, for a quantised 135M model).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -42,7 +42,7 @@ def _tracker() -> Any:
 
 
 class MediaReader:
-    """Converts prompts with media to inputs for vLLM's engine.
+    """A converter of prompts with media to inputs for vLLM's engine.
 
     renderer: the renderer of AsyncLLM.
     names:    digests of the media, by vLLM's identifiers for them. vLLM's cache events contain these identifiers.

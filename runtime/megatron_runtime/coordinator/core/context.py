@@ -118,11 +118,11 @@ class EnginesByLoad:
 class EngineRegistry:
     """The registered engines.
 
-    stopped:     STOP was sent to all engines and no engine has registered since, so requests need not wait.
+    stopped:     whether STOP was sent to all engines and no engine has registered since. If so, requests need not wait.
     block_sizes: the block sizes of the engines' prefix caches; several sizes while a rollout changes the size.
-    has_roles:   at least one engine is preferred for one stage of requests.
-    has_pooling: at least one engine has a pooling model, so not every engine can answer a request that needs no special
-                 feature.
+    has_roles:   whether at least one engine is preferred for one stage of requests.
+    has_pooling: whether at least one engine has a pooling model. If so, not every engine can answer a request that
+                 needs no special feature.
     min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token. If it is 0, the cost of an engine
         is the number of its requests.
     """

@@ -155,7 +155,7 @@ class CoordinatorCore:
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
         """Handle the end of a connection.
 
-        by_peer: the other side closed the connection, as the operating system does when a process exits.
+        by_peer: whether the other side closed the connection, as the operating system does when a process exits.
         """
         self.context.now = now
         self.membership.connection_lost(peer, by_peer=by_peer)

@@ -286,7 +286,7 @@ class Membership:
         If the peer is an engine, this method requeues its requests; an engine that is still alive registers again. If
         the peer is a client, it has Timing.client_dead seconds to register again.
 
-        by_peer: the other side closed the connection, as the operating system does when a process exits.
+        by_peer: whether the other side closed the connection, as the operating system does when a process exits.
         """
         client, engine = self._clients.at(peer), self._engines.at(peer)
         if client is not None:
@@ -440,7 +440,7 @@ class Membership:
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
         """Send a commit or HELLO_ACK again to an engine whose heartbeat reports outdated values.
 
-        The values are its state, epoch, weights and list of adapters.
+        The values are the engine's state, epoch, weights and list of adapters.
 
         This is called only if no operation is in progress, after the engine has had HEAL_HEARTBEATS heartbeats to
         report the new values.

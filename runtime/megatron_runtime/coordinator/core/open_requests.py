@@ -279,7 +279,7 @@ class Deadlines:
 class Tenants:
     """The tenants with open requests. A tenant is removed with its last open request.
 
-    is_shared: all requests count as requests of one tenant.
+    is_shared: whether all requests count as requests of one tenant.
     busy:      tenants that have more than one request at engines.
     """
 

@@ -138,7 +138,7 @@ class Quarantine:
     def returned(self, name: str, *, has_outlived: bool) -> None:
         """Handle the registration of the engine with this name.
 
-        has_outlived: the engine's process outlived its previous connection, so it did not crash.
+        has_outlived: whether the engine's process outlived its previous connection. If so, the engine did not crash.
         """
         crash = self._cuts.pop(name, None)
         if crash is None:
@@ -275,8 +275,8 @@ class Quarantine:
     def _has_stood(self, trial: Entry) -> bool:
         """Return whether the suspect on trial is past the point of its last crash.
 
-        The point is a number of tokens. If it is unknown, this method first waits until the suspect has run alone for
-        as long as it can have run before any of its crashes. The number of tokens at that time becomes the point.
+        The point is a number of tokens. If it is unknown, return False until the suspect has run alone for as long as
+        it can have run before any of its crashes. The number of tokens at that time becomes the point.
         """
         if trial.meta.streaming:
             return _is_past(trial)

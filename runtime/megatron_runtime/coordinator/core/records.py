@@ -533,7 +533,7 @@ class Entry:
 class Tenant:
     """A tenant with open requests.
 
-    order:     a counter value, set each time the number of its requests at engines changes; the lower value goes first.
+    order:     a counter value, set each time the number of its requests at engines changes. Lower values go first.
     in_flight: its requests at engines by dispatch id, the most recent last.
     lanes:     its waiting requests except replays, in order, for each band of the queue.
     num_open, open_bytes: number of its open requests, and their cost in the journal when they were admitted.

@@ -226,7 +226,8 @@ class Replies:
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
-        is_gone: the connection is closed. Otherwise it is full, and the shell reports when it has room again.
+        is_gone: whether the connection is closed. If not, it is full, and the shell calls has_room() when it accepts
+                 messages.
         """
         if is_gone:
             client.reachable = False

@@ -183,7 +183,8 @@ class EngineRouter:
     matching block, then to the lowest index. An engine is assumed to hold the blocks that it received or reported as
     stored, until it reports their eviction.
 
-    deterministic: engines alternate in the order of their names, regardless of when they registered or became free.
+    deterministic: whether engines alternate in the order of their names, regardless of when they registered or became
+                   free.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ class CoordinatorSettings:
     client_port, engine_port, admin_port: port of each role; 0 picks a free port.
     socket_dir:      directory of Unix sockets `client`, `engine` and `admin`, which replace the ports. Every process of
                      this user can connect without a key.
-    single_port:     use one socket, on client_port, for all roles and for the plain protocol; for loopback and
-                     embedding.
+    single_port:     whether to use one socket, on client_port, for all roles and for the plain protocol; for loopback
+                     and embedding.
     health_port:     port of HTTP probes and metrics; None disables them, 0 picks a free port.
     other_host:      host of the other coordinator of a pair, which has the same ports; None if there is no other.
     keys_dir:        directory of server.key and the public keys of all roles; None means no encryption.
@@ -65,7 +65,8 @@ class CoordinatorSettings:
                      report its limit. 0 means no limit.
     plain_release:   message format for plain engines, as a release of Megatron-Core: "0.17", or "0.20", which divides
                      messages into more frames. Once a plain client has submitted a request, its format is used.
-    deterministic:   engines alternate in the order of their names, so decisions depend only on the order of arrival.
+    deterministic:   whether engines alternate in the order of their names, so that decisions depend only on the order
+                     of arrival.
     schedule_output_path: JSON file for the scheduling decisions, written at exit.
     """
 

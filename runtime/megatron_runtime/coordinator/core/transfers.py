@@ -71,7 +71,7 @@ class Row:
     releases: the engines that are notified of the transfer's end: "prefill", "decode", "prefill and decode", or "" for
               none. An engine that computes or imports gets ABORT_REQUEST. An engine that keeps exported blocks gets
               RELEASE.
-    accuses:  "prefill" or "decode": a crash of this engine counts against the request (see quarantine.py).
+    accuses: the engine whose crash counts against the request: "prefill", "decode", or "" for none (see quarantine.py).
     """
 
     to: RequestStage | None

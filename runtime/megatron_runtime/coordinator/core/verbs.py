@@ -111,9 +111,9 @@ class Verbs:
 
     source:       weights that the last UPDATE_WEIGHTS named; None before the first UPDATE_WEIGHTS.
     adapters:     the list of LoRA adapters from the last SET_ADAPTERS.
-    drained_all:  all engines were drained, and no UNPAUSE or STOP has followed, so nothing is dispatched.
-    settled:      an operation has begun in this process, so engines that register later adopt the state of this
-                  process.
+    drained_all:  whether all engines were drained and no UNPAUSE or STOP has followed. If so, no request is dispatched.
+    settled:      whether an operation has begun in this process. If so, engines that register later adopt the state of
+                  this process.
     evict:        removes an engine, with a reason.
     stopped:      called after all engines were stopped.
     cancel_transfers: called before engines are sent one of CANCELS_TRANSFERS.
