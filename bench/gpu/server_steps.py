@@ -384,7 +384,7 @@ class ServerRun:
         return {"drain_s": await self.verb(Header.DRAIN, engine="engine-0")}
 
     async def other_requests(self) -> None:
-        """Send a request with structured output, and one with log-probabilities."""
+        """Send a request with structured output, and a request with log-probabilities."""
         chat = {
             "model": MODEL_NAME,
             "messages": [{"role": "user", "content": "Give me a JSON object."}],

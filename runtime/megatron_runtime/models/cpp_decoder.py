@@ -94,7 +94,7 @@ class CppDecoder(DecoderModel):
         logit_rows_N: npt.NDArray[np.int64],
         routing_GTJ: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Float32]:
-        """Compute the plan's tokens in their order, and write their keys and values to the cache.
+        """Compute the plan's tokens in the order of the plan, and write their keys and values to the cache.
 
         routing_GTJ: as in run_layers().
 

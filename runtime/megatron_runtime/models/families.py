@@ -46,7 +46,7 @@ class Family:
     activation_field:  name of the field of config.json for the activation, and the field's only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
     traits:            traits of all models of the family.
-    from_hf, to_hf:    functions that read further traits from config.json, and write them to it.
+    from_hf, to_hf:    functions that read further traits from config.json, and that write these traits.
     text_defaults:     values for fields that config.json of a multimodal model leaves out in its text part.
     from_gguf:         function that reads further traits from the metadata of a GGUF file. The keys have no
                        architecture prefix.

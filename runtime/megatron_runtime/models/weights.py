@@ -92,7 +92,7 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
 class _Scratch(threading.local):
     """Memory that a thread reuses for each weight that it reads.
 
-    Without it, every page of the model would cause a page fault.
+    Without this memory, every page of the model would cause a page fault.
     """
 
     def __init__(self) -> None:

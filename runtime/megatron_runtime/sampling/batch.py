@@ -140,7 +140,7 @@ class SamplingBatch:
 
 
 class _TokenCounts:
-    """Counts how often each distinct token of a request occurs in its answer. append() takes constant time."""
+    """The number of occurrences of each distinct token of a request in its answer. append() takes constant time."""
 
     def __init__(self, prompt: Int32) -> None:
         distinct = np.unique(prompt)

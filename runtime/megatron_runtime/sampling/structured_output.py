@@ -184,7 +184,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Compiles grammars and creates the GrammarState of each answer. Thread-safe; grammars are compiled one at a time.
+    """The component that compiles grammars, one at a time, and creates the GrammarState of each answer. Thread-safe.
 
     vocabulary: vocabulary of the model's tokenizer.
     vocab_size: number of logits per token, which can be greater than the tokenizer's vocabulary.

@@ -104,7 +104,7 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> Tokenizer:
-    """Build the tokenizer of a directory. renders_chat: whether it includes the chat template.
+    """Build the tokenizer of a directory. renders_chat: whether to load the chat template.
 
     If the directory has no tokenizer.json, vLLM reads its vocabulary.
 
@@ -112,7 +112,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
     adds end-of-answer tokens and default sampling parameters. config.json contains the context length. Each of these
     files can be absent.
 
-    Raises ValueError, which names the file.
+    Raises ValueError if a file is invalid. The message names the file.
     """
     file = ModelDirectory(directory).file(TOKENIZER_FILE)
     vllms: dict[str, Any] = {}
@@ -151,7 +151,7 @@ def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
 
     name: path of the file, for errors.
 
-    Raises ValueError, which names the file.
+    Raises ValueError if the file is invalid. The message names the file.
     """
     _run_trial(content, name=name)
     with contained(f"{name} is not a readable tokenizer"):

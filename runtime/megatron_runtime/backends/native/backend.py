@@ -135,7 +135,7 @@ def _transfer_of_core() -> Iterator[None]:
 
 
 class NativeBackend(EngineBackend):
-    """EngineBackend of the native engine.
+    """The EngineBackend of the native engine.
 
     A dedicated thread runs `core`. Code on other threads must use the core only through call().
 

@@ -65,7 +65,7 @@ class StepResult:
     prompt_log_probs: by row of `sampling.prompt_targets`; each LogProbs has one row per target.
     hidden_states:    by row, float32 [D], for the sampled rows that request them.
     routing:          unsigned [T, G, J]; for each token of the plan and each of the G layers with experts, the J
-                      experts by descending share. None if they are not recorded.
+                      experts by descending share. None if experts are not recorded.
     """
 
     tokens: npt.NDArray[Any]

@@ -254,7 +254,7 @@ class TorchExecutor(ABC):
     def _use_model(self, weights: DecoderWeights | None) -> None:
         """Build the model from `weights`. Release the model if `weights` is None.
 
-        Raises ValueError if the device cannot run it.
+        Raises ValueError if the device cannot run the model.
         """
 
     @abstractmethod
@@ -472,7 +472,7 @@ class NoGpuError(ValueError):
 
     The engine does not fall back to the CPU, which would be many times slower.
 
-    reason, remedy: for the termination message.
+    reason, remedy: texts for the termination message.
     """
 
     reason = "NoGpu"

@@ -116,8 +116,8 @@ class WeightStore:
     def load(self) -> None:
         """Read the weights, unless they are already loaded.
 
-        After release(), the files must still contain the same weights. A model in memory, which this program trains,
-        may have changed. Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
+        After release(), the files must still contain the same weights. Only a model in memory, which this program
+        trains, may have changed. Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
         """
         if self.weights is not None:
             return
@@ -297,7 +297,10 @@ class WeightStore:
         return weights, checkpoint.signature()
 
     def _not_finite(self, opened: Checkpoint) -> UnusableWeightsError:
-        """Return the error for weights that are not finite after conversion. Reads them again to find the cause."""
+        """Return the error for weights that are not finite after conversion.
+
+        This method reads the weights again to find the cause.
+        """
         checkpoint = VerifiedCheckpoint(opened)
         try:
             for name in checkpoint.kinds:

@@ -498,7 +498,7 @@ def _settled_config(arguments: AsyncEngineArgs, settings: EngineSettings) -> Vll
     """Set the options of `arguments` that depend on the model, and return the resulting configuration.
 
     A pooling model has no logits processor. vLLM knows whether the model supports chunked prefill and prefix caching;
-    the settings can only disable them.
+    the settings can only disable these features.
     """
     config = _config_of(arguments)
     if config.model_config.runner_type != "pooling":

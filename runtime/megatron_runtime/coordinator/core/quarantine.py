@@ -220,9 +220,10 @@ class Quarantine:
     def _choose(self) -> tuple[Entry, Engine] | tuple[None, None]:
         """Return the waiting suspect that arrived last, and an engine for its trial.
 
-        Return (None, None) if there is none.
+        Return (None, None) if no waiting suspect can run on an engine now.
 
-        A request that has run for a long time without a crash is less likely to be poison.
+        The last suspect is tried first, because a request that has run for a long time without a crash is less likely
+        to be poison.
         """
         serving = self._engines.serving()
         available = [engine for engine in serving if engine.available()]

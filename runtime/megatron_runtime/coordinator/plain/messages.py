@@ -470,7 +470,7 @@ _PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCod
 def _error_events(
     number: int, code: Any, message: str, name: Any = None, is_transient: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Return an error as the events of a request. If an event has no time, the client sets it.
+    """Return an error as the events of a request. The events have no timestamps, because the client sets them.
 
     name:         class of the error at the engine.
     is_transient: whether a retry can succeed. If None, the value depends on `code`.

@@ -75,7 +75,7 @@ def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
 
 
 class PackedLinears(LinearFactory):
-    """Creates packed matrices. A matrix whose size cannot be packed stays dense, with type float32.
+    """A factory of packed matrices. A matrix whose size cannot be packed stays dense, with type float32.
 
     format: format to which dense weights are packed. Quantized weights and weights in panels keep their stored blocks
             if `format` is an integer format. Otherwise, they are converted to `format`.

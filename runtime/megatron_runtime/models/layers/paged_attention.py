@@ -109,7 +109,7 @@ def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbed
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Return the scaled frequencies.
 
-    Divides low frequencies by `factor`, keeps high frequencies, and interpolates between.
+    Divides low frequencies by `factor`, keeps high frequencies, and interpolates between the two.
     """
     wavelength = 2 * math.pi / frequencies
     rotations = scaling.original_max_position_embeddings / wavelength

@@ -51,7 +51,7 @@ def draw(
 
     sample:       the sampling kernel.
     which_N:      int64 [N], the row of the step for each row of logits_NV. None means that logits_NV has all rows of
-                  the step. The rows in StagedStep.later are then sampled greedily here and drawn again later.
+                  the step. In this case, the rows in StagedStep.later are sampled greedily here, and drawn again later.
     processed_NV: float32; receives the logits from which the tokens are drawn. None if they are not needed.
     """
     columns = {
