@@ -60,7 +60,7 @@ class Cell:
 
 
 class Bench:
-    """Runs decode steps of a model on a KV cache of at most `max_tokens` tokens."""
+    """The model under test, which runs decode steps on a KV cache of at most `max_tokens` tokens."""
 
     def __init__(self, model: str, *, dtype: str, threads: int, max_tokens: int) -> None:
         source = resolve(model)

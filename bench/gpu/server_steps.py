@@ -401,7 +401,7 @@ class ServerRun:
             self.campaign.emit("log-probabilities", failed=answer.status_code != 200, text=answer.text[:200])
 
     async def stop(self) -> None:
-        """Stop the engines with the verb."""
+        """Stop the engines with the verb STOP."""
         await self.verb(Header.PAUSE)
         seconds = await self.verb(Header.STOP)
         engine = self.fleet.children["engine-1"]

@@ -121,7 +121,7 @@ class SamplingBatch:
     positions:      int64 [n]; index of the generated token in the answer.
     num_log_probs:  int32 [n]; number of most likely tokens to report in addition to the sampled token; NO_LOG_PROBS
                     reports nothing.
-    returns_hidden: bool bool [n]; whether to report the hidden state from which the row's token is sampled.
+    returns_hidden: bool [n]; whether to report the hidden state from which the row's token is sampled.
     edits:          LogitEdits by row, for the rows that have edits.
     prompt_targets: by row, for the rows that want log-probabilities of their prompt; int32 [m], the tokens that follow
                     the first m tokens that the row computes in this step.

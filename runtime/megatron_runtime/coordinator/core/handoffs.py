@@ -27,7 +27,7 @@ _ID_BYTES = 8
 class Handoff:
     """KV blocks that an engine keeps for a later request of a client.
 
-    exported: the engine's message about the blocks: export id, digests and weights.
+    exported: the engine's message about the blocks, with export id, digests and weights.
     until:    time at which the coordinator releases the blocks, in seconds on the clock of Context.now.
     """
 

@@ -78,7 +78,7 @@ class Recovery:
             self._unregistered.add(peer)
 
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
-        """Handle the HELLO of an engine. survivor: the engine served before it registered with this coordinator."""
+        """Handle the HELLO of an engine. survivor: whether the engine served before it registered here."""
         self._unregistered.discard(engine.peer)
         self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None

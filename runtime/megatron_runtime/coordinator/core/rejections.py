@@ -77,8 +77,8 @@ def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
     """Return the error for a parameter of a request that no serving engine supports.
 
-    Returns None for a request that an engine has already accepted. Such a request waits until an engine returns, as it
-    would without any engine.
+    Returns None for a request that an engine has already accepted. Such a request waits, as it would if no engine were
+    serving, until a suitable engine registers.
     """
     needs, name = entry.meta.needs, entry.meta.adapter
     if entry.dispatches or entry.generated:
