@@ -3,11 +3,11 @@
     python bench/cells.py --json build/cells.json
 
 This is a simulation without sockets. Each coordinator is the real core (`megatron_runtime.coordinator.core`) with
-longest-prefix routing. The simulation passes it the messages of engines and of one client, and reads its effects. The
-first half of each prompt is one of (number of engines / 2) shared prefixes, or always the same prefix. There are three
-layouts: one coordinator for all engines; cells of --cell engines, with a router that selects the cell by the prefix;
-and the same cells, selected in rotation. If there are more engines than a coordinator accepts, the simulation raises
-this limit.
+longest-prefix routing. The simulation passes it the messages of engines and of one client, and reads the effects that
+the core returns. The first half of each prompt is one of (number of engines / 2) shared prefixes, or the same prefix
+for all prompts. A layout is one coordinator for all engines, or cells of --cell engines with one coordinator each. A
+router selects the cell by the prefix (second layout) or in rotation (third layout). If there are more engines than a
+coordinator accepts, the simulation raises the coordinator's limit.
 
 The figures of a layout are: CPU time of the core from Submit to Dispatch and for a Final, resident memory per engine,
     the share of requests that went to an engine that had received their prefix before, and the maximum number of
@@ -65,7 +65,7 @@ class Result:
     """The figures of one layout.
 
     submit_us, final_us: median CPU time of a coordinator per message, in microseconds.
-    kib_per_engine: growth of the process' resident memory since before the coordinators were created, per engine.
+    kib_per_engine: growth of the process's resident memory by the creation of the coordinators, per engine.
     hits:           share of requests that went to an engine that had received their prefix before, 0 to 1.
     max_open:       maximum number of requests of one engine at a time; the mean is 0.5.
     """
@@ -182,7 +182,7 @@ def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int
 
 
 def bytes_per_block() -> float:
-    """Return the growth of resident memory in bytes for each block that the router knows of an engine."""
+    """Return how many bytes the resident memory grows for each block of an engine that the router records."""
     router = EngineRouter(RoutingPolicy.LONGEST_PREFIX, block_size_tokens=BLOCK_TOKENS)
     engine = Engine("engine-0", (Role.ENGINE, b"0"), 1, 0, 0.0)
     hashes = [random.Random(1).getrandbits(63) + number for number in range(MAX_KNOWN_BLOCKS)]
@@ -195,7 +195,7 @@ def bytes_per_block() -> float:
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return the figures in Markdown."""
+    """Return a Markdown table of the figures."""
     lines = [
         "| layout | engines | coordinators | Submit, µs | Final, µs | KiB per engine | prefix hits | most open |",
         "|---|---|---|---|---|---|---|---|",
@@ -214,7 +214,7 @@ def table(document: dict[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Return an SVG plot of the cost of a request and the hits against the number of engines."""
+    """Return an SVG plot of the cost of a request, and of the share of hits, against the number of engines."""
     results = document["results"]
     return "\n".join(
         [

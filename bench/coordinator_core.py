@@ -2,10 +2,10 @@
 
     python bench/coordinator_core.py --engines 4 --json coordinator_core.json
 
-A request has a prompt of 1,000 tokens, half of which is one of eight shared prefixes. Requests of all policies
-alternate in this process, in batches. The CPU time of the process' thread is measured, so that other processes matter
-less. The number of Python instructions does not depend on other processes. `megatron bench coordinator` measures the
-whole coordinator.
+A request has a prompt of 1,000 tokens, half of which is one of eight shared prefixes. Batches of requests of all
+policies alternate in this process. The benchmark measures the CPU time of the thread, which other processes hardly
+affect, and the number of Python instructions, which other processes do not affect. `megatron bench coordinator`
+measures the whole coordinator.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Pool:
         ]
 
     def run(self, messages: list[Frames]) -> None:
-        """Handle requests. Each request ends the oldest request if OPEN_REQUESTS are open."""
+        """Handle requests. If OPEN_REQUESTS requests are open, each new request ends the oldest of them."""
         core, effects = self.core, self.core.context.effects
         for message in messages:
             core.received(2.0, CLIENT, message)
@@ -99,14 +99,14 @@ class Pool:
                 effects.clear()
 
     def microseconds(self) -> float:
-        """Return the CPU time of a request in microseconds, as the mean over a batch."""
+        """Return the CPU time per request in microseconds, as the mean over a batch."""
         messages = self.requests(BATCH)
         begun = time.thread_time_ns()
         self.run(messages)
         return (time.thread_time_ns() - begun) / BATCH / 1000
 
     def instructions(self) -> float:
-        """Return the number of Python instructions of a request."""
+        """Return the number of Python instructions per request."""
         count = 0
 
         def trace(frame: FrameType, event: str, _: Any) -> Any:

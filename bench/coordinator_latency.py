@@ -1,10 +1,11 @@
-"""Measures the latency of a coordinator at a fixed rate of requests. The load uses no threads and no sleeps.
+"""Measures the latency of a coordinator at a fixed rate of requests. The load generator uses no threads and no sleeps.
 
     python bench/coordinator_latency.py --rate 1000 --json coordinator_latency.json
 
-A latency is the time from a client to an engine and back. All clients and engines share the event loop and the clock of
-this process and read their sockets themselves. So a latency is the time of the coordinator, the kernel, and the
-encoding and decoding of the messages. `megatron bench coordinator` measures the CPU time.
+A latency is the time that a message takes from a client to an engine, plus the time of the answer. All clients and
+engines share the event loop and the clock of this process and read their sockets themselves. So a latency is the time
+of the coordinator, the kernel, and the encoding and decoding of the messages. `megatron bench coordinator` measures the
+CPU time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Measures the decode speed of each number format on this CPU, by instruction set. `dtype: auto` follows the results.
+"""Measures the decode speed of each number format on this CPU, by instruction set.
+
+The choice of `dtype: auto` is based on the results.
 
     python bench/formats.py --instruction-sets amx,avx512,avx2 --json build/formats.json
 
 One process loads the model in all formats for all instruction sets. Each round measures every cell, so that a change of
-the machine's speed affects all of them. The figure of a cell is the fastest step of all rounds.
+the machine's speed affects all cells. The figure of a cell is the fastest step of all rounds.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def load(model: str, names: list[str]) -> dict[tuple[str, str], CppDecoder]:
 def measure(
     decoders: dict[tuple[str, str], CppDecoder], batches: list[int], *, context: int, rounds: int, steps: int
 ) -> dict[tuple[str, str, int], float]:
-    """Return the seconds of the fastest step by format, instruction set and batch."""
+    """Return the seconds of the fastest step, by format, instruction set and batch."""
     config = next(iter(decoders.values())).config
     pages = max(batches) * -(-context // PAGE)
     shape = (config.num_layers, pages, PAGE, 2 * config.num_kv_heads * config.head_dim)
@@ -72,8 +74,8 @@ def measure(
 
 
 def auto_ratios(rates: dict[tuple[str, str, int], float], name: str, batches: list[int]) -> dict[str, dict[str, Any]]:
-    """Return which format `auto` selects for each type of checkpoint, and its speed relative to the best format of
-    KEEPS.
+    """Return, for each type of checkpoint, the format that `auto` selects, and its speed relative to the fastest format
+    of KEEPS.
     """
     selections: dict[str, dict[str, Any]] = {}
     for stored, formats in KEEPS.items():

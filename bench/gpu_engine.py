@@ -1,13 +1,15 @@
-"""Compares the engine on a CUDA device with vLLM and transformers, on an 8B Llama shape with random weights.
+"""Compares the engine on a CUDA device with vLLM and transformers.
+
+The model has the shape of Llama 8B and random weights.
 
     python bench/gpu_engine.py --json gpu.jsonl --seconds 120
     python bench/gpu_engine.py --with vllm --with transformers
 
-All engines run in one process. The file gets one line per cell as soon as the cell is measured; the first line
-describes the run. All engines have the same shape, type and prompts, generate all tokens greedily, and alternate in
-each cell. The decode time is the time of a run with many new tokens minus the time of a run with one new token. The
-bound of a decode step is the size of its weights, keys and values divided by the bandwidth of a large copy. The bound
-of a prompt is its operations divided by the rate of a large matrix product. Both rates are measured.
+All engines run in one process. The first line of the file describes the run. A line for each cell follows as soon as
+the cell is measured. All engines use the same shape, type and prompts, and sample greedily up to the maximum length.
+They alternate in each cell. The decode time is the time of a run with many new tokens minus the time of a run with one
+new token. The bound of a decode step is the size of its weights, keys and values divided by the bandwidth of a large
+copy. The bound of a prompt is its operations divided by the rate of a large matrix product. Both rates are measured.
 """
 
 from __future__ import annotations
@@ -209,7 +211,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     until: float | None = None,
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Yield each cell with the tokens per second of each turn, by engine.
+    """Measure every cell. Yield pairs of a cell and, by engine, the tokens per second of each turn.
 
     until: monotonic time after which no cell starts; None means no limit.
     """
@@ -253,7 +255,7 @@ def measure(
 
 
 def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
-    """Return the upper bound of tokens per second, by cell."""
+    """Return, by cell, the upper bound of the tokens per second."""
     config, size = options.config, options.dtype.itemsize
     weights = num_parameters(config) - config.vocab_size * config.hidden_size  # a token reads one row of the embedding
     upper_bounds = {}

@@ -1,4 +1,5 @@
-"""Times every kernel and its torch reference on a CUDA device, and prints the percentage of the bound that it reaches.
+"""Times every kernel and its torch reference on a CUDA device, and prints how close each kernel comes to its bound in
+%.
 
     python bench/gpu_kernels.py --json kernels.json
 
@@ -61,9 +62,9 @@ class ModelShape:
     page_size: int = 16
 
     def products(self) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of the matrix products of a layer and of the head.
+        """Return (outputs, inputs) of each matrix product of a layer and of the head, by name.
 
-        They read nearly all bytes of a step.
+        These products read nearly all bytes of a step.
         """
         attention = self.heads * self.head_dim
         return {
@@ -95,7 +96,7 @@ class Case:
 class Result:
     """The time and the error of one case.
 
-    error: norm of the difference divided by the norm of the reference. For integers, the share that differs.
+    error: norm of the difference divided by the norm of the reference. For integers, the share of values that differ.
     """
 
     operation: str
@@ -211,7 +212,7 @@ def _append_case(model: ModelShape, count: int, random: Random) -> Case:
 
 
 def _cached(model: ModelShape, lengths: Sequence[int], random: Random) -> tuple[torch.Tensor, ...]:
-    """Return a cache, block tables with its pages in random order, and the lengths of the sequences."""
+    """Return a KV cache, block tables with the pages of the cache in random order, and the lengths of the sequences."""
     pages = [-(-length // model.page_size) for length in lengths]
     cache = random(sum(pages), model.page_size, 2 * model.kv_heads * model.head_dim)
     order = torch.randperm(sum(pages), device=cache.device, dtype=torch.int32)
@@ -257,7 +258,7 @@ def _prefill_case(model: ModelShape, queries: Sequence[int], lengths: Sequence[i
 
 
 def _sampling_case(model: ModelShape, rows: int, random: Random) -> Case:
-    """Return a case with four groups of equally many rows: greedy, all tokens, top-k with top-p, and min-p."""
+    """Return a case with four groups of rows of equal size: greedy, all tokens, top-k with top-p, and min-p."""
 
     def make() -> Any:
         logits = 2.5 * random(rows, model.vocabulary)

@@ -3,8 +3,8 @@
     python bench/host_step.py --rows 1,64,256 --json host.json
 
 The device computes nothing. A replay of a graph leaves the output of its capture unchanged. So only the work of the
-host is measured: the scheduler, the copies of the plan, sampling, log-probabilities and answers. Operations that would
-be launches run on the CPU with a small vocabulary, so that they take little more time than a launch.
+host is measured: the scheduler, the copies of the plan, sampling, log-probabilities and answers. Operations that a GPU
+would execute run on the CPU with a small vocabulary, so that each takes little more time than a launch on a GPU.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def engine(rows: int, longest: int) -> EngineCore:
 
 
 def _first_token(logits_NV: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the sampling kernel. This takes about as long as a launch."""
+    """Replace the sampling kernel by a function that takes about as long as a launch."""
     return torch.zeros(len(logits_NV), dtype=torch.int32), torch.zeros(len(logits_NV))
 
 

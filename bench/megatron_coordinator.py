@@ -1,11 +1,13 @@
-"""Compares this coordinator with Megatron-Core's, in interleaved rounds. Clients and engines do almost no work.
+"""Compares this coordinator with the coordinator of Megatron-Core, in interleaved rounds.
+
+Clients and engines do almost no work.
 
     python bench/megatron_coordinator.py --json megatron_coordinator.json
     python bench/megatron_coordinator.py --client frames --engines 32 --open 1024 --prompt-tokens 512
 
 A cell is a combination of a client, a number of engines, a prompt length, a routing policy (prefix or load) and a
-number of open requests. After each answer, the client sends another request. There are three clients: one that sends
-raw frames, which are neither packed nor unpacked; Megatron-Core's InferenceClient; and the InferenceClient of this
+number of open requests. After each answer, the client sends another request. There are three clients: a client that
+sends prepared frames and does not unpack answers, the InferenceClient of Megatron-Core, and the InferenceClient of this
 project. One process contains all engines. An engine answers all requests that it has read with one message in
 Megatron-Core's format.
 
@@ -128,7 +130,7 @@ def serve_megatron(pipe: Connection, cell: Cell) -> None:
 def serve_engines(address: str, pipe: Connection, cell: Cell) -> None:
     """Register engines of Megatron-Core, and answer the requests.
 
-    An engine answers all that have arrived with one message.
+    An engine answers all requests that have arrived with one message.
     """
     request = DynamicInferenceRequest(
         request_id=0,
@@ -159,7 +161,7 @@ def serve_engines(address: str, pipe: Connection, cell: Cell) -> None:
 
 
 def received(dealer: zmq.Socket[bytes]) -> Iterator[bytes]:
-    """Yield all messages that have arrived."""
+    """Yield all messages that have arrived at a socket, without waiting for more."""
     with contextlib.suppress(zmq.Again):
         while True:
             yield dealer.recv(zmq.NOBLOCK)
@@ -295,7 +297,9 @@ class Side:
         }
 
     def _count(self) -> tuple[int, float, float]:
-        """Return the number of answers, the time of this count, and the coordinator's CPU time in seconds."""
+        """Return the number of answers so far, the time of this count, and the CPU time of the coordinator so far, in
+        seconds.
+        """
         self._client.send("count")
         answers, at = self._client.recv()
         times = psutil.Process(self._coordinator.pid).cpu_times()

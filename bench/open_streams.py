@@ -55,21 +55,21 @@ class Result:
 
 @dataclass
 class Group:
-    """Streams of one client at one engine. Their tokens are sent in one message."""
+    """Streams of one client at one engine, whose tokens are sent in one message."""
 
     engine: PeerLink
     dispatches: list[messages.Dispatch]
     sent: int = 0
 
     def step(self) -> None:
-        """Send one token for each stream."""
+        """Send one token for each stream of the group."""
         entries = [messages.PartialEntry(each.uid, each.dispatch_id, self.sent, 1) for each in self.dispatches]
         self.engine.send(messages.Partial(self.dispatches[0].route, entries, _TOKEN * len(entries)).to_frames())
         self.sent += 1
 
 
 class Streams:
-    """The open streams, and the window that limits the load."""
+    """The open streams of all clients, and the semaphore that limits the number of unanswered messages."""
 
     def __init__(self) -> None:
         self.window = asyncio.Semaphore(0)

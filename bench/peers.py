@@ -1,12 +1,13 @@
-"""Compares the engine and its server with others on this machine, with the same weights and prompts, in one run.
+"""Compares our engine and server with other engines and servers on this machine, with the same weights and prompts.
 
     python bench/peers.py --venv build/peers/venv --vllm-venv build/peers/vllm
 
 Each engine is a process that waits while another engine is measured. All processes are pinned to the same CPUs. In each
 round, the engines run each cell one after the other. The figure of a cell is the median over the rounds. Peers have
-their own virtual environments (see docs/development/benchmarks.md). If a peer does not start, the file has its error.
-Figures are written after each round of engines and each cell of servers. The file has one part per kind of weights and
-of process (engines or servers). One run measures a part completely, so its figures come from one machine and one hour.
+their own virtual environments (see docs/development/benchmarks.md). If a peer does not start, the file contains the
+error of the peer. Figures are written after each round of engines and each cell of servers. The file has one part per
+combination of weights and process kind (engines or servers). One run measures a whole part, so the figures of a part
+come from one machine and one hour.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def float32_operations_per_second() -> float:
 
 
 def commit() -> str:
-    """Return the last commit that changed the benchmark or the runtime."""
+    """Return the hash of the last commit that changed the benchmark or the runtime, with "+changes" if files have
+    changed since.
+    """
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,11 +1,11 @@
-"""Measures the matrix products of the CPU kernels by format, instruction set and batch, and the bounds of one core.
+"""Measures the matrix products of the CPU kernels by format, instruction set and batch, and the limits of one core.
 
     python bench/products.py --formats bfloat16,int4 --instruction-sets avx2,avx512_bf16 --json build/products.json
 
 One thread computes. Products with fewer than --cached-from rows read each weight from memory, because the matrices
-together exceed the cache. Products with more rows repeat one matrix with 512 outputs, which stays in the cache, so they
-measure the arithmetic rate. The figure of a cell is the minimum CPU time of the thread over many runs, because other
-processes hardly affect it. Bytes are the size of the packed weights.
+together exceed the cache. Products with more rows use a single matrix with 512 outputs, which stays in the cache, so
+they measure the arithmetic rate. The figure of a cell is the minimum CPU time of the thread over many runs, because
+other processes hardly affect it. Bytes are the size of the packed weights.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MEMORY = 96 << 20
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The speed of one product: 10^9 bytes of weights per second, and 10^9 operations per second."""
+    """The speed of one product, in units of 10^9 bytes of weights per second and of 10^9 operations per second."""
 
     format: str
     instruction_set: str

@@ -67,7 +67,7 @@ def serve() -> None:
 
 @contextlib.contextmanager
 def checkout(path: Path, model: str, threads: int) -> Any:
-    """Start the process of a checkout. Yield a function that makes a call and returns its seconds."""
+    """Start the process of a checkout. Yield a function that makes a call in this process and returns its seconds."""
     command = [str(path / ".venv/bin/python"), "-P", str(Path(__file__).absolute()), "--serve", model, str(threads)]
     with subprocess.Popen(command, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -86,7 +86,7 @@ def checkout(path: Path, model: str, threads: int) -> Any:
 
 
 def compare(calls: dict[str, Callable[..., list[float]]], call: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Return the results of one call, which are medians and the ratio of each round."""
+    """Measure one call. Return the medians of both checkouts, and the ratio of each round."""
     measured: dict[str, list[list[float]]] = {THIS: [], OTHER: []}
     for number in range(rounds):
         for name in sorted(calls, reverse=number % 2 == 1):

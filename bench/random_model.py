@@ -1,4 +1,4 @@
-"""A model of a given shape with random weights, generated on the device without a download or a file."""
+"""A model with a configurable shape and random weights, generated on the device without a download or a file."""
 
 from __future__ import annotations
 
@@ -66,8 +66,9 @@ class RandomCheckpoint(Checkpoint):
 
     @cached_property
     def _scaled(self) -> dict[int, torch.Tensor]:
-        """Return a copy of the random vector by number of columns, scaled so that a matrix with these columns
-        preserves variance.
+        """Return scaled copies of the random vector, by number of columns of a matrix.
+
+        A product with such a matrix preserves the variance.
         """
         widths = {kind.shape[1] for kind in self.kinds.values() if len(kind.shape) > 1}
         return {width: (self._vector * width**-0.5).to(self.dtype) for width in widths}

@@ -67,8 +67,8 @@ class Load:
 async def run(server: Server, load: Load) -> dict[str, float]:
     """Send the requests at their arrival times. Return percentiles in milliseconds.
 
-    The percentiles are of the time to first token for all prompts, the same for prompts under SHORT_TOKENS before
-    scaling, and of the time between tokens.
+    There are percentiles of three times: the time to first token of all prompts, the time to first token of prompts
+    that had fewer than SHORT_TOKENS tokens before scaling, and the time between tokens.
 
     Raises httpx.HTTPError if a request fails.
     """
@@ -144,7 +144,10 @@ def main(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Compare routing policies with native engines on this machine. The others are compared with the first policy."""
+    """Compare routing policies with native engines on this machine.
+
+    Each other policy is compared with the first policy.
+    """
     rows: dict[str, list[dict[str, float]]] = {policy: [] for policy in policies}
     servers: dict[str, Server] = {}
     try:

@@ -2,9 +2,9 @@
 
     python bench/scaling.py --dtype int4 --json build/scaling.json
 
-One engine runs in this process. The figure of a cell is the median time of --steps steps on a KV cache of the cell's
-length that has been written completely. Linear fits determine the cost of one more sequence and of one more cached
-token. The lower bound is the time to read their bytes at the memory bandwidth that the same run measures. A table (.md)
+One engine runs in this process. The figure of a cell is the median time of --steps steps. All tokens of the cell's KV
+cache are written before. Linear fits determine the cost of one more sequence and of one more cached token. The lower
+bound of a step is the time to read weights and cache at the memory bandwidth that the same run measures. A table (.md)
 and a plot (.svg) are written next to the figures. Cells with more than --max-tokens tokens are skipped. A token of the
 built-in model takes 23 KB.
 """
@@ -43,7 +43,7 @@ class Cell:
     """A decode step of `batch` sequences with `context` tokens each.
 
     bound_ms:  time to read the weights and the cache once.
-    rss_mib:   resident memory of the process, with the largest cache so far.
+    rss_mib:   resident memory of the process, including the largest cache so far.
     bound_mib: sum of the memory of the process before the load, the weights and the cache.
     """
 
@@ -60,7 +60,7 @@ class Cell:
 
 
 class Bench:
-    """Runs decode steps of a model on a KV cache of at most `max_tokens` tokens."""
+    """The model under test, which runs decode steps on a KV cache of at most `max_tokens` tokens."""
 
     def __init__(self, model: str, *, dtype: str, threads: int, max_tokens: int) -> None:
         source = resolve(model)
@@ -81,7 +81,7 @@ class Bench:
     def write_cache(self, tokens: int) -> None:
         """Write the pages of `tokens` tokens.
 
-        Otherwise, reads of memory that was never written would all hit one page of zeros.
+        Without this, all reads would hit one page of zeros, with which the kernel backs memory that was never written.
         """
         pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE

@@ -1,17 +1,20 @@
-"""Compares the cost of a request in server and coordinator between this checkout and another. Echo engines answer.
+"""Compares the cost of a request in server and coordinator between this checkout and another.
+
+Echo engines answer the requests.
 
     python bench/serve_versions.py --against ../other --json serve_versions.json
 
 Each checkout runs `megatron serve` in its virtual environment .venv, with an echo engine. The echo engine is
 tests/support/echo_serve.py, or `--backend echo` in a checkout that lacks this file. While one server is loaded, the
 other is idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
-connection. Two starts of the same server can differ by more than the goals, so both servers start several times.
+connection. Two starts of the same server can differ by more than the differences that matter, so both servers start
+several times.
 
 First, the servers have no API keys. Then they have one key with limits that the load does not reach. Then `megatron
-bench coordinator` runs in both, in alternation. Figures are compared within a round.
+bench coordinator` runs in both checkouts, in alternation. Figures are compared within a round.
 
 With --instructions, server and coordinator run under valgrind's callgrind. The figures are then instructions in user
-space in place of CPU time. They repeat within 1 %, whatever else the machine does.
+space in place of CPU time. These figures repeat within 1 %, whatever other load the machine has.
 
 With --tools, the requests are chats with tools that the model of --model may call.
 """
@@ -94,7 +97,7 @@ def component(server: Server, command: str) -> psutil.Process:
 def cpu_seconds(process: psutil.Process) -> float:
     """Return the CPU seconds of all threads of a process.
 
-    They are read from its CPU clock, because /proc has ticks of 10 ms.
+    The time is read from the CPU clock of the process, because /proc has a resolution of only 10 ms.
     """
     return time.clock_gettime(~process.pid << 3 | 2)  # the same clock id as from clock_getcpuclockid()
 
@@ -111,9 +114,9 @@ def instructions(process: psutil.Process, folder: Path) -> int:
 
 
 def idle_rates(server: Server, folder: Path) -> dict[str, float]:
-    """Return the instructions per second of each component without requests.
+    """Return the instructions per second of each component while there are no requests.
 
-    These are the instructions of timers. Callgrind does not slow down their rate.
+    Timers execute these instructions. Timers fire at the same rate under callgrind.
     """
     processes = {name: component(server, name) for name in COMPONENTS}
     for process in processes.values():

@@ -4,9 +4,9 @@
 
 `megatron serve` of each checkout starts once, with the checkout's own virtual environment .venv and the same model.
 Each prompt goes to all servers, in alternating order. A prompt has five tools, an earlier call of another tool (without
-which small models write no calls), and a question that requires one tool. Answers are greedy. An answer `calls` if it
-has a call. It `parses` if each call names a tool and has a JSON object as arguments. It `fits` if these arguments are
-valid by the tool's schema.
+which small models write no calls), and a question that requires one tool. Answers are greedy. Three figures count
+answers. `calls` counts answers with a tool call. `parses` counts answers in which each call names a tool and has a JSON
+object as arguments. `fits` counts answers whose arguments are also valid by the tool's schema.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def conversation(tool: str, question: str) -> list[Message]:
 
 
 def judged(message: Message) -> dict[str, bool]:
-    """Return which of the conditions in FIGURES the message of an answer fulfils."""
+    """Return, for each condition in FIGURES, whether the message of an answer fulfils it."""
     calls = [call["function"] for call in message.get("tool_calls") or ()]
     values = []
     for call in calls:
@@ -207,7 +207,7 @@ def answer(server: Server, messages: list[Message], max_tokens: int) -> Message:
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
 )
 def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens: int, json_file: Path | None) -> None:
-    """Compare the tool calls that a model decides to make."""
+    """Compare the validity of the tool calls that a model makes with both checkouts."""
     checkouts = {THIS: REPOSITORY, **({} if against is None else {OTHER: against.absolute()})}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     servers: dict[str, Server] = {}

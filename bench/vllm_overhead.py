@@ -1,4 +1,6 @@
-"""Measures the overhead of our coordinator and server, by `megatron serve --backend vllm` against vLLM's OpenAI server.
+"""Measures the overhead of our coordinator and server.
+
+Compares `megatron serve --backend vllm` with vLLM's OpenAI server.
 
     build/vllm/bin/python bench/vllm_overhead.py --json vllm_overhead.json
 
@@ -6,8 +8,8 @@ Both servers run from this Python environment, with the same weights, the same e
 threads. Both start once. While one is loaded, the other is idle. Each round sends the same streamed requests to both,
 in alternating order. No prompt is sent to a server twice. Throughput is compared within a round.
 
-vLLM's processes wait by polling and keep busy every CPU that they may use. `--compute-cpus` reserves CPUs for them. The
-servers and the clients then run on the other CPUs, as on a node with a GPU.
+vLLM's processes wait by polling, and so occupy every CPU that they may use. `--compute-cpus` reserves CPUs for them.
+The servers and the clients then run on the other CPUs, as on a node with a GPU.
 """
 
 from __future__ import annotations
@@ -124,7 +126,7 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def model_directory(folder: Path, dtype: str) -> Path:
-    """Return the directory of the weights in `dtype`. They are converted once."""
+    """Return the directory of the weights in `dtype`. The first call converts the weights."""
     directory = folder / dtype
     if not (directory / "config.json").exists():
         convert(SOURCE, directory, dtype=dtype, replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
@@ -132,7 +134,9 @@ def model_directory(folder: Path, dtype: str) -> Path:
 
 
 def process_name(process: psutil.Process) -> str:
-    """Return what a server's process runs, either a Python module with its command or the title that vLLM sets."""
+    """Return a name for a process of a server: the Python module with its command, or the process title that vLLM
+    sets.
+    """
     match process.cmdline():
         case [title]:
             return title
@@ -173,7 +177,7 @@ def idle_cpu_percent(server: Server) -> float:
 
 
 def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
-    """Compare tokens per second. ours, vllm: values from the same rounds."""
+    """Return a comparison of tokens per second. ours, vllm: values of the same rounds."""
     ratios = [own / other for own, other in zip(ours, vllm, strict=True)]
     return {
         OURS: round(median(ours), 1),
@@ -184,7 +188,7 @@ def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
 
 
 def first_token(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
-    """Compare times to the first token. Percentiles are measured values, in milliseconds.
+    """Return a comparison of the times to the first token, as percentiles in milliseconds, without interpolation.
 
     ours, vllm: seconds of all requests.
     """
@@ -207,7 +211,7 @@ def installed() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The results of one server in one round: its answers, and the CPU seconds of each process."""
+    """The results of one server in one round: the answers, and the CPU seconds of each process of the server."""
 
     answers: Answers
     cpu_seconds: Mapping[str, float]
@@ -226,7 +230,7 @@ Load = int | str
 def measure_rounds(
     servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
 ) -> dict[str, dict[Load, list[Loaded]]]:
-    """Return the results by server and load, one entry per round."""
+    """Measure all rounds, and return the results by server and load, with one element per round."""
     results: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
     of_first = {"requests": first_token_requests, "new_tokens": 8}
     sizes: dict[Load, dict[str, Any]] = {
@@ -289,7 +293,7 @@ def main(
     models: Path,
     json_file: Path | None,
 ) -> None:
-    """Compare our server with vLLM's own.
+    """Compare our server with vLLM's server.
 
     Measures throughput at 8 and 32 clients, and the time to the first token of completions and chats at one client.
     """

@@ -1,11 +1,11 @@
-"""Runs all tests and benchmarks that need a GPU, within a time limit. The most valuable run first.
+"""Runs all tests and benchmarks that need a GPU, within a time limit. The most important steps run first.
 
 See bench/gpu/README.md.
 
     python -m bench.gpu.campaign --out FOLDER
     python -m bench.gpu.campaign --out FOLDER --dry
 
-Each step is a process with a time limit. Each result is written to FOLDER/results.jsonl as soon as it exists, as a line
+Each step is a process with a time limit. The process writes each result to FOLDER/results.jsonl immediately, as a line
 with step, name and figures. FOLDER/<step>.log has the output of a step. `--dry` runs the same steps on a CPU with small
 shapes.
 """
@@ -101,7 +101,7 @@ def drive(campaign: Campaign, steps: list[str], boxes: dict[str, float], argumen
 
 
 def summary(rows: list[dict[str, Any]]) -> list[str]:
-    """Return lines of text, one line per step with its results. Steps with errors are first."""
+    """Return lines of text, one line per step with its results. Steps with errors come first."""
 
     def line(row: dict[str, Any]) -> str:
         figures = " ".join(f"{key}={value}" for key, value in row.items() if key not in ("step", "name", "time"))

@@ -1,11 +1,12 @@
-"""Packs the GPU campaign into bundles of a limited size, for a machine without a network. README.md describes their
-use.
+"""Packs the GPU campaign into bundles of a limited size, for a machine without a network.
+
+README.md describes how to use the bundles.
 
     python -m bench.gpu.carry packages
     python -m bench.gpu.carry pack --size 64 --wheels FOLDER build/gpu-carry
 
-The bundles are parts of one compressed archive. The archive contains the checkout, wheels of the packages that a
-machine with torch lacks, and the model for the steps with a server.
+The bundles are consecutive parts of one compressed archive. The archive contains the checkout, wheels of the packages
+that a machine with torch lacks, and the model for the steps with a server.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Bundles:
 
 
 def checkout() -> Iterator[Path]:
-    """Yield the tracked and the new files of the checkout, relative to its root."""
+    """Yield the paths of the tracked and the new files of the checkout, relative to its root."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in sorted(set(names.split("\0")) - {""}):

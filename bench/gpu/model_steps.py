@@ -1,5 +1,6 @@
-"""Steps of the GPU campaign that run in one process: an engine on an 8B shape with random weights, without a
-coordinator.
+"""Steps of the GPU campaign that run in one process, with an engine but no coordinator.
+
+The model has the shape of an 8B model and random weights.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ def _shape(campaign: Campaign) -> ModelConfig:
 
 
 def _ceilings(campaign: Campaign) -> Ceilings:
-    """Return the device's rates that the step `facts` has measured. Measure them if this step has not run."""
+    """Return the rates of the device that the step `facts` has measured. Measure the rates if this step has not run."""
     path = campaign.folder / CEILINGS
     if path.exists():
         return Ceilings(**json.loads(path.read_text()))
@@ -302,9 +303,9 @@ def _prefill_cell(campaign: Campaign, engine: Engine, weights: int, ceilings: Ce
 
 
 def race(campaign: Campaign) -> None:
-    """Stage weights in another thread while the engine runs steps and captures graphs again.
+    """Test the staging of weights in another thread, while the engine runs steps and captures graphs again.
 
-    Then use the staged weights.
+    The engine then uses the staged weights.
     """
     engine = Engine.start(campaign, _shape(campaign), kv_cache_management_mode=KVCacheManagementMode.RECOMPUTE)
     core, executor = engine.core, engine.executor
@@ -354,7 +355,9 @@ def race(campaign: Campaign) -> None:
 
 
 def profile(campaign: Campaign) -> None:
-    """Record the times of a decode step: parts on the host, the graph without the host, and kernels by name."""
+    """Record the times of a decode step: of its phases on the host, of the graph without the host, and of each
+    kernel.
+    """
     engine = Engine.start(campaign, _shape(campaign))
     for batch in campaign.sizes.batches:
         with campaign.part(f"host b{batch}"):
@@ -380,7 +383,7 @@ def _host_cell(campaign: Campaign, engine: Engine, batch: int) -> None:
 
 @contextmanager
 def _timed(target: Any, name: str) -> Iterator[list[float]]:
-    """Return a context that times each call of a method of `target`. It yields the list of microseconds."""
+    """Return a context manager that times each call of a method of `target`. Its value is the list of microseconds."""
     method: Callable[..., Any] = getattr(target, name)
     times: list[float] = []
 
@@ -537,7 +540,7 @@ def _logits(rows: int, vocabulary: int, kind: str, device: torch.device) -> torc
 
 
 def memory(campaign: Campaign) -> None:
-    """Measure what suspend() releases, and how long suspend() and resume() take, for each mode of the KV cache."""
+    """Measure how much memory suspend() releases, and how long suspend() and resume() take, by mode of the KV cache."""
     batch = campaign.sizes.batches[-1]
     for mode in KVCacheManagementMode:
         with campaign.part(f"suspend {mode.value}"):

@@ -100,7 +100,7 @@ def page(rows: Sequence[Row], *, commit: str) -> str:
 
 
 def unfinished(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the steps whose last run failed or was terminated, each with the way in which it ended."""
+    """Return the steps whose last run did not succeed, as a map from the step to the way in which it ended."""
     ends: dict[str, str] = {}
     for row in rows:
         match row:
@@ -116,7 +116,7 @@ def unfinished(rows: Iterable[Row]) -> dict[str, str]:
 
 
 def _tables(rows: Sequence[Row]) -> Iterator[Table]:
-    """Yield the tables of a step.
+    """Yield the tables that show the results of one step.
 
     There is one table per group of rows whose figures have the same names, and one table for all other rows.
     """
@@ -146,7 +146,7 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 
 
 def _groups(cells: Sequence[tuple[str, dict[str, str]]]) -> list[list[tuple[str, dict[str, str]]]]:
-    """Return the cells in groups.
+    """Divide the cells of a step into groups, one per table.
 
     A group is one measurement at several batches, or consecutive cells with the same figures.
     """
@@ -180,7 +180,10 @@ def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
 
 
 def _figures(row: Row) -> dict[str, str]:
-    """Return the figures of a row as text. Each member of an object is a separate figure."""
+    """Return the figures of a row as text, by name.
+
+    If a figure is an object, each of its fields is a separate figure.
+    """
     figures: dict[str, str] = {}
     for key, value in row.items():
         name = re.sub(r"^c\d+_", "", key).replace("_", " ")  # of `megatron bench serve`, by clients

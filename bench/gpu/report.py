@@ -1,4 +1,4 @@
-"""What all steps of the GPU campaign share: the sizes, the device, and the results file."""
+"""The sizes of the workloads, the device and the results file, which all steps of the GPU campaign use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ERROR_CHARACTERS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of the steps' workloads. A number of tokens is per sequence unless stated otherwise.
+    """The sizes of the steps' workloads. Numbers of tokens are per sequence unless stated otherwise.
 
     max_rows, max_tokens: maximum number of rows and of tokens of an engine's step.
     max_sequence_length:  maximum number of tokens, prompt plus answer.
@@ -30,7 +30,7 @@ class Sizes:
     prompt_tokens, new_tokens: prompt and answer of a request in the decode cells.
     prefill_tokens:       length of the long prompt.
     short_prompts:        lengths of the prompts whose time to the first token is measured.
-    turns:                number of repetitions of a cell.
+    turns:                number of times that a cell is measured.
     steps:                number of measured steps of a cell.
     contexts, split_tokens: for decode attention, numbers of cached tokens, and minimum numbers of tokens per program.
     stagings:             number of times that weights are staged during captures.
@@ -121,7 +121,7 @@ class Campaign:
     step:   name of the step in the results.
     dry:    whether the step runs on the CPU, with the shapes of small models.
     model:  model reference for the steps with a server.
-    box:    maximum duration of the step in seconds.
+    box:    time limit of the step, or of the whole campaign in the driver, in seconds.
     """
 
     folder: Path
@@ -136,7 +136,9 @@ class Campaign:
         return "cpu" if self.dry else "cuda"
 
     def emit(self, name: str, **figures: Any) -> None:
-        """Append a result to the results file and flush it to disk, because the machine may be lost at any time."""
+        """Append a result to the results file, and flush the file to disk, because the machine may be lost at any
+        time.
+        """
         line = append_line(
             self.folder / RESULTS, {"step": self.step, "name": name, "time": round(time.time(), 1), **figures}
         )
@@ -144,9 +146,9 @@ class Campaign:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Return a context for a part of a step.
+        """Return a context manager for a part of a step.
 
-        If the part raises, record that as a result and continue with the next part.
+        If the part raises an exception, record the exception as a result, and continue with the next part.
         """
         try:
             yield
@@ -173,7 +175,7 @@ class Campaign:
 
 
 def append_line(path: Path, value: Any) -> str:
-    """Append a line of JSON to a file, and flush it to disk. Return the line."""
+    """Append a value to a file as a line of JSON, and flush the file to disk. Return the line."""
     line = json.dumps(value)
     with path.open("a") as file:
         file.write(line + "\n")
@@ -188,5 +190,5 @@ def _nvidia_smi(query: str, *, units: bool = True) -> str:
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """Return all lines of the results."""
+    """Return all results in the results file of `folder`."""
     return [json.loads(line) for line in (folder / RESULTS).read_text().splitlines()]

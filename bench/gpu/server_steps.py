@@ -1,4 +1,4 @@
-"""Steps of the GPU campaign that start processes: coordinator, server and engines on one GPU, and verbs under load."""
+"""Steps of the GPU campaign that start a coordinator, a server and engines on one GPU, and send verbs under load."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Fleet:
         return [*options, "--threads", str(sizes.threads), *self.backend]
 
     def ended(self) -> str | None:
-        """Return the name of a process that has ended unexpectedly; None if there is none."""
+        """Return the name of a process that has ended unexpectedly, or None if all processes run."""
         return next((name for name, child in self.children.items() if child.poll() is not None), None)
 
     def kill(self, name: str) -> Process:
@@ -134,11 +134,11 @@ class Fleet:
 
 
 class Streams:
-    """Concurrent greedy streams over HTTP.
+    """Concurrent streams with greedy sampling over HTTP.
 
     texts:  text that each stream has received.
     times:  arrival times of the events of all streams, in seconds.
-    failed: errors of the streams that failed.
+    failed: error messages of the streams that failed.
     """
 
     def __init__(self, url: str, count: int, tokens: int) -> None:
@@ -226,7 +226,7 @@ def vllm_serve(campaign: Campaign) -> None:
 
 
 def _for_vllm(campaign: Campaign) -> Campaign | None:
-    """Return the campaign with its model in a format that vLLM reads; None if vLLM is not installed."""
+    """Return the campaign with its model in a format that vLLM reads. Return None if vLLM is not installed."""
     if find_spec("vllm") is None:
         campaign.emit("vLLM is not installed")
         return None
@@ -296,9 +296,9 @@ async def _answering(fleet: Fleet) -> None:
 
 @dataclass
 class ServerRun:
-    """The cases of a running server.
+    """The test cases of a running server.
 
-    A case acts while streams run, and compares their answers with undisturbed answers.
+    A case acts on the server while streams run, and compares the answers of the streams with undisturbed answers.
     """
 
     campaign: Campaign
@@ -384,7 +384,7 @@ class ServerRun:
         return {"drain_s": await self.verb(Header.DRAIN, engine="engine-0")}
 
     async def other_requests(self) -> None:
-        """Send a request with structured output, and one with log-probabilities."""
+        """Send a request with structured output, and a request with log-probabilities."""
         chat = {
             "model": MODEL_NAME,
             "messages": [{"role": "user", "content": "Give me a JSON object."}],
@@ -401,7 +401,7 @@ class ServerRun:
             self.campaign.emit("log-probabilities", failed=answer.status_code != 200, text=answer.text[:200])
 
     async def stop(self) -> None:
-        """Stop the engines with the verb."""
+        """Stop the engines with the verb STOP."""
         await self.verb(Header.PAUSE)
         seconds = await self.verb(Header.STOP)
         engine = self.fleet.children["engine-1"]

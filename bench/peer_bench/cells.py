@@ -1,4 +1,4 @@
-"""The cells that are measured of each engine, and the loop that interleaves the engines."""
+"""The cells that are measured for each engine, and the loop that interleaves the engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _LONG_LOAD = 20.0
 class Cell:
     """One measurement, which is a batch of prompts and a number of tokens to generate.
 
-    turns:   number of turns of all engines in a round. With many short turns, all engines get the same memory rate.
+    turns:   number of turns of each engine in a round. With many short turns, the memory bandwidth is the same for all
+             engines.
     is_less: whether a lower figure is better.
     """
 
@@ -146,14 +147,14 @@ def measure_all(
 
 
 def turns(cells: Iterable[Cell], number: int) -> Iterable[tuple[Cell, int]]:
-    """Return the turns of a round, each with the seed for its prompts."""
+    """Yield the turns of a round as pairs (cell, seed for the prompts). number: number of the round."""
     return zip((cell for cell in cells for _ in range(cell.turns)), itertools.count(1000 * (number + 1)), strict=False)
 
 
 def measure(
     engine: Engine, cell: Cell, figure: Callable[[], float], *, memory_rate: Callable[[], float] = memory_bandwidth
 ) -> None:
-    """Measure a figure when the machine is idle. Measure the memory bandwidth before and after it."""
+    """Measure a figure when the machine is idle, and measure the memory bandwidth before and after the figure."""
     wait_until_idle()
     before = memory_rate()
     measured = engine.run_guarded(figure)
@@ -170,10 +171,10 @@ def wait_until_idle() -> None:
 
 
 def measure_starts(group: Iterable[Engine], *, rounds: int, cpus: set[int]) -> None:
-    """Measure the load in new processes, with one engine after the other in each round.
+    """Measure how long the engines take to load, in new processes. Each round measures one engine after the other.
 
-    The figures are the time until the load ends, and the time from then until the first token. The second is needed
-    because an engine that maps its file reads it in the first request. All files are in the page cache. An engine whose
+    The figures are the time until the model is loaded, and the time from the end of the load to the first token. An
+    engine that maps its file reads the file only in the first request. All files are in the page cache. An engine whose
     load takes _LONG_LOAD seconds or more is measured once.
     """
     engines = list(group)
@@ -210,7 +211,8 @@ def _start(engine: Engine, cpus: set[int]) -> None:
 def _drop_cached_weights(engine: Engine) -> None:
     """Drop the files that the engine's command names from the page cache.
 
-    Otherwise, an engine that maps a file would get different pages if the file has just been written than after a boot.
+    Otherwise, a file that has just been written would be in other pages than after a boot, which affects engines that
+    map the file.
     """
     named = [Path(argument) for argument in engine.command[1:] if argument.startswith("/")]
     for file in [*named, *(file for path in named if path.is_dir() for file in path.rglob("*"))]:

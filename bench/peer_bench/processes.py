@@ -1,4 +1,4 @@
-"""Engines in their own processes. Requests and answers are lines of JSON."""
+"""Engines that run in their own processes. Requests and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class WorkerError(RuntimeError):
 class Worker:
     """One engine process.
 
-    cpus:  CPUs of all its threads.
-    ready: seconds and memory of its start (peer_workers/worker.py).
+    cpus:  CPUs on which all threads of the process run.
+    ready: duration and memory of the start, as reported by peer_workers/worker.py.
     """
 
     def __init__(self, command: Sequence[str], *, cpus: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""The results, as a JSON document with a plot next to it."""
+"""The results of bench/peers.py, as a JSON document with a plot next to it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Part:
 
 @dataclass(slots=True)
 class Report:
-    """The document at `path`, which is rewritten after each round. Parts of this run replace the same parts of earlier
-    runs.
+    """The document at `path`, which is rewritten after each round.
+
+    A part of this run replaces the part with the same weights and kind from earlier runs.
 
     `machine` in the document describes the last run. Each part has the machine and the commit of its own run.
 
@@ -92,7 +93,7 @@ class Report:
     def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
         """Yield a row for each cell, with our figure, the best peer's figure, and their ratio.
 
-        A ratio above 1 means ours is better.
+        A ratio above 1 means that our engine is better.
         """
         ours = next(engine for engine in part.engines if engine.name == OURS)
         for cell in CELLS:
@@ -139,7 +140,7 @@ class Report:
 
 
 def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
-    """Return the figures of an engine. For a peer, also return how many times better ours is.
+    """Return the figures of an engine. For a peer, also return how many times better our engine is.
 
     This ratio is the median of the ratios of the turns. The memory bandwidth of a virtual machine can change. So only
     turns in which both engines had the same bandwidth are counted, if there are enough such turns.
@@ -165,7 +166,7 @@ def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, str]:
-    """Return the sort key of a row or a part."""
+    """Return the sort key of a row or a part in the document."""
     return list(DTYPES).index(entry["weights"]), entry["kind"]
 
 

@@ -1,4 +1,4 @@
-"""Servers of OpenAI's HTTP API, interleaved and measured with the same clients."""
+"""Servers with OpenAI's HTTP API, which are measured in alternation with the same clients."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def measure_servers(
     cpus: set[int],
     after_cell: Callable[[], None],
 ) -> None:
-    """Measure every number of clients once per round, for each server and, at the same batch, for our engine alone.
+    """Measure all servers with every number of clients, once per round.
+
+    Also measure our engine alone at the same batches.
 
     own: our engine. Its figures get the names of the cells.
     """

@@ -37,7 +37,7 @@ class BenchModel:
     layer_type: gguf.GGMLQuantizationType
 
     def step_bytes(self, weights: str) -> float:
-        """Return the number of bytes of weights that a step reads, whatever its batch size."""
+        """Return the number of bytes of weights that a step reads. This number does not depend on the batch size."""
         if weights != "4-bit":
             return (self.layer_parameters + self.head_parameters) * (2 if weights == "bfloat16" else 4)
         layer, head = (gguf.GGML_QUANT_SIZES[kind] for kind in (self.layer_type, gguf.GGMLQuantizationType.Q8_0))
@@ -58,7 +58,7 @@ vocabulary.
 
 
 def write_forms(directory: Path, weights: list[str], model: str) -> dict[str, str]:
-    """Write the weights, and return their paths.
+    """Write the weights in each format, and return the path of each format.
 
     "hf" is a directory for transformers, "packed-…" are directories for our engine, and all other names are GGUF files.
 

@@ -1,6 +1,8 @@
-"""The common part of the workers of bench/peers.py. It loads a model, then answers requests, which are lines of JSON.
+"""The common part of the workers of bench/peers.py. It loads a model, and then answers requests.
 
-It uses only the standard library.
+Each request is a line of JSON.
+
+This module uses only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ Returns the seconds until every prompt has its first token.
 def serve(load: Callable[[], tuple[Generate, int]], *, libraries: Sequence[str], platform: str | None = None) -> None:
     """Load the model and answer requests until standard input ends.
 
-    load:      returns a function that generates, and the size of the vocabulary.
+    load:      returns a function that generates answers, and the size of the vocabulary.
     platform:  library that is imported first. Its time and memory are not attributed to the engine.
     libraries: libraries of the engine, which are imported before the load begins.
     """

@@ -3,8 +3,8 @@
 Shapes: T tokens, D hidden size.
 Types:  float32, bfloat16, float16. The sum is rounded to the residual's type. The norm is computed from the rounded sum
         in float32 and rounded once. So the result is equal to the result of the two separate operations.
-Bound:  memory. With an addition, bytes = (4 T D + D) s (x and residual read, residual and y written, weight read);
-        without, bytes = (2 T D + D) s. s is the size of an element.
+Bound:  memory. With an addition, bytes = (4 T D + D) s (x and residual read, residual and y written, weight read).
+        Without an addition, bytes = (2 T D + D) s. s is the size of an element in bytes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Add `x_TD` to `residual_TD` in place, and return the norm of the sum times `weight_D`, [T, D].
 
-    x_TD: None adds nothing, for the first norm of a model. After the call its contents are undefined, because the
-          result can overwrite them.
+    x_TD: None for the first norm of a model, before which nothing is added. The contents of x_TD are undefined after
+          the call, because the result can overwrite them.
     """
     if x_TD is not None:
         residual_TD.add_(x_TD)

@@ -16,7 +16,7 @@ The sums are the same.
 
 
 def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:
-    """Check the arguments from which the kernels compute addresses. R: number of rows of queries.
+    """Check the arguments of the attention kernels from which these compute addresses. R: number of rows of queries.
 
     Raises:
         ValueError: an argument is not valid. The message has the argument, its value and the allowed value.
@@ -59,7 +59,7 @@ def softmax_step(
     WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Attend from `queries` [R, C] to the cached tokens first … first + BLOCK_TOKENS - 1.
+    """Attend from `queries` [R, C] to the cached tokens first … first + BLOCK_TOKENS - 1, and return the new state.
 
     largest, total, sums: the state of the online softmax: maximum [R], sum of weights [R], weighted sum of values [R,
                           C].
@@ -67,7 +67,7 @@ def softmax_step(
     last_seen: [R], the last token to which each row attends. Every row attends to token `first` or to an earlier token.
                Used only if MASKED is set. Otherwise, the tile is complete and visible to all rows.
     window:    number of tokens up to last_seen to which a row attends. Used only if WINDOWED is set, which requires
-               MASKED. In this case, a row need not have attended to any token yet.
+               MASKED. With WINDOWED, a row can have attended to no token so far.
     """
     tokens = first + tl.arange(0, BLOCK_TOKENS)
     present = tokens < stop

@@ -1,4 +1,6 @@
-"""The experts of a mixture: the gated feed-forward of each (token, selected expert) pair, and the weighted sum per
+"""The experts of a mixture of experts.
+
+They compute the gated feed-forward of each (token, selected expert) pair, and the weighted sum of the results per
 token.
 
 Shapes: T tokens, D hidden size, N experts of the model, X of them on this rank, F feed-forward width of an expert, G =
@@ -42,8 +44,8 @@ def moe_experts(
 ) -> torch.Tensor:
     """Return y_TD, the weighted sum of the outputs of each token's selected experts on this rank.
 
-    first:     number of this rank's first expert.
-    alignment: alignment with which `routing` was computed. It is the number of positions in a tile of the product.
+    first:     index of this rank's first expert among the experts of the model.
+    alignment: alignment with which `routing` was computed. A tile of the product has this number of positions.
     """
     pairs_TJD = x_TD.new_zeros(*routing.experts_TJ.shape, x_TD.shape[1])
     for number, (gate_up_GD, down_DF) in enumerate(zip(gate_up_XGD, down_XDF, strict=True), first):

@@ -1,9 +1,9 @@
-"""The experts of a mixture in Triton; see `moe_experts`. Two grouped products have SwiGLU between them.
+"""The experts of a mixture of experts in Triton; see `moe_experts`. SwiGLU runs between two grouped products.
 
 In each product, a program multiplies a tile of positions of one expert by a tile of columns of the expert's matrix. The
 program finds its expert on the device by bisection. There is one program for each tile of the order, whichever experts
-are selected, so that CUDA graphs can capture the launches. Programs share no sums. The first product writes to
-positions, and the second to pairs. The pairs of a token are summed in the order of the token's choices.
+are selected, so that CUDA graphs can capture the launches. No two programs add to the same sum. The first product
+writes to positions, and the second to pairs. The pairs of a token are summed in the order of the token's choices.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from megatron_kernels.tuning import expert_tile
 
 @triton.jit
 def _find_expert(starts, place, num_experts):
-    """Return the last expert whose part of the order begins at `place` or earlier.
+    """Return the expert whose part of the order contains the position `place`.
 
-    Experts without tokens have empty parts.
+    This is the last expert whose part begins at `place` or earlier, because experts without tokens have empty parts.
     """
     low, high = 0, num_experts
     while high - low > 1:

@@ -1,4 +1,4 @@
-"""Selects the experts of each token with their weights, and computes the order that groups the tokens by expert.
+"""Selects the experts of each token with their weights, and sorts the (token, choice) pairs by expert.
 
 Shapes: T tokens, N experts, J selected experts of a token, R = T J (token, choice) pairs.
 Types:  logits float32, bfloat16 or float16; weights float32, computed in float32; indices int32.
@@ -18,8 +18,8 @@ import torch
 class Routing:
     """The experts of each token, and the (token, expert) pairs grouped by expert.
 
-    weights_TJ, experts_TJ: in descending order of probability. Of equal probabilities, the lower expert number is
-        first.
+    weights_TJ, experts_TJ: weights and indices of each token's experts, in descending order of probability. Of equal
+        probabilities, the lower index is first.
     counts_N: number of pairs of each expert.
     starts_M:   M = N + 1; the start of each expert's part of `order_R`, and the end of the last part.
     order_R:    pair numbers t * J + j, sorted by expert, then by token. Each part is padded with -1 up to the
@@ -40,7 +40,9 @@ def bytes_moved(tokens: int, *, num_experts: int, top_k: int, element_size: int)
 
 
 def order_size(tokens: int, *, num_experts: int, top_k: int, alignment: int) -> int:
-    """Return the size of `order_R` for any choice of experts, so that the host need not read counts from the device."""
+    """Return a size of `order_R` that suffices for any choice of experts, so that the host need not read device
+    memory.
+    """
     pairs = tokens * top_k
     return pairs + min(num_experts, pairs) * (alignment - 1)
 
@@ -50,7 +52,7 @@ def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, 
 
     normalize: whether to divide the selected probabilities by their sum.
     alignment: number of rows in a tile of a grouped product. Each expert's part of the order is padded to a multiple of
-               it.
+               this number.
     """
     tokens, num_experts = logits_TN.shape
     probabilities_TN = logits_TN.float().softmax(dim=-1)

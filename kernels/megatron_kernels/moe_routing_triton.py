@@ -1,7 +1,7 @@
 """Expert routing in Triton; see `moe_routing`.
 
-The sizes of the launches depend only on shapes. There are no atomic operations and no reads from the device. So the
-order is deterministic, and CUDA graphs can capture the launches.
+The sizes of the launches depend only on shapes. The kernels use no atomic operations, and the host reads no device
+memory. So the order is deterministic, and CUDA graphs can capture the launches.
 
 Up to 64 tokens take one launch of one program. More tokens take three launches:
 
@@ -93,7 +93,7 @@ def _route(
     CHOICES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the whole routing in one program, for few tokens."""
+    """Compute the whole routing in one program. Used for few tokens."""
     for first in range(0, size, BLOCK):
         index = first + tl.arange(0, BLOCK)
         tl.store(order + index, tl.full((BLOCK,), -1, tl.int32), mask=index < size)

@@ -33,10 +33,10 @@ def paged_decode(
 ) -> torch.Tensor:
     """Return softmax(scale · q · kᵀ) · v, [B, H, C].
 
-    q_BHC:     the queries; can be a strided view of the fused QKV product.
+    q_BHC:     queries; can be a strided view of the fused QKV product.
     lengths_B: number of cached tokens of each sequence, including the new token. 0 means a padding row, whose result is
                zeros and whose block table is not read.
-    scale:     None means C ** -0.5.
+    scale:     factor of q · k; None means C ** -0.5.
     window:    number of last cached tokens to attend to, including the new token; None means all.
     """
     batch, num_heads, head_dim = q_BHC.shape

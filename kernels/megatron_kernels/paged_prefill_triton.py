@@ -1,8 +1,8 @@
 """Paged causal prefill attention in Triton; see `paged_prefill`.
 
-A program computes a block of new tokens of one sequence for one key-value head. Its rows are pairs (token, query head
-of the group), so that keys and values are read once for the group. There are floor(T / block) + B programs per head,
-which is enough for any lengths. A program finds its sequence on the device by bisection.
+A program computes a block of new tokens of one sequence for one key-value head. The rows of a program are pairs (token,
+query head of the group), so that keys and values are read once for the group. floor(T / block) + B programs per head
+suffice for any lengths of the sequences. A program finds its sequence on the device by bisection.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from megatron_kernels.tuning import MIN_DOT_ROWS, PrefillTuning, next_power_of_2
 
 @triton.jit
 def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
-    """Return the last sequence whose first block is `block` or an earlier block.
+    """Return the sequence to which a block of new tokens belongs.
 
-    The first block of sequence b is starts[b] // size + b, because the last block of every earlier sequence can be
-    partly filled.
+    This is the last sequence whose first block is not after `block`. The first block of sequence b is starts[b] // size
+    + b, because the last block of every earlier sequence can be partly filled.
     """
     low, high = 0, num_sequences
     while high - low > 1:

@@ -103,7 +103,7 @@ class QuantizedTensor:
         return dequantize(self.kind, self.blocks_NB, self.shape)
 
     def is_finite(self) -> bool:
-        """Return whether all values are finite. Only the scales and offsets of the blocks determine this."""
+        """Return whether all values are finite. This method reads only the scales and offsets of the blocks."""
         where = SCALES[self.kind]
         words = self.blocks_NB.reshape(-1, BLOCK_SIZES[self.kind][1]).view(torch.int16)
         # A float16 is not finite if all bits of its exponent are set.
@@ -132,7 +132,7 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def dequantize(kind: int, blocks: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the values of `blocks` (uint8) as float32. For F32, F16 and BF16, return a view in their own type."""
+    """Return the values of `blocks` (uint8) as float32. For the kinds F32, F16 and BF16, return a view in this type."""
     if kind in PLAIN_DTYPES:
         return blocks.reshape(-1).view(PLAIN_DTYPES[kind]).view(shape)
     if kind in _FORMATS:
@@ -162,7 +162,9 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the 32 four-bit values of each block of 16 bytes. The low halves of all bytes are first."""
+    """Return the 32 four-bit values of each block of 16 bytes, first from the low halves of all bytes, then the high
+    halves.
+    """
     values = torch.empty(len(packed), 2, 16)
     values[:, 0] = packed & 15
     values[:, 1] = packed >> 4

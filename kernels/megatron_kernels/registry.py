@@ -1,4 +1,4 @@
-"""Selects the implementation of each operation, torch or Triton.
+"""Selects the implementation of each operation, in torch or in Triton.
 
 Each operation has its own switch, so that a benchmark or a debugging session can isolate it. The default is Triton on a
 CUDA device and torch on a CPU. An implementation is imported when it is selected.
@@ -62,7 +62,7 @@ class KernelsMissingError(KernelError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelConfig:
-    """One switch per operation. None selects the device's default implementation."""
+    """The selected implementation of each operation, "torch" or "triton". None means the default for the device."""
 
     add_rms_norm: Backend | None = None
     swiglu: Backend | None = None
@@ -75,7 +75,8 @@ class KernelConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> KernelConfig:
-        """Read MEGATRON_KERNELS, which applies to all operations, and MEGATRON_KERNEL_<OPERATION>, which overrides it.
+        """Read MEGATRON_KERNELS, which applies to all operations, and MEGATRON_KERNEL_<OPERATION>, which has precedence
+        for one operation.
 
         Raises:
             KernelError: a value is not a backend, or a variable does not name an operation.
@@ -131,7 +132,10 @@ def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
 
 
 def missing_for_triton() -> str | None:
-    """Return what this machine lacks to compile a Triton kernel and its launcher; None if nothing is missing."""
+    """Return what this machine lacks to compile Triton kernels and their launchers.
+
+    Return None if nothing is missing.
+    """
     if importlib.util.find_spec("triton") is None:
         return "the package triton, which is not installed"
     if not any(shutil.which(name) for name in (os.environ.get("CC") or "gcc", "clang")):

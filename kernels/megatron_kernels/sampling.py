@@ -1,16 +1,16 @@
-"""Samples one token for every row of logits: temperature, top-k, min-p, top-p, and one counter-based random number.
+"""Samples one token for every row of logits, with temperature, top-k, min-p, top-p and one counter-based random number.
 
 Shapes: N rows, V vocabulary.
 Types:  logits float32, bfloat16 or float16; sums of weights float64; tokens int32; log-probabilities float32.
 Bound:  memory; bytes = N V s for one read of the logits, which suffices for greedy rows. Any other row is read again
-        for its sum, for the draw, and for each step of a search with top-k or top-p. These reads hit the L2 cache if
-        the row fits.
+        for the sum of its weights, for the draw, and for each step of a search with top-k or top-p. These reads hit the
+        L2 cache if the row fits.
 Meaning: a weight is exp((logit - largest logit) / temperature). top_k keeps the k tokens with the largest weights; of
          equal weights, the lower id is kept first. min_p keeps the tokens whose weight is not less than min_p. top_p
          keeps the smallest set of the most likely remaining tokens whose sum reaches top_p of the total. The sampled
          token is the first, in the order of ids, at which the running sum of kept weights exceeds u times the sum of
          all kept weights. u is the uniform Philox number of (seed, position), so the token is the same in any batch. A
-         logit of -inf means the probability 0. A row with NaN, with inf, or only with -inf has the token NOT_FINITE.
+         logit of -inf means the probability 0. If a row contains NaN or inf, or only -inf, its token is NOT_FINITE.
 Source: Philox4x32-10 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
@@ -55,13 +55,13 @@ def sample(
 
     The log-probability of the token NOT_FINITE is NaN.
 
-    temperature_N: float32; 0 selects the most likely token; of equally likely tokens, the lowest id.
+    temperature_N: float32; 0 selects the most likely token. Of equally likely tokens, it selects the lowest id.
     top_k_N:       int32; 0 keeps all tokens.
     top_p_N, min_p_N: float32; a top_p of 0 or 1 and a min_p of 0 keep all tokens.
     seeds_N, positions_N: int64; the 64 bits of an element of seeds_N are the seed.
-    processed_NV:  float32; receives the logits from which the tokens are drawn. They are reduced by the largest logit
-                   and divided by the temperature; removed tokens have -inf. Undefined for a row with the token
-                   NOT_FINITE.
+    processed_NV:  float32; receives the logits from which the tokens are drawn. The largest logit is subtracted, and
+                   the difference is divided by the temperature. Removed tokens have -inf. The values of a row with the
+                   token NOT_FINITE are undefined.
     """
     best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers
     is_finite_N = best_N.isfinite()
@@ -83,7 +83,7 @@ def sample(
 
 
 def _kept_ids(weights_V: torch.Tensor, *, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Return the ids that the filters keep, in ascending order."""
+    """Return the token ids that the filters keep, in ascending order."""
     sorted_V, ids_V = weights_V.sort(descending=True, stable=True)
     kept = top_k if 0 < top_k < len(weights_V) else len(weights_V)
     kept = min(kept, int((weights_V >= min_p).sum()))

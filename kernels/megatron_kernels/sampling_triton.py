@@ -1,12 +1,12 @@
 """Sampling in Triton without sorting; see `sampling`. One program computes one row.
 
-Bisection over the bits of weights finds the last token that a filter keeps. Non-negative floats are ordered like their
-bits, so a search has at most 30 steps. Each step narrows the range to weights that occur in the row, until only one
-weight is left. If a filter keeps only some of several equal weights, it keeps the lowest ids. Sums are float64 and
-added in a fixed order, so that the token of a row depends only on the row.
+Bisection over the bits of weights finds the last token that a filter keeps. The bits of non-negative floats, read as
+integers, have the same order as the floats. So a search has at most 30 steps. Each step narrows the range to weights
+that occur in the row, until only one weight is left. If a filter keeps only some of several equal weights, it keeps the
+lowest ids. Sums are float64 and added in a fixed order, so that the token of a row depends only on the row.
 
-A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer. If they
-fit and suffice to decide, the search reads only the buffer.
+A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer. If the
+buffer is large enough and these weights suffice to decide, the search reads only the buffer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.conste
 def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
     """Copy the bits of the most likely tokens to the buffer, up to the buffer's capacity.
 
-    Return their number and sum.
+    Return the number of these tokens and the sum of their weights, even if the buffer is too small for them.
     """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
@@ -76,11 +76,11 @@ def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, 
 
 @triton.jit
 def _measure(row, buffer, vocabulary, num_buffered, largest, temperature, threshold, BLOCK: tl.constexpr):
-    """Return four values about the weights whose bits are not less than `threshold`.
+    """Return four values about the selected weights, which are the weights whose bits are not less than `threshold`.
 
-    They are the number of these weights, their sum, their smallest bits, and the largest bits of all other weights. The
-    number is valid for thresholds above 0, because columns outside the row have weight 0. Reads the buffer, or the row
-    if `num_buffered` is 0.
+    The values are the number of selected weights, their sum, the smallest bits among them, and the largest bits of all
+    other weights. The number is valid for thresholds above 0, because columns outside the row have weight 0. Reads the
+    buffer, or the row if `num_buffered` is 0.
     """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
@@ -114,10 +114,11 @@ def _search(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the greatest threshold from `low` on for which the weights with these bits or more reach `target`.
+    """Return the greatest threshold from `low` on, such that the weights with bits of at least the threshold reach
+    `target`.
 
     Also returns the number and the sum of the weights above the threshold. BY_COUNT: whether `target` is a number of
-    weights; otherwise, it is a sum. The weights from `low` on must reach the target.
+    weights and not a sum. All weights with bits of at least `low` together must reach the target.
     """
     high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
     count_above = tl.full((), 0, tl.int32)
@@ -153,7 +154,7 @@ def _keep(
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,
 ):
-    """Return (cut, ties, mass), the result of all filters.
+    """Apply all filters, and return (cut, ties, mass).
 
     The filters keep all weights whose bits exceed `cut`, and the first `ties` weights whose bits are equal to `cut`.
     `mass` is the sum of all kept weights.

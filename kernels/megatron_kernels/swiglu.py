@@ -2,7 +2,7 @@
 
 GeGLU has the tanh approximation of gelu (Hendrycks and Gimpel 2016, arXiv:1606.08415) instead of silu.
 
-Shapes: T tokens, F feed-forward width, G = 2 F. Each row has gate, then up, as a fused product returns them.
+Shapes: T tokens, F feed-forward width, G = 2 F. Each row contains gate, then up, as a fused product returns them.
 Types:  float32, bfloat16 or float16; computed in float32, rounded once.
 Bound:  memory; bytes = 3 T F s for elements of s bytes (two read, one written).
 """

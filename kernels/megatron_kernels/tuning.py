@@ -1,4 +1,4 @@
-"""Determines how kernels are split into programs, by pure functions of shapes.
+"""Functions that determine, from shapes only, how kernels are split into programs.
 
 There is no autotuning at run time, so a captured graph and a replayed request always use the same split.
 
@@ -82,7 +82,7 @@ def next_power_of_2(number: int) -> int:
 
 
 def elementwise_tile(width: int) -> Tile:
-    """Return the tile of a row for an element-wise operation, with at most 8 elements per lane."""
+    """Return the tile for an element-wise operation on rows of `width` elements, with at most 8 elements per lane."""
     block = min(1024, max(32, next_power_of_2(width)))
     return Tile(block, max(1, min(4, block // 256)))
 
@@ -90,7 +90,7 @@ def elementwise_tile(width: int) -> Tile:
 def row_tile(width: int) -> Tile:
     """Return the tile for an operation that reduces over a row.
 
-    It is the whole row, with at most 16 elements per lane and 16 warps.
+    The tile is the whole row, with at most 16 elements per lane and at most 16 warps.
     """
     block = max(32, next_power_of_2(width))
     return Tile(block, max(1, min(16, block // 512)))
@@ -107,11 +107,11 @@ def decode_tuning(
 ) -> DecodeTuning:
     """Return how decode attention splits its cached tokens into programs.
 
-    There are enough splits for two programs per multiprocessor, but at most 64. Each split has `split_tokens` tokens or
-    more.
+    The number of splits suffices for two programs per multiprocessor, but is at most 64. Each split has `split_tokens`
+    tokens or more.
 
-    max_tokens: the longest context that the launch supports. This is the limit of a graph, not the longest context of
-                the batch.
+    max_tokens: the longest context that the launch supports. A CUDA graph has a fixed limit, which can be higher than
+                the longest context of the batch.
     """
     block_tokens = 64 if head_dim <= 128 else 32
     wanted = -(-2 * num_sms // max(1, batch * num_kv_heads))
@@ -120,7 +120,7 @@ def decode_tuning(
 
 
 def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
-    """Return the split of a prefill into programs.
+    """Return how prefill attention is split into programs.
 
     A program has 128 rows, or 64 for large heads. A row is a pair (token, query head of the group).
     """
@@ -130,7 +130,7 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
 
 
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
-    """Return the number of heads of one token per program.
+    """Return the number of heads that a program computes for one token.
 
     If there are enough tokens to fill the device, these heads have up to 2048 elements. Otherwise, there are at most 4
     heads.
@@ -140,8 +140,9 @@ def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
 
 
 def routing_rows(tokens: int) -> int | None:
-    """Return the number of rows of a program that computes the whole expert routing; None if there are too many
-    tokens.
+    """Return the number of rows of a single program that computes the whole expert routing.
+
+    Return None for too many tokens.
     """
     return next((rows for rows in (16, 64) if tokens <= rows), None)
 
@@ -155,15 +156,15 @@ def routing_block(num_experts: int) -> int:
 
 
 def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
-    """Return the number of positions in a tile of the experts' products, to which each expert's part is aligned.
+    """Return the number of positions in a tile of the experts' products. Each expert's part is aligned to this number.
 
-    It is the minimum of a tensor-core product, or 64 if an expert gets 32 or more tokens on average.
+    The number is the minimum for a tensor-core product, or 64 if an expert gets at least 32 tokens on average.
     """
     return 64 if tokens * top_k >= 32 * num_experts else MIN_DOT_ROWS
 
 
 def expert_tile(places: int) -> ExpertTile:
-    """Return the tile of the experts' matrix products, given the tile's number of rows."""
+    """Return the tile of the experts' matrix products. places: number of rows of the tile."""
     if places <= MIN_DOT_ROWS:
         return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
     return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)

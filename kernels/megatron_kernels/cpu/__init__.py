@@ -1,4 +1,4 @@
 """C++ kernels that compute the steps of a decoder on the CPU, for several instruction sets.
 
-Python calls them through ctypes.
+Python calls the kernels through ctypes.
 """

@@ -57,7 +57,7 @@ class BuildError(OSError):
 
 
 def library() -> Path:
-    """Return the path of the library. Build it if it does not exist. Raises BuildError."""
+    """Return the path of the library. Build the library if it does not exist. Raises BuildError if the build fails."""
     name = f"libmegatron_cpu-{_digest()}.so"
     packaged, cached = _HERE / name, _cache_folder() / name
     if packaged.is_file():
@@ -68,7 +68,7 @@ def library() -> Path:
 
 
 def build(target: Path, *, compiler: str = "g++", machine: str | None = None, flags: tuple[str, ...] = ()) -> None:
-    """Compile the source files in parallel, and link the library. Raises BuildError.
+    """Compile the source files in parallel, and link the library. Raises BuildError if the compiler fails.
 
     flags: additional compiler flags, such as -fsanitize=address.
     """
@@ -115,7 +115,7 @@ def _run(command: list[str]) -> None:
 
 @cache
 def _digest() -> str:
-    """Return a digest over everything that determines the library.
+    """Return a digest of all inputs of the build: sources, flags and machine.
 
     The compiler's version is not included, because a machine without a compiler does not know it.
     """

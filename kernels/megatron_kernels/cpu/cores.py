@@ -12,8 +12,8 @@ def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int
     """Return the number of physical cores that this process may use, within the CPU limit of its container.
 
     Two threads on one core share the core's vector units, so a second thread gains nothing. A CPU limit is rounded down
-    to whole CPUs, but not below 1. With one more thread, the kernel would suspend a thread in each period while the
-    others wait for it.
+    to whole CPUs, but not below 1. With more threads than the limit, the kernel would suspend a thread in each period,
+    and the other threads would wait.
 
     system: directory at which sysfs is mounted.
     cpus:   CPUs that the process may use; None means its affinity.
@@ -32,7 +32,7 @@ def _siblings(system: Path, cpu: int) -> str:
 
 
 def _limit(groups: Path) -> float | None:
-    """Return the number of CPUs that the container's control group allows; None if there is no limit."""
+    """Return the CPU limit of the container's control group, in CPUs. Return None if there is no limit."""
     both = groups / "cpu.max"
     quota, period = groups / "cpu/cpu.cfs_quota_us", groups / "cpu/cpu.cfs_period_us"
     if both.is_file():  # cgroup version 2

@@ -41,9 +41,9 @@ class Matrix(ctypes.Structure):
 
 
 class Packing(ctypes.Structure):
-    """The arguments of packing, as in src/operations.h.
+    """The arguments of the function that packs weights, as in src/operations.h.
 
-    They are rows of a file, and the matrix into which they are packed.
+    The arguments describe rows in a file, and the matrix into which these rows are packed.
     """
 
     _fields_ = (
@@ -153,7 +153,7 @@ _FUNCTIONS = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the library after the instruction set is selected. Calls of its functions release the interpreter lock.
+    """Load the library, select its instruction set, and return the library. Its functions release the interpreter lock.
 
     Raises BuildError if the library cannot be built, and InstructionSetError if ISA_VARIABLE names an instruction set
     that this CPU lacks.
@@ -191,7 +191,7 @@ def instruction_set() -> str:
 def select_instruction_set(available: tuple[str, ...], environment: Mapping[str, str]) -> str:
     """Return the instruction set that ISA_VARIABLE names, or the best available instruction set.
 
-    Raises InstructionSetError.
+    Raises InstructionSetError if ISA_VARIABLE names an instruction set that is not available.
     """
     name = environment.get(ISA_VARIABLE) or available[0]
     if name not in available:

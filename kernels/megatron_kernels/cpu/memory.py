@@ -1,4 +1,4 @@
-"""Allocates the memory of packed weights in large pages and on all NUMA nodes."""
+"""The memory of packed weights, in large pages and distributed over all NUMA nodes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(slots=True)
 class _Chunk:
-    """A part of a mapping. start, stop, taken: addresses. The memory from `taken` to `stop` is free."""
+    """A contiguous part of a mapping. start, stop, taken: addresses.
+
+    The memory from `taken` to `stop` is not used yet.
+    """
 
     mapping: mmap.mmap
     base: int
@@ -50,13 +53,13 @@ class _Chunk:
 
 
 class WeightMemory:
-    """Allocates the memory of the weights while a model is loaded once. Thread-safe.
+    """An allocator of memory for the weights of one model, used while the model is loaded. Thread-safe.
 
-    Matrices share large mappings. A mapping is released with its last matrix.
+    Matrices share large mappings. A mapping is released when its last matrix is released.
 
     Pages are populated in bulk, as pages of 2 MiB as long as the kernel provides these quickly (11 GB/s on AMD Zen 4).
-    On a virtual machine whose host reclaims free memory, the kernel provides them slowly (0.5 GB/s). Further pages then
-    have 4 KiB (1.5 GB/s), and are joined to large pages later.
+    On a virtual machine whose host reclaims free memory, the kernel provides them slowly (0.5 GB/s). In this case,
+    further pages have 4 KiB (1.5 GB/s), and join_pages() joins them later.
     """
 
     def __init__(self) -> None:
@@ -86,7 +89,7 @@ class WeightMemory:
         return self.take(panels * size).view(panels, size)
 
     def join_pages(self) -> threading.Thread:
-        """Start a thread that joins the used memory to pages of 2 MiB. Return the thread.
+        """Start a thread that joins the small pages of the used memory into pages of 2 MiB. Return the thread.
 
         The thread sleeps three quarters of the time. A step reads large pages faster, because each TLB entry covers 512
         times as much memory.
@@ -116,7 +119,7 @@ class WeightMemory:
 def online_nodes(path: Path = _NODES) -> list[int]:
     """Return the NUMA nodes of this machine.
 
-    path: file with a list of ranges, such as 0-1,4. On a machine without NUMA, it does not exist.
+    path: file with a list of ranges, such as 0-1,4. On a machine without NUMA, this file does not exist.
     """
     if not path.is_file():
         return [0]

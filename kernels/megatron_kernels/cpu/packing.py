@@ -1,6 +1,4 @@
-"""Packs weights into panels. src/kernels.h describes the panels, and src/matmul_k.h describes the panels of
-K-quants.
-"""
+"""Packs weights into panels. src/kernels.h and, for K-quants, src/matmul_k.h describe the panels."""
 
 from __future__ import annotations
 
@@ -89,15 +87,16 @@ class PackedMatrix:
 
     @property
     def record(self) -> Matrix:
-        """The matrix as an argument for the library's functions.
+        """The matrix as a ctypes structure, which the library's functions take as an argument.
 
-        `data` must be contiguous, and must exist as long as it is used.
+        `data` must be contiguous, and must exist as long as the structure is used.
         """
         return Matrix(self.format, self.inputs, self.outputs, self.data.data_ptr())
 
     def part(self, rows: slice, columns: slice) -> PackedMatrix | None:
-        """Return a view of some rows and columns (slices with step 1); None unless they are whole panels and whole
-        blocks.
+        """Return a view of some rows and columns.
+
+        Return None unless they are whole panels and whole blocks. rows, columns: slices with step 1.
         """
         block = block_inputs(self.format)
         (row, last_row, _), (column, last_column, _) = rows.indices(self.outputs), columns.indices(self.inputs)
@@ -124,7 +123,7 @@ class PackedMatrix:
 def fits(outputs: int, inputs: int) -> bool:
     """Return whether a weight of this size can be packed.
 
-    It must have whole panels of outputs and whole blocks of inputs.
+    The weight must have whole panels of outputs and whole blocks of inputs.
     """
     return outputs % PANEL == 0 and inputs % BLOCK == 0
 
@@ -135,13 +134,15 @@ def block_inputs(format: int) -> int:
 
 
 def panel_bytes(format: int, inputs: int) -> int:
-    """Return the size of a panel, in bytes."""
+    """Return the size in bytes of a panel of a matrix with this format and number of inputs."""
     size: int = library().megatron_matrix_bytes(Matrix(format, inputs, PANEL, None))
     return size
 
 
 def packed_format(weight: QuantizedTensor, name: str) -> int:
-    """Return the format in which a quantized weight is packed. name: format in which dense weights are packed."""
+    """Return the format to which a quantized weight is packed. name: format to which the model's dense weights are
+    packed.
+    """
     return _KEPT[weight.kind] if name in ("int8", "int4") else PANEL_FORMATS[name]
 
 
@@ -177,9 +178,9 @@ def pack(
 
 
 def join(parts: Sequence[PackedMatrix], memory: WeightMemory | None = None) -> PackedMatrix:
-    """Return one contiguous matrix with the rows of `parts`, which must have the same format.
+    """Return one contiguous matrix with the rows of all `parts`, which must have the same format.
 
-    It is a view if the parts are adjacent in one storage. Otherwise, it is a copy.
+    The matrix is a view if the parts are adjacent in memory. Otherwise, it is a copy.
     """
     first = parts[0]
     outputs, size = sum(part.outputs for part in parts), first.data.shape[1]
@@ -202,7 +203,10 @@ def _are_adjacent(pieces: Sequence[torch.Tensor]) -> bool:
 
 
 def _dense_rows(weight_NK: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int]]:
-    """Return the GGML type, the rows and the shape of a dense weight."""
+    """Return the GGML type, the rows and the shape of a dense weight.
+
+    Types that the library cannot read become float32.
+    """
     rows = weight_NK if weight_NK.dtype in _DENSE_KINDS else weight_NK.float()
     outputs, inputs = rows.shape
     return _DENSE_KINDS[rows.dtype], rows, (outputs, inputs)

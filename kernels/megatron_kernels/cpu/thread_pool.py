@@ -1,4 +1,7 @@
-"""The thread pool that runs steps and products in parallel. Threads sleep between jobs."""
+"""The thread pool of the C++ kernels, which runs steps and matrix products in parallel.
+
+Its threads sleep between jobs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from megatron_kernels.cpu.library import library
 class ThreadPool:
     """A pool of `threads` threads, including the calling thread. It runs one job at a time.
 
-    handle: the pool as an argument for the library's functions.
+    handle: the pool as an argument of the library's functions.
     """
 
     def __init__(self, threads: int) -> None:

@@ -1,6 +1,6 @@
-"""Validates weights in the format of their file.
+"""Validates weights in the format in which their file stores them.
 
-It computes their sum, and whether their values or scales are finite.
+The functions compute a checksum of the weights, and whether their values or scales are finite.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ integers.
 
 
 def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
-    """Return the sum of all whole words of eight bytes, and whether all scales are finite. Return None for strided
-    rows.
+    """Return the sum of all whole words of eight bytes, and whether all scales are finite.
+
+    Return None if the rows are not contiguous.
 
     The results are equal to the results that `quantized.py` and `checkpoints/checkpoint.py` compute with torch.
     """

@@ -1,1 +1,1 @@
-"""Engine implementations behind the EngineBackend protocol."""
+"""Implementations of the EngineBackend protocol: the native engine and vLLM."""

@@ -30,7 +30,7 @@ class BackendRequest:
 
     max_total_tokens: number of tokens, prompt plus answer, at which the request ends.
     stop_ids:    ids of the tokens that end the answer.
-    deadline:    infinite if the request has no deadline.
+    deadline:    time of the deadline; infinite if the request has no deadline.
     admitted:    time at which the request first had a slot.
     first_token: time of the request's first token on this engine.
     policy_epoch, kv_cache_epoch: see RequestSummary.
@@ -60,7 +60,7 @@ class BackendRequest:
         epoch: int,
         **fields: Any,
     ) -> Self:
-        """Return the record of a new request.
+        """Create the record of a new request.
 
         longest: maximum number of tokens, prompt plus answer.
         now:     time on the backend's clock.
@@ -101,7 +101,7 @@ class BackendRequest:
         self.events.append(DynamicInferenceEvent(kind, payload=payload))
 
     def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
-        """Record that later tokens are computed with the weights of `epoch`.
+        """Record that tokens from now on are computed with the weights of `epoch`.
 
         total_tokens: number of tokens, prompt plus answer, until now. `num_computed` of them are in the KV cache.
         """
@@ -110,7 +110,7 @@ class BackendRequest:
         self.kv_cache_epoch = with_epoch(self.kv_cache_epoch, num_computed, epoch)
 
     def finish_reason(self, token: int, total_tokens: int) -> Literal["stop", "length"] | None:
-        """Return why the request ends after its newest token `token`; None if the request continues."""
+        """Return why the request ends after its newest token `token`, or None if the request continues."""
         if token in self.stop_ids and total_tokens - self.prompt_length >= self.params.min_tokens:
             return "stop"
         return "length" if total_tokens >= self.max_total_tokens else None
@@ -126,7 +126,7 @@ class BackendRequest:
         )
 
     def end(self, output: RequestOutput, reason: FinishReason, *, now: float) -> RequestOutput:
-        """Add finish reason and summary to `output`, the last output of the request. Return `output`."""
+        """Add the finish reason and the summary to `output`, the last output of the request. Return `output`."""
         self.note(DynamicInferenceEventType.FAIL if reason == "error" else DynamicInferenceEventType.FINISH)
         output.finish_reason = reason
         output.summary = self.summary(now)

@@ -41,7 +41,9 @@ def build_backend(settings: EngineSettings) -> EngineBackend:
 
 
 def check_backend(settings: EngineSettings) -> None:
-    """Validate the settings and the model as an engine does. This reads no weights and needs no GPU.
+    """Validate the settings and the model as an engine does at its start.
+
+    This function reads no weights and needs no GPU.
 
     Raises:
         ValueError: a setting or the model is not usable. The message has the setting, the value and the remedy.
@@ -62,7 +64,7 @@ def check_backend(settings: EngineSettings) -> None:
 
 @contextmanager
 def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
-    """Yield settings for a check. If the model would be downloaded, a directory with only its metadata replaces it."""
+    """Yield the settings to check. If the model must be downloaded, a directory with only its metadata replaces it."""
     if not settings.model.startswith(REMOTE_PREFIXES):
         yield settings
         return

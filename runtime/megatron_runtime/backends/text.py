@@ -45,9 +45,9 @@ LISTS_OF_BAD_WORDS = 32
 
 
 class ModelText:
-    """Converts between text and tokens, and compiles grammars. Thread-safe.
+    """A converter between text and tokens of one model, which also compiles grammars. Thread-safe.
 
-    tokenizer: tokenizer of the model, or a function that returns it and is called at the first use.
+    tokenizer: tokenizer of the model, or a function that returns the tokenizer, called at the first use.
     padded_vocab_size: number of logits per token, which can be greater than the tokenizer's vocabulary; None if not
                        known yet.
     """
@@ -77,7 +77,7 @@ class ModelText:
         return made() if callable(made) else made
 
     def load(self) -> None:
-        """Load the tokenizer, if the model has one, before requests need it."""
+        """Load the tokenizer, if the model has one. Call this before requests arrive."""
         try:
             self.tokenizer  # noqa: B018
         except (OSError, ValueError) as error:
@@ -111,7 +111,7 @@ class ModelText:
         tenant: str = "",
         begin_calls: BeginGrammar | None = None,
     ) -> AnswerState | None:
-        """Return the grammar state of an answer after its tokens `generated`; None if any token is allowed.
+        """Return the grammar state of an answer after its tokens `generated`. Return None if any token is allowed.
 
         tenant:      tenant of the request. Token masks are computed round robin over tenants.
         begin_calls: starts to compile the grammar of tool calls. None compiles it in the calling thread.
@@ -146,7 +146,7 @@ class ModelText:
         )
 
     def prepare_grammars(self) -> None:
-        """Index a large vocabulary before requests arrive.
+        """Index a large vocabulary. Call this before requests arrive.
 
         Indexing holds the interpreter lock for a second or more, which would stall the streams of requests.
         """
@@ -175,10 +175,10 @@ class ModelText:
 
 
 class GrammarQueue:
-    """Compiles the grammars of requests, one new grammar at a time, round robin over tenants.
+    """A queue that compiles the grammars of requests, one new grammar at a time, round robin over tenants.
 
-    A grammar that was compiled before does not wait for new ones. Requests without a tenant share the queue as if they
-    had one common tenant, and have no budget. All methods run on the event loop.
+    A request whose grammar was compiled before does not wait. Requests without a tenant count as requests of one
+    tenant, which has no time budget. All methods run on the event loop.
     """
 
     def __init__(self, text: ModelText | None) -> None:
@@ -249,7 +249,10 @@ class GrammarQueue:
         return begun
 
     def add(self, request: EngineRequest, *, on_done: Callable[[asyncio.Task[AnswerState | None]], None]) -> None:
-        """Start begin() and call `on_done` with its task at the end, unless the request is dropped before."""
+        """Start begin() as a task.
+
+        Call `on_done` with this task when it ends, unless drop() was called for the request before.
+        """
         self._add(request.request_id, self.begin(request), on_done)
 
     def _add(self, request_id: int, work: Coroutine[Any, Any, _T], on_done: Callable[[asyncio.Task[_T]], None]) -> None:

@@ -27,7 +27,7 @@ tokenized.
 
 
 class Access:
-    """The check of connections' keys.
+    """The interface that checks the keys of connections.
 
     This base class is for operation without encryption. Transport overrides its methods.
     """
@@ -45,7 +45,7 @@ class Access:
         return False
 
     def report(self, connected: Iterable[bytes]) -> KeyReport | None:
-        """Return the keys in use for STATUS, including the keys of `connected` peers.
+        """Return the report on keys for STATUS, which includes the keys of the `connected` peers.
 
         Returns None without encryption.
         """
@@ -68,7 +68,7 @@ class PromptTokenizer(Protocol):
 class PromptReader:
     """The reader of prompts.
 
-    Checks them, and converts text prompts and prompts of Megatron-Core's clients to tokens if needed.
+    It checks prompts, and converts text prompts and prompts of Megatron-Core's clients to tokens if needed.
 
     tokenizer:    tokenizes text prompts; None if engines tokenize them.
     needs_tokens: whether the routing policy needs the tokens of prompts.

@@ -1,7 +1,7 @@
-"""The pair of coordinators. Decides which coordinator is active, and exchanges states on a connection between them.
+"""A pair of coordinators. This module decides which coordinator is active, and exchanges states between the two.
 
 Both coordinators run. One is active. The other is on standby and redirects peers to the active coordinator. The standby
-takes over if a peer asks it to and it has not heard from the other coordinator for some time. A takeover therefore
+takes over if a peer sends it a message and the other coordinator has been silent for some time. A takeover therefore
 needs two witnesses, a peer and the standby itself, but neither the API server nor the operator.
 
 Each takeover has a term, which is one higher than the highest known term. Two coordinators may be active at the same
@@ -80,7 +80,7 @@ class Election:
             self.term = max(self.term, other.term)
 
     def asked(self, now: float, term: int) -> Answer:
-        """Handle a message from a peer, and return how to treat it.
+        """Handle a message from a peer, and return how this coordinator must treat it. This can make it active.
 
         term: term of the coordinator with which the peer was registered; 0 if the peer does not report one.
         """
@@ -115,11 +115,11 @@ class Election:
 class Pair:
     """One side of a pair of coordinators.
 
-    Decides for each message whether this coordinator may handle it, and exchanges states with the other coordinator.
+    It decides for each message whether this coordinator handles it, and exchanges states with the other coordinator.
 
     The states are exchanged on the admin ports.
 
-    gatekeeper: the keys; None without encryption. Each coordinator connects with its own pair of keys.
+    gatekeeper: holds the keys; None without encryption. Each coordinator connects with its own pair of keys.
     changed:    called after `active` or `term` has changed.
     send:       sends frames to a connected peer.
     """
@@ -172,7 +172,7 @@ class Pair:
             dealer.close(linger_ms=1000)
 
     def passes(self, peer: PeerId, key: bytes, frames: Frames) -> bool:
-        """Return whether the coordinator must handle this message. If not, this method has handled it.
+        """Return whether the core must handle this message. If it returns False, this method has already handled it.
 
         key: the public key of the connection.
         """
@@ -198,7 +198,10 @@ class Pair:
         self._send(peer, self._redirect)
 
     def hand_over(self) -> bool:
-        """Let the other coordinator take over before this process exits. Return False if it cannot be reached."""
+        """Let the other coordinator take over before this process exits.
+
+        Return False if the other cannot be reached.
+        """
         was_active = self._election.active
         if not self._report():
             return False
@@ -219,7 +222,10 @@ class Pair:
             self._election.heard(now, message)
 
     def _announce(self) -> None:
-        """Report a change to the other coordinator before peers are redirected to it, so that it accepts them."""
+        """Report a change to the other coordinator.
+
+        Call this before peers are redirected, so that the other accepts them.
+        """
         logger.warning("now %s, term %d", "active" if self.active else "on standby", self.term)
         self._report()
         self._changed()

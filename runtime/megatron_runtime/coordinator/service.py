@@ -1,4 +1,4 @@
-"""The coordinator as a service. Has ROUTER ports, timers, keys, metrics and the entry point around the core.
+"""The coordinator as a service. This module adds ROUTER sockets, timers, keys, metrics and the entry point to the core.
 
 Everything runs on one event loop. No handler blocks or awaits.
 """
@@ -63,7 +63,7 @@ up.
 
 
 class BindError(OSError):
-    """A port could not be bound. The message names the address and the remedy."""
+    """Raised if a port cannot be bound. The message names the address and the remedy."""
 
 
 class Transport(Access):
@@ -72,11 +72,11 @@ class Transport(Access):
     addresses:  after start(), the bound address of each role.
     gatekeeper: checks keys; None without encryption.
     on_gone:    called with each peer whose connection ended, and whether the peer's side closed it. The peer's
-                operating
-                system closes it when the process exits. This side closes it without heartbeats or after a protocol
-                violation.
+                operating system does so when the process exits. This side closes a connection if heartbeats are missing
+                or after a protocol violation.
     on_room:    called with each peer whose connection accepts messages again after it rejected one.
-    may_be_silent: whether a peer has announced that it is busy, so that its silent connection is kept.
+    may_be_silent: returns whether a peer has announced that it is busy, so that its connection is kept although it is
+                   silent.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Transport(Access):
             router.close()
 
     async def closed(self) -> None:
-        """Return when all messages that were queued before stop() have been sent, or after one second."""
+        """Wait until all messages that were queued before stop() have been sent, or until one second has passed."""
         await asyncio.gather(*(router.closed() for router in self._routers.values()))
 
     def router(self, port: int) -> Router:
@@ -136,13 +136,13 @@ class Transport(Access):
         return connection is not None and connection.send(message, even_if_full)
 
     def report_room(self, peer: PeerId) -> None:
-        """Call on_room when the peer's connection is not full."""
+        """Arrange that on_room is called once the peer's connection is not full."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.report_room()
 
     def cut(self, peer: PeerId) -> None:
-        """Close a connection. Afterwards no message is received from it or sent to it."""
+        """Close the peer's connection. Afterwards no message is received from the peer or sent to it."""
         self._routers[peer[0]].cut(peer)
 
     # --- access -------------------------------------------------------------------------------------------------
@@ -227,16 +227,16 @@ class Transport(Access):
 
 
 def _key_role(port: int) -> Role:
-    """Return the role whose keys open a port. The shared port accepts keys of clients."""
+    """Return the role whose keys a port accepts. The shared port accepts keys of clients."""
     return Role.CLIENT if port == SHARED_PORT else Role(port)
 
 
 class Coordinator:
     """The shell around the core.
 
-    Passes messages, connection losses and time to the core, and performs the effects that the core returns.
+    It passes messages, connection losses and time to the core, and performs the effects that the core returns.
 
-    on_bound: called with the address of each role once the sockets are bound.
+    on_bound: called once the sockets are bound, with a mapping from each role to its address.
     ended:    set by stop() or by a SHUTDOWN message.
     tracer:   records spans of requests; None if requests are not traced.
     """
@@ -316,7 +316,7 @@ class Coordinator:
         await self.transport.closed()
 
     async def drain(self, *, seconds: float) -> None:
-        """Return when no request is open, or after `seconds`."""
+        """Wait until no request is open, or until `seconds` have passed."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._until(lambda: not len(self.core.dispatcher.journal)), seconds)
 
@@ -333,7 +333,7 @@ class Coordinator:
         await self._until(lambda: len(self.core.engines.serving()) >= number)
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Return when `condition`, a function of the core's state, returns true."""
+        """Wait until `condition`, a function of the core's state, returns True."""
         while not condition():
             self._event_done.clear()
             await self._event_done.wait()
@@ -376,7 +376,7 @@ class Coordinator:
             self._stand_by(pair)
 
     def _stand_by(self, pair: Pair) -> None:
-        """Discard the state, and redirect all peers to the other coordinator.
+        """Become the standby. Discard the state, and redirect all peers to the other coordinator.
 
         Clients submit open requests again there.
         """

@@ -28,7 +28,7 @@ class CoordinatorFailedError(RuntimeError):
 
 
 class CoordinatorStartError(RuntimeError):
-    """The coordinator process exited, or wrote no address, before its sockets were bound."""
+    """The coordinator process did not start: it exited, or did not report its addresses within `startup_seconds`."""
 
 
 class CoordinatorProcess(WatchedChild):
@@ -47,9 +47,11 @@ class CoordinatorProcess(WatchedChild):
 
 
 def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
-    """Start a coordinator and wait until its sockets are bound. It exits when this process exits or is killed.
+    """Start a coordinator in a child process and wait until its sockets are bound.
 
-    Raises CoordinatorStartError if the coordinator does not start. Its standard error shows the cause.
+    The child exits when this process exits or is killed.
+
+    Raises CoordinatorStartError if the coordinator does not start. The standard error of the child shows the cause.
     """
     coordinator = CoordinatorProcess()
     try:
@@ -69,7 +71,7 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
 
 
 def main() -> None:
-    """Run the child process."""
+    """Run the coordinator in the child process."""
     be_child()
     parent = int(sys.argv[1])
     settings = _SETTINGS.validate_json(sys.stdin.buffer.readline())

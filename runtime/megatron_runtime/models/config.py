@@ -1,6 +1,6 @@
 """The configuration of a decoder, as plain data.
 
-Does not import torch, because schedulers and tools use this module too.
+This module does not import torch, because schedulers and tools use it too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class YarnScaling:
 
     beta_fast, beta_slow: numbers of rotations within the original length. A rotary pair with more than beta_fast
                           rotations keeps its frequency. The frequency of a pair with fewer than beta_slow rotations is
-                          divided by `factor`.
+                          divided by `factor`. Between the two, the frequency is interpolated.
     truncate:             whether to round the bounds of the two ranges to whole pairs.
     attention_factor:     factor of queries and keys.
     """
@@ -90,7 +90,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """The sizes of a mixture of experts, which replaces the feed-forward in all layers except `dense_layers`.
+    """The sizes of a mixture of experts. It replaces the feed-forward network in all layers except `dense_layers`.
 
     normalize: whether the weights of a token's selected experts are scaled to a sum of 1.
     """
@@ -104,12 +104,12 @@ class MoEConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The sizes, constants and traits of a decoder.
+    """The configuration of a decoder: sizes, constants and traits of its family.
 
     family:             key of `families.FAMILIES`, which determines the names of tensors and configuration fields.
     eos_token_ids:      ids of the tokens that end an answer unless the request names others.
     qk_norm:            whether queries and keys are normalized, each head separately.
-    joint_qk_norm:      with `qk_norm`, whether all heads of a token are normalized together instead.
+    joint_qk_norm:      with `qk_norm`, whether all heads of a token are normalized together instead of separately.
     norm_weight_offset: number to add to the stored weights of every norm.
     input_norms:        whether the inputs of attention and feed-forward are normalized.
     output_norms:       whether the outputs of attention and feed-forward are normalized before they are added to the
@@ -163,7 +163,7 @@ class ModelConfig:
     def short_length(self) -> int | None:
         """Maximum length, prompt plus answer, of sequences that use the short rotary frequencies.
 
-        None if the model has only one set of frequencies.
+        The value is None if the model has only one set of frequencies.
         """
         scaling = self.rope_scaling
         return scaling.original_max_position_embeddings if isinstance(scaling, LongRopeScaling) else None

@@ -50,9 +50,10 @@ _MAX_SIZES = {
 
 
 class Fields:
-    """The fields of a configuration that was read from a file. where: name of the file, for messages.
+    """The fields of a configuration that was read from a file. where: name of the file, for error messages.
 
-    Every method can raise UnsupportedModelError, which names the field, its value and the supported values.
+    If the value of a field is not supported, the methods raise UnsupportedModelError, which names the field, its value
+    and the supported values.
     """
 
     def __init__(self, values: Mapping[str, Any], *, where: str) -> None:
@@ -99,14 +100,17 @@ class Fields:
         return int(value)
 
     def below(self, key: str) -> Fields:
-        """Return the fields of the object in field `key`. If the field is absent, the result has no fields."""
+        """Return the fields of the JSON object in field `key`. If the field is absent, the result has no fields."""
         value = self.get(key, {})
         if not isinstance(value, Mapping):
             raise self._wrong(key, value, "want an object")
         return Fields(value, where=f"{self.where}, {key}")
 
     def listed(self, key: str, kind: type) -> list[Any]:
-        """Return the list in a field, with at most one element per layer. The list is empty if the field is absent."""
+        """Return the list in a field, which has at most one element per layer.
+
+        Return an empty list if the field is absent.
+        """
         values = self.get(key, [])
         if not isinstance(values, list) or len(values) > MAX_LAYERS or not all(type(one) is kind for one in values):
             raise self._wrong(key, values, f"want a list of at most {MAX_LAYERS} of type {kind.__name__}")
@@ -142,12 +146,12 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def window_everywhere(fields: Fields) -> Traits:
-    """Return the trait `sliding` of a family in which either all layers have a window or no layer has."""
+    """Return the trait `sliding` of a family in which either all layers or no layers have a sliding window."""
     return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
 
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the trait `sliding` of a family in which some layers have a window.
+    """Return the trait `sliding` of a family in which some layers have a sliding window.
 
     is_local: for each layer, whether it has a window. Used if the file does not list `layer_types`.
     """
@@ -186,7 +190,10 @@ def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: flo
 
 
 def is_local_by_period(num_layers: int, period: int) -> list[bool]:
-    """Return, for each layer, whether it has a sliding window. The last of each `period` layers has none."""
+    """Return, for each layer, whether it has a sliding window.
+
+    In each group of `period` layers, the last has no window.
+    """
     return [bool((layer + 1) % period) for layer in range(num_layers)]
 
 
@@ -199,7 +206,7 @@ def layer_types(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
-    """Return the rotary base and scaling of the layers without a window. theta: the base if the file has none."""
+    """Return the rotary base and scaling of the layers without a window. theta: the base if the file states no base."""
     # transformers 5 writes rope_parameters, by kind of layer if the kinds differ. transformers 4 wrote rope_theta and
     # rope_scaling.
     values = fields.below("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
@@ -222,7 +229,9 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
-    """Return the rotary base and scaling from the metadata of a GGUF file. theta: the base if the file has none."""
+    """Return the rotary base and scaling from the metadata of a GGUF file. theta: the base if the file states no
+    base.
+    """
     kind = fields.get("rope.scaling.type", "none")
     base = fields.constant("rope.freq_base", theta)
     scaling: RopeScaling | None = None
@@ -280,9 +289,9 @@ _NAMES_OF_SCALINGS: dict[type, str] = {
 
 
 def _scaling(values: Fields, model: Fields) -> RopeScaling | None:
-    """Return the scaling that the rope fields `values` describe; None if there is none.
+    """Return the scaling that the rotary fields `values` describe, or None if they describe no scaling.
 
-    model: fields of the model itself.
+    model: fields of the whole configuration.
     """
     kind = values.get("rope_type", values.get("type", "default"))
     # "dynamic" changes only the frequencies of sequences above the model's limit, and such sequences are rejected.
@@ -334,7 +343,7 @@ def _yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 def longest_sequence(declared: int, scaling: RopeScaling | None) -> int:
     """Return the maximum sequence length of a model in tokens.
 
-    declared: length in the model's file, which may lack the extension by YaRN.
+    declared: length in the model's file, which may not include the extension by YaRN.
     """
     if isinstance(scaling, YarnScaling):
         return max(declared, int(scaling.original_max_position_embeddings * scaling.factor))
@@ -371,7 +380,8 @@ def long_rope(
 ) -> LongRopeScaling:
     """Return the LongRoPE scaling, given the factors of all rotary pairs.
 
-    factor: length of the model divided by the original length. It determines the attention factor if that is None.
+    factor: maximum length of the model divided by the original length. If `attention_factor` is None, `factor`
+            determines it.
 
     Raises UnsupportedModelError unless each pair has a factor above zero and the original length is above 1.
     """

@@ -1,4 +1,4 @@
-"""The decoder that runs whole steps in the C++ kernels. build_decoder() selects it or the torch decoder."""
+"""A decoder that runs whole steps in the C++ kernels. build_decoder() selects this decoder or the torch decoder."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class CppDecoder(DecoderModel):
         logit_rows_N: npt.NDArray[np.int64],
         routing_GTJ: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Float32]:
-        """Compute the plan's tokens in their order, and write their keys and values to the cache.
+        """Compute the plan's tokens in the order of the plan, and write their keys and values to the cache.
 
         routing_GTJ: as in run_layers().
 
@@ -147,7 +147,8 @@ class CppDecoder(DecoderModel):
         return x_TD
 
     def _mixture(self, step: Step, phase: int, x_TD: torch.Tensor, routing_TJ: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of the experts' outputs over all ranks that share the tokens.
+        """Compute the mixture of experts, and return the sum of the experts' outputs over all ranks that share the
+        tokens.
 
         The caller adds the sum to x_TD.
         """
@@ -198,9 +199,9 @@ class CppDecoder(DecoderModel):
         )
 
     def _extend_rotations(self, positions: int) -> None:
-        """Extend the tables of cos and sin to `positions` positions or more.
+        """Extend the tables of cos and sin so that they have at least `positions` positions.
 
-        If they are too short, double their length.
+        Each extension at least doubles the tables.
         """
         if self._rotations and len(self._rotations["cos"]) >= positions:
             return
@@ -278,9 +279,9 @@ def _matrix(linear: Linear) -> Matrix:
 
 
 def _halves(linear: Linear) -> tuple[Matrix, Matrix]:
-    """Return the first and the second half of the outputs.
+    """Return the matrices that compute the first and the second half of the outputs of `linear`.
 
-    They are parts of one matrix, or two matrices with different formats.
+    The halves are parts of one matrix, or two matrices with different formats.
     """
     assert isinstance(linear, PackedLinear)
     if len(linear.matrices) == 2:

@@ -30,7 +30,7 @@ from megatron_runtime.models.layers.paged_attention import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """The matrices of a feed-forward. Each expert is also a FeedForward.
+    """The matrices of a feed-forward network. Each expert is also a FeedForward.
 
     `gate_up_FD` computes gate and up in one product.
     """
@@ -44,7 +44,7 @@ class ExpertWeights:
     """The weights of a mixture of experts.
 
     router_XD: router weights of all experts.
-    experts:   the experts that this rank holds. The number of the first is `first`.
+    experts:   the experts that this rank holds. `first` is the index of the first of these experts among all experts.
     """
 
     router_XD: Linear
@@ -87,7 +87,7 @@ class DecoderWeights:
 
     @property
     def linears(self) -> list[Linear]:
-        """The matrices, without routers, in the order in which a step reads them."""
+        """The matrices except routers, in the order in which a step reads them."""
         linears = []
         for layer in self.layers:
             mlps = layer.mlp.experts if isinstance(layer.mlp, ExpertWeights) else (layer.mlp,)
@@ -96,7 +96,7 @@ class DecoderWeights:
         return linears if self.head_WD is None else [*linears, self.head_WD]
 
     def matrices(self) -> list[Linear]:
-        """Return the matrices, without routers, in a fixed order.
+        """Return the matrices except routers, in a fixed order.
 
         An embedding table that is also the head is listed once.
         """
@@ -104,11 +104,14 @@ class DecoderWeights:
         return list(dict.fromkeys(first + self.linears))
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors in a fixed order. Packed matrices are returned as dense copies."""
+        """Return all tensors in a fixed order. Packed matrices are converted to dense copies."""
         return [*(linear.dense() for linear in self.matrices() + self._routers), *self._vectors]
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the memory of all tensors in a fixed order, as pairs (name, view). A name is a number and a format."""
+        """Return the memory of all tensors in a fixed order, as pairs (name, view).
+
+        A name consists of an index and a format.
+        """
         parts = [part for linear in self.matrices() + self._routers for part in linear.stored()]
         parts += [("vector", vector) for vector in self._vectors]
         return [(f"{number} {format}", memory) for number, (format, memory) in enumerate(parts)]
@@ -130,9 +133,11 @@ class DecoderWeights:
 
 
 class Decoder(ABC):
-    """The base class of the decoders of all devices. It has the first and the last part of a step.
+    """The base class of the decoders of all devices.
 
-    The C++ kernels have their own last part (Decoder::logits), which computes the same result.
+    It implements the embedding at the beginning of a step, and the final norm and the logits at the end.
+
+    The C++ kernels also implement the end of a step (Decoder::logits), with the same result.
 
     shard:       the part of the model in `weights`; None means the whole model.
     collectives: communication with the other ranks; None for a single rank.
@@ -177,13 +182,19 @@ class Decoder(ABC):
         return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
 
     def finish(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Apply the final norm to the hidden states after the last layer. Only the last pipeline stage calls this."""
+        """Return the hidden states after the last layer with the final norm applied.
+
+        Only the last pipeline stage calls this.
+        """
         norm_D = self.weights.norm_D
         assert norm_D is not None, "this rank is of an earlier pipeline stage"
         return self._norm(x_ND, norm_D)
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
-        """Return logits_NV, given hidden states after the last layer. Their type is the type of the head's products."""
+        """Return logits_NV, computed from hidden states after the last layer.
+
+        The type of the logits is the output type of the head.
+        """
         head_WD = self.weights.head_WD
         assert head_WD is not None, "this rank is of an earlier pipeline stage"
         logits_NW = head_WD(self.finish(x_ND))
@@ -209,7 +220,7 @@ class Decoder(ABC):
     def _mean_over_ranks(self, means: torch.Tensor) -> torch.Tensor:
         """Return the means over the heads of all tensor ranks.
 
-        means: means over this rank's heads. This function may overwrite them.
+        means: means over this rank's heads. This method may overwrite them.
         """
         # Every rank has the same number of heads, and every head is on the same number of ranks.
         ranks = self._shard.sizes.tensor
@@ -217,7 +228,7 @@ class Decoder(ABC):
 
 
 class DecoderModel(Decoder):
-    """The decoder in torch operators. It computes from weights and cache, and has no state of requests."""
+    """The decoder in torch operators. It has no state of its own; the caller passes the KV cache."""
 
     @cached_property
     def _attention(self) -> PagedAttention:
@@ -305,9 +316,10 @@ class DecoderModel(Decoder):
     def _mix(
         self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig, routing_TJ: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return y_AD, the sum of this rank's experts (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
+        """Return y_AD, the sum of the outputs of this rank's experts for each token. Experts have no capacity limit.
 
-        A tokens, S tokens of one expert, which are computed in one product.
+        The mixture is described by Shazeer et al. 2017, arXiv:1701.06538. A tokens of the batch, of which S tokens use
+        one expert; they are computed in one product.
         """
         share_AJ, expert_AJ = weights.router_XD(x_AD).float().softmax(dim=-1).topk(moe.experts_per_token, dim=-1)
         if routing_TJ is not None:

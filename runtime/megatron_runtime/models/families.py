@@ -46,12 +46,12 @@ class Family:
     activation_field:  name of the field of config.json for the activation, and the field's only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
     traits:            traits of all models of the family.
-    from_hf, to_hf:    functions that read and write further traits in config.json.
+    from_hf, to_hf:    functions that read further traits from config.json, and that write these traits.
     text_defaults:     values for fields that config.json of a multimodal model leaves out in its text part.
     from_gguf:         function that reads further traits from the metadata of a GGUF file. The keys have no
                        architecture prefix.
-    tied:              whether the head is the embedding if config.json does not state it.
-    rope_theta:        rotary base if a file has none.
+    tied:              whether the output head shares the embedding table, if config.json does not state it.
+    rope_theta:        rotary base if the file states none.
     pairs_rotary_rows: whether, in GGUF files, the two rows of q and k that rotate together are adjacent.
     expert_fields:     map like _FIELDS for the sizes in MoEConfig; empty for a family without experts.
     """
@@ -540,13 +540,14 @@ _FIELDS = {
 
 
 def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: str) -> ModelConfig:
-    """Return the configuration in config.json of transformers.
+    """Return the configuration that a config.json of transformers describes.
 
     values: content of config.json.
     ends:   token ids that end an answer.
     where:  the origin of `values`, for messages.
 
-    Raises UnsupportedModelError, which names the field, its value and the supported values.
+    Raises UnsupportedModelError if the model is not supported. The error names the field, its value and the supported
+    values.
     """
     family, fields = _family_of_hf(Fields(values, where=where))
     fields.only("partial_rotary_factor", 1.0)
@@ -602,9 +603,9 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def family_of_gguf(architecture: object, fields: Fields) -> Family:
-    """Return the family of a GGUF file. fields: as for config_from_gguf().
+    """Return the family of a GGUF file. architecture: its `general.architecture`. fields: as for config_from_gguf().
 
-    Raises UnsupportedModelError, which names the architecture and the supported architectures.
+    Raises UnsupportedModelError if the architecture is not supported. The error names the supported architectures.
     """
     is_mixture = bool(fields.get("expert_count", 0))
     for family in FAMILIES.values():
@@ -625,11 +626,11 @@ def config_from_gguf(
     ends: tuple[int, ...],
     bos: int | None,
 ) -> ModelConfig:
-    """Return the configuration in the metadata of a GGUF file.
+    """Return the configuration that the metadata of a GGUF file describes.
 
-    fields: the metadata whose keys have the architecture's prefix. In `fields`, the keys have no prefix.
+    fields: the metadata whose keys begin with the architecture's name. In `fields`, the keys lack this prefix.
 
-    Raises UnsupportedModelError.
+    Raises UnsupportedModelError if a value is not supported.
     """
     traits = rope_of_gguf(fields, theta=family.rope_theta) | family.from_gguf(fields)
     if family.expert_fields:
@@ -669,9 +670,9 @@ def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True
 
 
 def _config(family: Family, fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """Return the configuration with the sizes that `fields` contain, after they are checked against each other.
+    """Return a configuration with the sizes from `fields`. Checks the sizes against each other.
 
-    names: name in the file of each size.
+    names: for each size, the name of its field in the file.
     """
     hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
     for name in ("intermediate_size", "num_layers"):

@@ -38,8 +38,8 @@ class TensorKind:
 class Checkpoint(Protocol):
     """A set of weights in any file format. The constructor reads only headers, and rejects truncated files.
 
-    kinds: shape and type of each tensor, by transformers name and in transformers' layout. Each expert has its own
-           tensors.
+    kinds: shape and type of each tensor, by the name in transformers, and in the layout of transformers. Each expert
+           has its own tensors.
     """
 
     config: ModelConfig
@@ -48,7 +48,7 @@ class Checkpoint(Protocol):
     """Number format of the matrices if they are stored in the panels of the CPU kernels; otherwise None."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return the values of a tensor or of a part of it, possibly as a view of the file.
+        """Return the values of a tensor, or of a part of the tensor, possibly as a view of the file.
 
         The caller must copy the values if it keeps or changes them.
         """
@@ -73,9 +73,9 @@ class Checkpoint(Protocol):
         return None
 
     def close(self) -> None:
-        """Release the resources of read().
+        """Release the files and memory that read() uses.
 
-        The default implementation releases nothing, and views of files stay valid.
+        The default implementation does nothing. Views of files stay valid.
         """
         return
 

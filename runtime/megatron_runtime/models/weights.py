@@ -44,8 +44,8 @@ def load_weights(
     threads: number of threads that read and create matrices. If there is more than one, checkpoint and `linears` must
              be thread-safe.
 
-    Raises UnsupportedModelError, which names the tensors that do not fit, and IndivisibleError if the model cannot be
-    divided among the ranks. No tensor is read before these checks.
+    Raises UnsupportedModelError if tensors are missing, unknown or of a wrong shape, and IndivisibleError if the model
+    cannot be divided among the ranks. These checks come before the first tensor is read.
     """
     require_fitting(checkpoint)
     require_divisible(checkpoint.config, shard or Shard())
@@ -90,16 +90,16 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
 
 
 class _Scratch(threading.local):
-    """Memory that a thread reuses for one weight after the other.
+    """Memory that a thread reuses for each weight that it reads.
 
-    Without it, every page of the model would cause a page fault.
+    Without this memory, every page of the model would cause a page fault.
     """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor. It is valid until the next call."""
+        """Return an uninitialised tensor, which is valid until the next call."""
         size = shape[0] * shape[1] * dtype.itemsize
         if size > len(self._memory):
             self._memory = torch.empty(size, dtype=torch.uint8)
@@ -209,9 +209,10 @@ class _Loader:
         return self.linears.linear(self._weight(*parts))
 
     def _weight(self, *parts: NamedPart) -> Weight:
-        """Return the matrix whose rows are the rows of the parts.
+        """Return the matrix that consists of the rows of all parts.
 
-        It has its stored form if the factory accepts that. Otherwise, it is dense, with type `dtype`.
+        The matrix keeps its stored format if the factory accepts this format. Otherwise, it is dense, with type
+        `dtype`.
         """
         if self.checkpoint.panels_of is not None and self.linears.panel_formats:
             panels = [
@@ -241,7 +242,7 @@ class _Loader:
         return weight_NK
 
     def _copy(self, name: str, part: Part, target: torch.Tensor) -> None:
-        """Copy a part into `target`, some rows at a time, so that the whole decoded tensor is never in memory twice."""
+        """Copy a part of a tensor into `target`, some rows at a time, to limit the memory for decoded values."""
         columns = part[1] if len(part) > 1 else slice(None)
         first = (part[0].start or 0) if part else 0
         # Read a multiple of eight rows, so that the digest over all reads equals the digest of the whole tensor.
@@ -265,5 +266,5 @@ def _moved(part: slice, rows: int) -> slice:
 
 
 def _slice(held: range, size: int = 1) -> slice:
-    """Return the slice of this rank's heads. Each head has `size` rows or columns."""
+    """Return the slice of the rows or columns of this rank's heads. Each head has `size` rows or columns."""
     return slice(held.start * size, held.stop * size)

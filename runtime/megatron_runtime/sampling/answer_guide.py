@@ -27,9 +27,9 @@ class AnswerGuide:
     unconstrained output of the model.
 
     parts:   determines the current part of the answer; it has read all tokens so far.
-    rest:    tokens of the current part so far, which its grammar must accept.
+    rest:    tokens of the current part so far. The grammar of this part must accept them.
     grammar: state of the grammar of a structured output after `rest`; None without a structured output.
-    begin:   starts to compile the grammar of tool calls; None if the engine does not support grammars.
+    begin:   function that starts to compile the grammar of tool calls; None if the engine does not support grammars.
     """
 
     def __init__(
@@ -62,8 +62,9 @@ class AnswerGuide:
         return self._begun is None and (grammar is None or grammar.is_ready)
 
     def is_fresh(self) -> bool:
-        """Return is_fresh() of the current grammar; False while the grammar is compiled, so that steps do not wait
-        for it.
+        """Return is_fresh() of the current grammar.
+
+        Return False while the grammar is compiled, so that steps do not wait for the compilation.
         """
         grammar = self._current()
         return grammar is not None and grammar.is_fresh()
@@ -90,9 +91,9 @@ class AnswerGuide:
             grammar.accept(token)
 
     def _begin_calls(self, tokens: Sequence[int]) -> None:
-        """Start to compile the grammar of tool calls if the structure has begun.
+        """Start to compile the grammar of tool calls if the tool calls have begun.
 
-        tokens: tokens of the structure so far.
+        tokens: tokens of the tool calls so far.
         """
         structure = self._parts.structure
         if structure is None or not self._parts.is_best_effort:

@@ -30,11 +30,11 @@ class AnswerPart(Enum):
 
 
 class AnswerParts:
-    """Determines the part of each token of an answer.
+    """A state machine that determines the part to which each token of an answer belongs.
 
-    part:   part of the next token.
+    part:   part to which the next token belongs.
     tokens: number of tokens so far.
-    free:   number of tokens before the structure. It is valid after the structure has begun.
+    free:   number of tokens before the structured output. Valid only after the structured output has begun.
     """
 
     def __init__(self, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> None:
@@ -65,7 +65,7 @@ class AnswerParts:
 
     @classmethod
     def of(cls, params: SamplingParams, *, token_bytes: Callable[[int], bytes]) -> Self | None:
-        """Return the parts of an answer; None if the answer has only one part.
+        """Return the AnswerParts for an answer with these parameters. Return None if the answer has only one part.
 
         token_bytes: returns the bytes of a token.
         """
@@ -76,12 +76,14 @@ class AnswerParts:
 
     @property
     def is_best_effort(self) -> bool:
-        """Whether the structure describes tool calls. If so, an engine may ignore it."""
+        """Whether the structured output describes tool calls. If so, an engine may ignore the description."""
         return self._structure is None
 
     @property
     def structure(self) -> dict[str, Any] | None:
-        """The structured output that describes the tokens after `free`; None until the structure has begun."""
+        """The description of the structured output, which the tokens after the first `free` must match; None until it
+        has begun.
+        """
         if self.part is not AnswerPart.STRUCTURE:
             return None
         if self._structure is not None:
@@ -103,7 +105,7 @@ class AnswerParts:
         return ending[next(size for size in sizes if last[len(last) - size :] == ending[:size])]
 
     def feed(self, token: int) -> None:
-        """Read the next token of the answer."""
+        """Process the next token of the answer, which can begin another part."""
         self.tokens += 1
         if self.part is AnswerPart.REASONING:
             self._reasoned += 1
@@ -150,10 +152,11 @@ class AnswerParts:
 
 
 def _parts_of(params: SamplingParams) -> tuple[dict[str, Any] | None, dict[str, Any] | None, dict[str, Any]]:
-    """Return the parameters `structured_output`, `call_structure` and `reasoning` that apply to an answer.
+    """Return the fields `structured_output`, `call_structure` and `reasoning` of the parameters, as they apply to an
+    answer.
 
-    With allowed_token_ids, the last two parameters have no effect, because the tokens that they need may not be
-    allowed.
+    With allowed_token_ids, `call_structure` and `reasoning` have no effect, because the tokens that they need may not
+    be allowed.
     """
     structure, calls, reasoning = params.structured_output, params.call_structure, params.reasoning or {}
     if params.allowed_token_ids is not None or (structure is not None and "after" not in structure):

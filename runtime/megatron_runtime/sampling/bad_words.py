@@ -1,8 +1,8 @@
-"""Texts that an answer may not contain, as token sequences.
+"""Texts that an answer must not contain, as token sequences.
 
 The rule is the same as for vLLM's `bad_words`. If the answer ends with all tokens of a sequence except the last, the
-last token is not allowed. A text that the model writes with other tokens is not recognised. This module does not import
-torch.
+last token of the sequence is not allowed next. A text that the model writes with other tokens is not recognised. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def token_sequences(
 
 
 class BadWords:
-    """Token sequences that an answer may not contain."""
+    """Token sequences that an answer must not contain."""
 
     def __init__(self, sequences: Iterable[Sequence[int]]) -> None:
         self._last: dict[tuple[int, ...], list[int]] = {}
@@ -50,7 +50,7 @@ class BadWords:
         self._lengths = sorted({len(prefix) for prefix in self._last})
 
     def after(self, answer: Sequence[int]) -> list[int]:
-        """Return the tokens that may not follow `answer`, which has all generated tokens so far."""
+        """Return the tokens that must not follow `answer`. answer: all generated tokens so far."""
         end = len(answer)
         prefixes = (tuple(answer[end - length :]) for length in self._lengths if length <= end)
         return [token for prefix in prefixes for token in self._last.get(prefix, ())]

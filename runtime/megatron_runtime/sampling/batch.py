@@ -66,7 +66,7 @@ _COLUMNS: dict[str, npt.DTypeLike] = {
 
 
 class AnswerState(Protocol):
-    """The state that determines which tokens may come next in an answer. See GrammarState for the members."""
+    """The state that determines which tokens may come next in an answer. GrammarState describes the methods."""
 
     @property
     def failure(self) -> str | None: ...
@@ -115,13 +115,14 @@ class LogitEdits:
 class SamplingBatch:
     """The sampling parameters of one step: one array per parameter, with one element per row of the plan.
 
-    temperature, top_k, top_p, min_p: [n]; a temperature of 0 means greedy sampling, and 0 turns each of the others off.
+    temperature, top_k, top_p, min_p: [n]; a temperature of 0 means greedy sampling. For each of the other three, 0
+        means that the filter is off.
     seeds:          uint64 [n]; a row's seed and position determine its random number.
     positions:      int64 [n]; index of the generated token in the answer.
     num_log_probs:  int32 [n]; number of most likely tokens to report in addition to the sampled token; NO_LOG_PROBS
                     reports nothing.
     returns_hidden: bool [n]; whether to report the hidden state from which the row's token is sampled.
-    edits:          by row, for the rows that have edits.
+    edits:          LogitEdits by row, for the rows that have edits.
     prompt_targets: by row, for the rows that want log-probabilities of their prompt; int32 [m], the tokens that follow
                     the first m tokens that the row computes in this step.
     """
@@ -139,7 +140,7 @@ class SamplingBatch:
 
 
 class _TokenCounts:
-    """Counts how often each distinct token of a request occurs in its answer. append() takes constant time."""
+    """The number of occurrences of each distinct token of a request in its answer. append() takes constant time."""
 
     def __init__(self, prompt: Int32) -> None:
         distinct = np.unique(prompt)
@@ -186,7 +187,9 @@ class _Edits:
     grammar: AnswerState | None
 
     def at(self, generated: int) -> LogitEdits | None:
-        """Return the edits for the next token; None if it needs no edits. generated: number of answer tokens so far."""
+        """Return the edits for the next token, or None if there are no edits. generated: number of answer tokens so
+        far.
+        """
         counts, grammar = self.counts, self.grammar
         banned = self.stop_ids if generated < self.params.min_tokens else []
         if self.bad_words is not None:
@@ -204,7 +207,10 @@ class _Edits:
 
 
 def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
-    """Return LogitEdits.allowed for `tokens`. The array ends with the word that contains the highest token."""
+    """Return the bit set LogitEdits.allowed for `tokens`.
+
+    The array ends with the word that contains the highest token.
+    """
     ids = np.array(tokens, np.uint32)
     words = np.zeros(int(ids.max()) // 32 + 1, np.uint32)
     np.bitwise_or.at(words, ids // 32, np.uint32(1) << (ids % 32))
@@ -212,7 +218,7 @@ def bits_of(tokens: Sequence[int]) -> npt.NDArray[np.uint32]:
 
 
 def _both(one: npt.NDArray[np.uint32] | None, other: npt.NDArray[np.uint32] | None) -> npt.NDArray[np.uint32] | None:
-    """Return the bits of the tokens that both sets allow. A set that is None allows all tokens."""
+    """Return the bit set of the tokens that both sets allow. A set that is None allows all tokens."""
     if one is None or other is None:
         return one if other is None else other
     length = min(len(one), len(other))
@@ -245,7 +251,7 @@ class SamplingColumns:
 
         generated: tokens of the answer so far, for penalties and bad words.
         stop_ids:  tokens that end the request; they are banned until `min_tokens`.
-        bad_words: token sequences that the answer may not contain.
+        bad_words: token sequences that the answer must not contain.
         grammar:   state of the grammar after `generated`.
         """
         values: dict[str, float | np.uint64 | bool] = {
@@ -307,7 +313,7 @@ class SamplingColumns:
         needs_sample: npt.NDArray[np.bool_],
         prompt_targets: Mapping[int, Int32],
     ) -> SamplingBatch:
-        """Return the batch of a step.
+        """Return the sampling parameters of one step.
 
         slots:     int64 [n]; the slot of each row.
         generated: [n]; length of each row's answer.

@@ -2,7 +2,7 @@
 
 The compiler is native code. A grammar within its limits can still overflow the compiler's stack, run for minutes or
 take gigabytes. So a SacrificialProcess, which runs this module, compiles each grammar first on a smaller stack. The
-engine compiles the grammar only if that succeeds. This module imports neither torch nor NumPy.
+engine compiles the grammar itself only if the trial succeeds. This module imports neither torch nor NumPy.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _OVERLAPPING = "oneOf constraints are not supported"
 
 
 class InvalidGrammarError(ValueError):
-    """Raised if the compiler rejects the grammar. The message refers to the client's text."""
+    """Raised if the compiler rejects the grammar. The message names the defect in terms of the client's text."""
 
     @classmethod
     def of(cls, message: str) -> InvalidGrammarError:
-        """Return the error for a compiler message.
+        """Return the error for a message of the compiler.
 
-        The names of compiler options and the quoted grammar are left out.
+        The names of compiler options and the quotation of the grammar are removed from the message.
         """
         if (error := _ERROR.search(message)) is not None:
             return cls(error[1])
@@ -102,7 +102,7 @@ class VocabularyTable:
         return llguidance.LLTokenizer(wrapper, n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids))
 
     def pack(self) -> bytes:
-        """Return all fields except `encode` as bytes. They are sent to the trial process."""
+        """Return all fields except `encode` as bytes. The bytes are sent to the trial process."""
         return codec.pack([self.tokens, self.special_token_ids, self.eos_token_ids, self.vocab_size])
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Converts JSON schemas, regular expressions and grammars to formats that the grammar compiler reads.
+"""Converts JSON schemas, regular expressions and grammars to formats that the grammar compiler accepts.
 
-A client's schema can have keywords that the compiler lacks. `normalised` removes keywords that only restrict the answer
-further. An answer that matches the remaining schema is still JSON of the right structure. The sets below describe
-llguidance 1 and JSON Schema, drafts 4 to 2020-12. This module does not import torch.
+A client's schema can have keywords that the compiler does not support. `normalised` removes keywords that only restrict
+the answer further. An answer that matches the remaining schema is still JSON of the right structure. The sets below
+describe llguidance 1 and JSON Schema, drafts 4 to 2020-12. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _GBNF_ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = False) -> tuple[dict[str, Any], list[str]]:
     """Return a schema that the compiler supports, and the keywords that this schema does not enforce.
 
-    is_strict: whether to keep `oneOf`, which the compiler rejects unless the alternatives are disjoint. If False,
+    is_strict: whether to keep `oneOf`. The compiler rejects `oneOf` unless the alternatives are disjoint. If False,
                `oneOf` becomes `anyOf`.
-    closes: whether an object with declared properties has no other properties unless its schema allows them. An object
-            without declared properties can have any properties.
+    closes: whether to forbid properties that an object's schema does not declare, unless the schema allows them
+            explicitly. An object without declared properties can have any properties.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)
 
 
 class _Normaliser:
-    """Normalises one schema.
+    """A converter for one schema; see normalised().
 
     dropped: the keywords that were removed.
     """
@@ -108,10 +108,10 @@ class _Normaliser:
         return is_known
 
     def _name_of(self, key: str, schema: Mapping[str, Any]) -> str:
-        """Return the keyword to write for `key`.
+        """Return the keyword that replaces `key` in the normalised schema.
 
-        This is `key`, except that `oneOf` becomes `anyOf` unless `oneOf` is kept. The compiler accepts `oneOf` only
-        with disjoint members.
+        This is `key` itself, except that `oneOf` becomes `anyOf` unless `oneOf` is kept. The compiler accepts `oneOf`
+        only if the alternatives are disjoint.
         """
         if key == "oneOf" and not self._keeps_one_of and "anyOf" not in schema:
             self.dropped.add(key)
@@ -124,7 +124,7 @@ def _names(value: Any) -> Iterator[str]:
 
 
 def _is_closed(schema: Mapping[str, Any]) -> bool:
-    """Return whether an object may have only the properties that it declares."""
+    """Return whether properties that `schema` does not declare can be forbidden."""
     properties = schema.get("properties")
     if not isinstance(properties, Mapping) or not properties or "additionalProperties" in schema or "$ref" in schema:
         return False
@@ -181,7 +181,7 @@ def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
 
 
 def unsupported(pattern: str) -> str | None:
-    """Return the part of a regular expression that no grammar can express; None if there is no such part.
+    """Return the first part of a regular expression that no grammar can express, or None if there is no such part.
 
     Such parts are look-around and group references, because they depend on text other than the next characters. The
     compiler reports all other errors.
@@ -202,7 +202,9 @@ def unsupported(pattern: str) -> str | None:
 
 
 def with_ascii_classes(pattern: str) -> str:
-    r"""Return a regular expression in which `\d`, `\w`, `\s` and their negations match only ASCII characters."""
+    r"""Return the regular expression `pattern`, changed so that `\d`, `\w`, `\s` and their negations match only
+    ASCII.
+    """
     parts: list[str] = []
     in_class = 0
     for token in _TOKEN.findall(pattern):

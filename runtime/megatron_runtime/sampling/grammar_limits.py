@@ -2,8 +2,8 @@
 
 The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB, it
 overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. The limits are far lower, and reject most
-hostile grammars early. They are no guarantee. Therefore, a grammar within the limits is first compiled in a process
-that may crash (see grammar_compiler). This module does not import torch.
+hostile grammars early. The limits cannot guarantee that the compiler survives. Therefore, a grammar within the limits
+is first compiled in a process that may crash (see grammar_compiler). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_structure(structure: Mapping[str, Any]) -> None:
 
     structure: as in SamplingParams.structured_output.
 
-    Raises InvalidSamplingParamsError, which has the value, the limit and the remedy.
+    Raises InvalidSamplingParamsError if a limit is exceeded. The message has the value, the limit and the remedy.
     """
     kind, value = str(structure["type"]), structure.get("value")
     if kind == "json_object":
@@ -143,7 +143,7 @@ def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
 
 
 def _check_rules(kind: str, text: str) -> None:
-    """Check a grammar, and the regular expressions, JSON schemas and grammars (after %lark) that it contains."""
+    """Check a grammar against the limits, and also the regular expressions, schemas and %lark grammars inside it."""
     _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
     if text.lstrip().startswith("{"):
         # The compiler would read a JSON object as several grammars, in a notation that this module does not check.
@@ -240,7 +240,9 @@ def _check_values(kind: str, root: Any) -> None:
 
 
 def _states(multiple: float) -> Decimal:
-    """Return a number without its decimal point, for example 9999 for 99.99."""
+    """Return `multiple` without its decimal point, for example 9999 for 99.99, as an estimate of the number of
+    states.
+    """
     if not math.isfinite(multiple):
         return Decimal(0)  # NaN and infinities are not JSON
     exponent = Decimal(repr(multiple)).normalize().as_tuple().exponent
@@ -248,7 +250,7 @@ def _states(multiple: float) -> Decimal:
 
 
 def _values(root: Any) -> Iterator[tuple[Any, int]]:
-    """Yield every value with its depth; the root has depth 1."""
+    """Yield every value in a JSON value, as pairs (value, depth). The root has depth 1."""
     waiting = [(root, 1)]
     while waiting:
         value, depth = waiting.pop()
@@ -260,9 +262,9 @@ def _values(root: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_references(kind: str, schema: Any) -> None:
-    """Check the longest chain of schemas in which each schema contains the next or has a `$ref` to it.
+    """Check the length of the longest chain of schemas in which each schema contains the next schema or refers to it.
 
-    The schemas of a chain are targets of `$ref`, wherever they are in the root.
+    Only schemas that are targets of a `$ref` count. They can be anywhere in the root schema.
     """
     references: set[str] = set()
     named: dict[str, Any] = {"#": schema}
@@ -294,7 +296,9 @@ def _check_references(kind: str, schema: Any) -> None:
 
 
 def _target(root: Any, reference: str, named: Mapping[str, Any]) -> Any:
-    """Return the schema to which a `$ref` refers by $anchor, $id or JSON pointer (RFC 6901); None if there is none.
+    """Return the schema to which a `$ref` refers by $anchor, $id or JSON pointer (RFC 6901).
+
+    Return None if there is no such schema.
 
     An $id is looked up by its last segment, because it can be relative to another $id.
     """

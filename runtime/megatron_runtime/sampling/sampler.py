@@ -2,10 +2,10 @@
 
 One uniform random number in (0, 1) selects a token. It is the first token, in the order of ids, at which the cumulative
 weight of the kept tokens exceeds the random number times the sum of their weights. Every row is computed independently,
-so its token does not depend on the batch, and a row that cannot be sampled fails alone (RowFailure). A logit of -inf
-means the probability 0. The random number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as
-easy as 1, 2, 3"). This counter-based generator has no state. The number for a pair (seed, position) is the same in any
-batch, on any engine, and after a request was moved or replayed.
+so its token does not depend on the other rows. If a row cannot be sampled, only this row fails (RowFailure). A logit of
+-inf means the probability 0. The random number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers:
+as easy as 1, 2, 3"). This counter-based generator has no state. The number for a pair (seed, position) is the same in
+any batch, on any engine, and after a request was moved or replayed.
 
 Shapes: N rows, V vocabulary, C candidates, K most likely tokens. This module does not import torch.
 """
@@ -54,31 +54,33 @@ class StepLogits(Protocol):
         """The rows of the plan that need a token, int64 [n]."""
 
     def sample(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[Int32, dict[int, LogProbs]]:
-        """Return int32 [n], a token or a RowFailure for each of `sampled_rows`, and the requested log-probabilities.
+        """Return the tokens, int32 [n], and the requested log-probabilities.
 
-        The log-probabilities are by row of the plan. Only rows that have a token have them.
+        The first value has a token or a RowFailure for each of `sampled_rows`. The second value maps rows of the plan
+        to log-probabilities. Rows that fail are not in the map.
 
         reports_raw: whether to report log-probabilities of the model's own logits instead of the processed logits.
         """
 
     def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
-        """Yield (row of the plan, log-probabilities of the row's next prompt targets), in the order of the targets.
+        """Yield pairs (row of the plan, log-probabilities of the row's next prompt targets), in the order of the
+        targets.
 
         The log-probabilities are computed from the model's unprocessed logits. They are NaN if these logits are not
         finite.
         """
 
     def hidden_states(self, which: Int64) -> Float32:
-        """Return float32 [m, D], the hidden states from which the tokens of some sampled rows are drawn.
+        """Return the hidden states, float32 [m, D], from which the tokens of some rows are sampled.
 
         which: int64 [m]; indices into `sampled_rows`.
         """
 
     def rows_not_finite(self) -> Int64:
-        """Return the rows of the plan, int64 [n], that have several tokens and a hidden state that is not finite.
+        """Return the rows of the plan, int64 [n], that have several tokens and a hidden state with NaN or infinity.
 
-        The KV of such a token may have affected earlier tokens of the row. Therefore, no other request may share the KV
-        of these rows.
+        The keys and values of such a row can be wrong, also at earlier tokens. Therefore, no other request may share
+        them.
         """
 
 
@@ -104,7 +106,7 @@ class LogProbs:
 def log_probs(logits_NV: npt.NDArray[np.floating[Any]], tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
     """Return the log-probabilities of `tokens_N`. A row is NaN if its logits contain NaN or inf, or are all -inf.
 
-    top_n: K, at most V. Of equal values, the lower id is first.
+    top_n: K, the number of most likely tokens to return, at most V. Of equal values, the lower id is first.
     """
     top_n = min(top_n, logits_NV.shape[1])
     best_N = logits_NV.max(axis=-1)
@@ -135,7 +137,7 @@ def sample_step(
 ) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs], dict[int, Float32]]:
     """Sample the tokens of one step.
 
-    Returns four values by row of the plan:
+    Returns four values, each indexed by row of the plan:
 
     - int32 tokens. A row that needs no token has NO_TOKEN, and a row that fails has a RowFailure.
     - The requested log-probabilities of sampled tokens.
@@ -175,7 +177,7 @@ def _joined(parts: list[LogProbs]) -> LogProbs:
 def sample_rows(
     logits_NV: Float32, rows: Int64, batch: SamplingBatch, *, reports_raw: bool
 ) -> tuple[Int32, dict[int, LogProbs]]:
-    """Implement StepLogits.sample() on the host. logits_NV: logits of `rows`. This function overwrites them."""
+    """Sample the tokens of `rows` on the host. The result is as in StepLogits.sample(). Overwrites `logits_NV`."""
     wanted = np.flatnonzero(batch.num_log_probs[rows] != NO_LOG_PROBS).tolist()
     # sample() changes logits in place.
     reported = {index: logits_NV[index].copy() for index in wanted}
@@ -191,9 +193,9 @@ def sample_rows(
 
 
 def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.NDArray[np.floating[Any]]:
-    """Return the logits from which the token of `row` is drawn.
+    """Return the logits from which the token of `row` is sampled.
 
-    They are divided by the temperature, and are -inf for removed tokens.
+    These logits are divided by the temperature, and are -inf for removed tokens.
     """
     edits, temperature = batch.edits.get(row), float(batch.temperature[row])
     if edits is not None:
@@ -211,7 +213,9 @@ def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.N
 
 
 def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
-    """Return a token or a RowFailure for every row, int32 [N]. Overwrites the logits of rows that have edits.
+    """Sample a token for every row. Return int32 [N], a token or a RowFailure per row.
+
+    Overwrites logits of rows with edits.
 
     rows: int64 [N]; the row of `batch` for each row of logits.
     """
@@ -242,7 +246,7 @@ def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
 
 
 def _cause(best: float, edits: LogitEdits | None) -> RowFailure:
-    """Return the failure of a row whose largest logit is `best`.
+    """Return the cause of failure of a row whose largest logit, `best`, is not finite.
 
     edits: edits of the row if it has any and the model's own logits were finite; otherwise None.
     """
@@ -273,7 +277,7 @@ def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
 
 
 def _weights(logits_V: Float32, temperature: float) -> Float32:
-    """Return the tokens' probabilities divided by the largest of them. The largest logit must be finite."""
+    """Return the probabilities of the tokens, divided by the largest probability. The largest logit must be finite."""
     scaled_V = logits_V - logits_V.max()
     scaled_V /= np.float32(temperature)
     return np.exp(scaled_V, out=scaled_V)
@@ -286,7 +290,10 @@ def _kept_ids_of(batch: SamplingBatch, row: int, weights_V: Float32) -> Int64 | 
 
 
 def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> Int64 | None:
-    """Return the ids that pass top-k, min-p and then top-p, in ascending order; None if all ids pass."""
+    """Return the token ids that pass the filters top-k, min-p and top-p, in ascending order.
+
+    Return None if all pass.
+    """
     if top_k == 0 and not 0 < top_p < 1:
         return np.flatnonzero(weights_V >= min_p) if min_p > 0 else None
     total = float((weights_V[weights_V >= min_p] if min_p > 0 else weights_V).sum(dtype=np.float64))
@@ -300,8 +307,9 @@ def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> I
 
 
 def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, is_all: bool) -> int | None:
-    """Return how many of the most likely tokens top-k and then top-p keep; None if too few candidates are given to
-    decide.
+    """Return how many of the most likely tokens pass top-k and then top-p.
+
+    Return None if more candidates are needed to decide.
     """
     kept, mass = len(weights_C), total
     cumulative_C = weights_C.cumsum(dtype=np.float64)
@@ -332,7 +340,7 @@ def _invert(weights_V: Float32, ids_C: Int64 | None, number: float) -> int:
 
 
 def _first_beyond(cumulative_C: npt.NDArray[np.float64], number: float) -> int:
-    """Return the first index at which the cumulative sum exceeds `number` times the total. `number` is in [0, 1]."""
+    """Return the first index at which the cumulative sum exceeds `number` (0 to 1) times the total."""
     total = cumulative_C[-1]
     return int(np.searchsorted(cumulative_C, min(number * total, np.nextafter(total, 0.0)), side="right"))
 

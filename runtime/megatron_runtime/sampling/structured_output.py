@@ -76,8 +76,8 @@ class GrammarState:
     No method raises an error. If the grammar fails, only its answer fails.
 
     masks:   runs a function in another thread, and returns a future.
-    failure: why the grammar has failed, otherwise None. It fails if it exceeds a limit, if a forced token does not
-             match it, or if the matcher raises an error.
+    failure: why the grammar has failed; None if it has not failed. A grammar fails if it exceeds a limit, if a forced
+             token does not match, or if the matcher raises an error.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class GrammarState:
             self._mask = self._masks(self._compute)
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to `seconds` for the mask of the next token. Return whether the mask is complete."""
+        """Wait up to `seconds` for the mask of the next token. Return whether the mask has been computed."""
         return not wait([self._mask], timeout=seconds).not_done
 
     def is_fresh(self) -> bool:
@@ -124,9 +124,11 @@ class GrammarState:
         return self._mask.done()
 
     def allowed(self) -> Mask | None:
-        """Return uint32 [ceil(V / 32)] with a bit set for each allowed token; None if all tokens are allowed.
+        """Return the mask, uint32 [ceil(V / 32)], with a set bit for each allowed token.
 
-        Waits for the mask.
+        Return None if all tokens are allowed.
+
+        If the mask is not computed yet, this method waits for it.
         """
         try:
             return self._mask.result()
@@ -136,7 +138,7 @@ class GrammarState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer matches and is complete, or the grammar has failed."""
+        """Whether the answer is a complete match of the grammar, or the grammar has failed."""
         return self._stopped or self.failure is not None
 
     def _consume(self, token: int) -> None:
@@ -160,9 +162,7 @@ class GrammarState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Return a context that converts errors of the matcher, and panics of its native code, to a failure of this
-        grammar.
-        """
+        """Return a context manager that turns errors and panics of the matcher into a failure of this grammar."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -184,7 +184,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Creates the grammar state of a request. Thread-safe; grammars are compiled one at a time.
+    """The component that compiles grammars, one at a time, and creates the GrammarState of each answer. Thread-safe.
 
     vocabulary: vocabulary of the model's tokenizer.
     vocab_size: number of logits per token, which can be greater than the tokenizer's vocabulary.
@@ -214,7 +214,7 @@ class GrammarCompiler:
         """
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
-        """Return the grammar state after the tokens `generated`.
+        """Compile a grammar, and return its state after the tokens `generated`.
 
         structure: as in SamplingParams.structured_output. Its field `after` is ignored.
         tenant:    tenant of the request; masks are computed round robin over tenants.
@@ -230,7 +230,7 @@ class GrammarCompiler:
         return GrammarState(matcher, self._vocab_size, generated=generated, masks=masks)
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
-        """Return whether begin() compiles nothing for `structure`."""
+        """Return whether the compiled grammar for `structure` is in the cache, so that begin() does not compile it."""
         try:
             key = _key(structure)
         except (RecursionError, TypeError, ValueError):  # check_structure() rejects it

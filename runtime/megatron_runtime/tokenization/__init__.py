@@ -1,4 +1,4 @@
-"""Converts text to token ids and back, with a model's vocabulary, chat template and streaming detokenizer.
+"""Conversion of text to token ids and back, with a model's vocabulary, chat template and streaming detokenizer.
 
 tokenizer = load_tokenizer("builtin:smollm2-135m")
 ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])

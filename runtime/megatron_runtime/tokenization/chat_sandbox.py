@@ -1,8 +1,8 @@
-"""The child process with limits in which chat templates run, in Jinja's immutable sandbox.
+"""The program of the child process in which chat templates run, with limits and in Jinja's immutable sandbox.
 
 A template is part of the model and therefore not trusted. It gets only the helpers that published templates need:
-`raise_exception`, `strftime_now`, `tojson`, loop controls and `{% generation %}`. A template that loops forever or
-builds huge values kills this process, which chat_template.py restarts.
+`raise_exception`, `strftime_now`, `tojson`, loop controls and `{% generation %}`. If a template loops forever or builds
+huge values, this process is killed, and chat_template.py restarts it.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _RenderingError(Exception):
 
 @lru_cache(maxsize=4)
 def _compiled(source: str) -> tuple[Template, list[str]]:
-    """Return the template, and the names of the variables that it reads.
+    """Compile a template. Return the compiled template, and the names of the variables that it reads.
 
     Raises errors of Jinja and Python if the template is invalid.
     """
@@ -77,12 +77,12 @@ def _tojson(
 
 
 def _handle(request: bytes) -> bytes:
-    """Compile a template, and render it if the request has a scope.
+    """Compile a template. Also render the template if the request has a scope. Return the reply.
 
     request: JSON with the template's `source` and, for a rendering, `scope`, which contains all variables.
 
-    Returns JSON. After a rendering, it has the `text`; without a scope, it has the `variables` of the template. After a
-    failure, it has the `stage` that failed ("compile" or "render") and the `message`.
+    The reply is a JSON object. After a rendering, it has the `text`. Without a scope, it has the `variables` of the
+    template. After a failure, it has the `stage` that failed ("compile" or "render") and the `message`.
     """
     fields = json.loads(request.decode("utf-8", "surrogatepass"))
     try:

@@ -1,7 +1,7 @@
 """Renders chat templates in the same way as transformers, in child processes with limits (chat_sandbox.py).
 
 A template is part of the model and can be hostile. So each use of a template, including its compilation, has limits of
-time, memory and output. A program has at most RENDERERS of these processes for all its templates. Each process starts
+time, memory and output. A program has at most RENDERERS such child processes for all its templates. Each process starts
 when it is first needed.
 """
 
@@ -40,9 +40,9 @@ _RESERVED = frozenset({"messages", "tools"})
 
 
 class ChatTemplateError(ValueError):
-    """Raised if the conversation cannot be rendered. The message comes from the template, or names the exceeded limit.
+    """Raised if a conversation cannot be rendered. The message comes from the template, or names the exceeded limit.
 
-    variable: name of the invalid variable, if the request has set it.
+    variable: name of the invalid template variable, if the request has set this variable.
     """
 
     def __init__(self, message: str, *, variable: str | None = None) -> None:
@@ -61,8 +61,8 @@ class ChatTemplateUnusableError(ChatTemplateError):
 class ChatTemplate:
     """The chat template of a model. Thread-safe.
 
-    If a template does not compile, this is logged. The model can still complete text, but every rendering raises the
-    error.
+    If the template does not compile, the constructor logs the error. The model can still complete text, but every call
+    of render() raises the error.
 
     source:  the Jinja text.
     special: variables that every template may use, such as `bos_token` and `eos_token`.
@@ -87,7 +87,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, sources: Mapping[str, Any], name: str, *, special: Mapping[str, str]) -> Self | None:
-        """Return the template with this name in a model's list; None if the list has no such template."""
+        """Return the template with this name from a model's templates, or None if there is no such template."""
         source = sources.get(name)
         return cls(source, special=special) if source and isinstance(source, str) else None
 
@@ -188,7 +188,7 @@ def _lost(error: ProcessLostError) -> str:
 class _Renderers:
     """The pool of child processes.
 
-    Each process serves one caller at a time. If all are busy, another process is started.
+    Each process serves one caller at a time. If all processes are busy, another process is started, up to RENDERERS.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,10 @@ def _start_over() -> None:
 
 
 def end_idle_renderers() -> None:
-    """Stop the idle renderers, for a program that stops serving. A later rendering restarts them."""
+    """Stop the idle child processes. Call this when the program stops serving.
+
+    A later rendering restarts the processes.
+    """
     _renderers.end_idle()
 
 

@@ -1,7 +1,7 @@
 """A `Tokenizer` from the metadata of a GGUF file, with byte-level BPE or SentencePiece.
 
 SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) repeatedly joins the two adjacent pieces whose union has the
-highest score. This is equal to byte-pair encoding with the merges in the order of the scores. Text without a piece in
+highest score. The result equals byte-pair encoding with the merges in the order of the scores. Text without a piece in
 the vocabulary becomes byte tokens.
 """
 
@@ -107,13 +107,13 @@ class _TokenizerFields:
         return items
 
     def of_kind(self, kind: int) -> dict[int, str]:
-        """Return the pieces of one kind (a value of `tokenizer.ggml.token_type`) by token id."""
+        """Return the pieces of one kind by token id. kind: a value in `tokenizer.ggml.token_type`."""
         kinds = zip(self.pieces, self.kinds, strict=False)
         return {id_: piece for id_, (piece, own) in enumerate(kinds) if own == kind and piece}
 
 
 def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
-    """Build the tokenizer from the metadata of `path`. renders_chat: whether it includes the chat template.
+    """Build the tokenizer from the metadata of `path`. renders_chat: whether to load the chat template.
 
     Raises ModelFileError if the file cannot be read. Raises ValueError for an invalid field, a vocabulary that is
     neither byte-level BPE nor SentencePiece, or an unknown pre-tokenizer.

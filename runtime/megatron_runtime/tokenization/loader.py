@@ -2,7 +2,7 @@
 
 A tokenizer.json is part of the model and can be hostile. For example, a regular expression can take years to compile,
 and a normalizer can turn ten characters into gigabytes, which aborts the process. Therefore, a child process with
-limits first loads the file and encodes some texts. Only then does this process load the file.
+limits first loads the file and encodes some texts. This process loads the file only after the child has succeeded.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ class TokenizerLoadError(ValueError):
 
 
 def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
-    """Return the tokenizer of a model reference.
+    """Load the tokenizer of a model reference.
 
     model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, a .gguf file, or a directory. The
            directory has a tokenizer.json, one .gguf file, or a Megatron-Core checkpoint and a tokenizer.json. If vLLM
            is installed, the directory can instead contain any other vocabulary that vLLM can read.
     renders_chat: whether to load the chat template, which only servers need.
 
-    Raises TokenizerLoadError.
+    Raises TokenizerLoadError if the reference has no usable tokenizer.
     """
     try:
         path = tokenizer_location(model)
@@ -104,15 +104,15 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> Tokenizer:
-    """Build the tokenizer of a directory. renders_chat: whether it includes the chat template.
+    """Build the tokenizer of a directory. renders_chat: whether to load the chat template.
 
     If the directory has no tokenizer.json, vLLM reads its vocabulary.
 
-    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja. End-of-answer tokens
-    and the defaults of sampling also come from generation_config.json, and the context length from config.json. Each of
-    these files can be absent.
+    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja. generation_config.json
+    adds end-of-answer tokens and default sampling parameters. config.json contains the context length. Each of these
+    files can be absent.
 
-    Raises ValueError, which names the file.
+    Raises ValueError if a file is invalid. The message names the file.
     """
     file = ModelDirectory(directory).file(TOKENIZER_FILE)
     vllms: dict[str, Any] = {}
@@ -145,11 +145,13 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
 
 
 def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
-    """Return the tokenizer in a tokenizer.json. Padding and truncation in the file are ignored, as in transformers.
+    """Load the content of a tokenizer.json, after a trial in a child process.
+
+    Ignores its padding and truncation settings.
 
     name: path of the file, for errors.
 
-    Raises ValueError, which names the file.
+    Raises ValueError if the file is invalid. The message names the file.
     """
     _run_trial(content, name=name)
     with contained(f"{name} is not a readable tokenizer"):
@@ -175,7 +177,10 @@ def _run_trial(content: bytes, *, name: str) -> None:
 
 
 def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
-    """Return the output of vllm_tokenizer.py for a directory. Raises ValueError."""
+    """Run vllm_tokenizer.py for a directory and return its output.
+
+    Raises ValueError if the tokenizer cannot be read.
+    """
     command = module_command("megatron_runtime.tokenization.vllm_tokenizer", str(directory), str(VLLM_SECONDS))
     try:
         child = subprocess.run(
@@ -202,7 +207,7 @@ def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
 
 
 def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
-    """Write the tokenizer of the .gguf file at `path` to `directory` in transformers' format. Return its EOS ids.
+    """Write the tokenizer of the .gguf file at `path` to `directory` in transformers' format. Return all its EOS ids.
 
     The written files contain only the first EOS id. Raises the errors of tokenizer_from_gguf().
     """

@@ -1,4 +1,4 @@
-"""Adapts tokenizer objects of other libraries: transformers, tokenizers, and Megatron-Core."""
+"""Adapters for tokenizer objects of other libraries: transformers, tokenizers, and Megatron-Core."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class MegatronTokenizer(Tokenizer):
 
     @property
     def of_program(self) -> Any:
-        """The wrapped tokenizer object."""
+        """The tokenizer object that the program passed to tokenizer_of()."""
         return self._tokenizer
 
     def to_json(self) -> str:
@@ -118,7 +118,9 @@ class MegatronTokenizer(Tokenizer):
 
 
 def _id(tokenizer: Any, *names: str) -> int | None:
-    """Return the first of the attributes `names` that is a token id; None if the tokenizer has no such attribute.
+    """Return the token id in the first of the attributes `names` that the tokenizer has.
+
+    Return None if it has none of them.
 
     Some tokenizers raise an error for a missing attribute.
     """

@@ -5,8 +5,7 @@ linear time. A character is returned when its last byte has arrived. For other v
 tokens is decoded. The concatenated parts of a stream are equal to the result of `Tokenizer.decode` for all ids.
 
 The first token of a sequence is decoded differently, without its space, and a character can begin in one token and end
-in another. So the decoder of a text that follows other tokens must know these tokens; see `after` of
-`Tokenizer.detokenizer`.
+in another. So the decoder needs the tokens that precede a text; see the argument `after` of `Tokenizer.detokenizer`.
 """
 
 from __future__ import annotations
@@ -51,15 +50,15 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """Return the text that was kept back. Incomplete characters become U+FFFD."""
+        """Return the remaining text at the end of the sequence. Incomplete characters become U+FFFD."""
 
 
 class BytesDetokenizer(Detokenizer):
     """A Detokenizer for vocabularies in which each token is a string of bytes.
 
-    token_bytes: returns the bytes of a token id, b"" for a token without text.
+    token_bytes: returns the bytes of a token id; b"" for a token without text.
     after:       tokens that precede the sequence.
-    stripped:    spaces that are removed if no text precedes the sequence.
+    stripped:    leading spaces that are removed if no text precedes the sequence.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class BytesDetokenizer(Detokenizer):
         return self._utf8.decode(b"".join(map(self._after_start, ids)))
 
     def _after_start(self, id_: int) -> bytes:
-        """Return the bytes of the first token without the spaces that the decoder removes."""
+        """Return the bytes of a token at the start of a text, without the spaces that the decoder removes there."""
         data = self._token_bytes(id_)
         if data and self._stripped != "kept":
             data = data.removeprefix(b" ") if self._stripped == "one" else data.replace(b" ", b"")
@@ -145,7 +144,7 @@ class Tokenizer:
     tool_template:  chat template for requests with tools; None if the model has one template for all requests.
     context_length: maximum number of tokens of a sequence that the model supports; None if unknown.
     logits:         number of the model's logits per token, which can be greater than the vocabulary; 0 if unknown.
-    generation_config: default sampling parameters from the model's generation_config.json.
+    generation_config: default sampling parameters, from the model's generation_config.json.
     """
 
     def __init__(
@@ -188,9 +187,9 @@ class Tokenizer:
         return str(self._backend.to_str())
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Return the token ids of `text`. The text of a special token becomes that token.
+        """Return the token ids of `text`. A special token's name in the text, such as `<s>`, becomes this token.
 
-        As in the tokenizers library, bytes without a token are left out.
+        As in the tokenizers library, bytes for which the vocabulary has no token are left out.
 
         add_special: whether to add the tokens that the model expects around a prompt, such as the begin-of-sequence
                      token.
@@ -329,7 +328,7 @@ class Tokenizer:
         return special_tokens
 
     def token_id(self, text: str) -> int | None:
-        """Return the id of the vocabulary entry `text`."""
+        """Return the id of the token whose vocabulary entry is `text`. Return None if there is no such token."""
         id_: int | None = self._backend.token_to_id(text)
         return id_
 
@@ -350,7 +349,7 @@ class Tokenizer:
 
 
 def context_of(after: Sequence[int], hidden: Collection[int]) -> list[int]:
-    """Return the last visible tokens of `after`, at most _CONTEXT_TOKENS. hidden: tokens without text."""
+    """Return the last visible tokens of `after`, at most _CONTEXT_TOKENS. hidden: tokens that are not visible."""
     visible = (id_ for id_ in reversed(after[-_SEARCHED_TOKENS:]) if id_ not in hidden)
     return list(itertools.islice(visible, _CONTEXT_TOKENS))[::-1]
 

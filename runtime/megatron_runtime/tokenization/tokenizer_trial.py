@@ -25,7 +25,7 @@ _TRIAL_TEXTS = (
 
 
 def _verdict(content: bytes) -> bytes:
-    """Return a message about the defect of a tokenizer.json; b"" if the file may be loaded."""
+    """Return an error message about the content of a tokenizer.json, or b"" if the file may be loaded."""
     try:
         with contained("the library cannot load it"):
             backend = load_vocabulary(content)

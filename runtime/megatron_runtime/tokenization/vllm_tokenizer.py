@@ -1,15 +1,14 @@
-"""Reads the tokenizer of a model without tokenizer.json, with vLLM's code.
+"""A program that reads the tokenizer of a model without tokenizer.json, with vLLM's code.
 
-It runs in a child process, because vLLM and transformers are large, and the files can be hostile. vLLM reads
+The program runs in a child process, because vLLM and transformers are large, and the files can be hostile. vLLM reads
 vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child converts the tokenizer to a
-tokenizer.json, so that servers and engines use it like any other. loader.py runs the child with the directory of the
-model. Its output is a JSON object:
+tokenizer.json, so that servers and engines can load it like any other tokenizer. loader.py runs the child with the
+directory of the model. Its output is a JSON object:
 
-`tokenizer`:     content of a tokenizer.json.
-`special`:       texts of special tokens, by their names in tokenizer_config.json.
-`adds_bos`:      whether prompts begin with a begin-of-sequence token that `tokenizer` does not write.
-`chat_template`: None if the model has none.
-`problem`:       why the tokenizer cannot be read. If this key is present, the other keys are missing.
+`tokenizer`:     content of a tokenizer.json. `special`:       texts of special tokens, by their names in
+tokenizer_config.json. `adds_bos`:      whether prompts begin with a begin-of-sequence token that `tokenizer` does not
+write. `chat_template`: the chat template; None if the model has no chat template. `problem`:       why the tokenizer
+cannot be read. If this key is present, the other keys are missing.
 """
 
 from __future__ import annotations
@@ -53,7 +52,10 @@ def _read(directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write the tokenizer of a directory to standard output. Arguments: the directory, and the time limit."""
+    """Write the tokenizer of a directory to standard output.
+
+    Command-line arguments: the directory, and the time limit.
+    """
     be_child()
     signal.alarm(int(sys.argv[2]))
     limit_memory(MEMORY_BYTES)

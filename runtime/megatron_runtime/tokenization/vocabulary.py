@@ -45,9 +45,9 @@ _CHUNK = 1 << 16
 
 @contextmanager
 def contained(action: str) -> Iterator[None]:
-    """Return a context that converts every error of the library to a ValueError.
+    """Return a context manager that converts every error of the tokenizers library to a ValueError.
 
-    This includes the library's panics, which are not an Exception.
+    It also converts the library's panics, which are not subclasses of Exception.
 
     action: start of the message, such as "the text cannot be tokenized".
     """
@@ -147,7 +147,10 @@ class TokenBound:
 
 
 def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
-    """Yield the steps of a normalizer or pre-tokenizer, in the order of tokenizer.json."""
+    """Yield the steps of a normalizer or pre-tokenizer, in the order of tokenizer.json.
+
+    A Sequence lists its steps in the field `key`.
+    """
     if part is None:
         return
     pending = [json.loads(part.__getstate__())]
@@ -195,7 +198,7 @@ def _marked(piece: str) -> bytes:
 
 
 def _sizes(pieces: Iterable[bytes]) -> list[int]:
-    """Return, for each byte value, the length of the longest piece that contains it; 1 if no piece does."""
+    """Return, for each byte value, the length of the longest piece that contains it, or 1 if no piece contains it."""
     sizes = [1] * 256
     known: set[int] = set()
     for piece in sorted(pieces, key=len, reverse=True):
@@ -209,7 +212,7 @@ def _sizes(pieces: Iterable[bytes]) -> list[int]:
 def _kept_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: bool) -> set[int]:
     """Return the byte values that always become part of a token.
 
-    The model can drop other bytes, or join consecutive ones.
+    The model can drop other bytes, or join several consecutive bytes.
     """
     if is_byte_level:
         return {byte for character, byte in BYTE_OF_CHARACTER.items() if character in vocabulary}

@@ -1,4 +1,4 @@
-"""How byte-level vocabularies in GGUF files split text into words before merges, by the value of `tokenizer.ggml.pre`.
+"""The rules by which byte-level vocabularies in GGUF files split text into words, by the value of `tokenizer.ggml.pre`.
 
 The names come from llama.cpp (src/llama-vocab.cpp), and the patterns from the tokenizer.json of the models.
 """
@@ -39,10 +39,10 @@ def _words(number: str, letters: str = _LETTERS, marks: str = _MARKS) -> str:
 
 @dataclass(frozen=True, slots=True)
 class WordRule:
-    """How text is divided into words before byte-pair merges.
+    """A rule that divides text into words before byte-pair merges.
 
     patterns:    regular expressions, applied in order. Text between two matches is also a word.
-    keeps_words: whether a word in the vocabulary is always one token, whatever the merges say.
+    keeps_words: whether a word that is in the vocabulary is always one token, even if the merges do not form it.
     adds_bos:    whether texts begin with the BOS token, unless the file states otherwise.
     """
 

@@ -1,4 +1,4 @@
-"""Checks a request and creates the engine's record of the request. This module does not import torch."""
+"""Checks new requests, and creates the engine's record of each request. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -81,8 +81,9 @@ class CoreRequest(BackendRequest):
         self.prompt_top_n_logprobs += [found.row(line, count) for line in range(len(found.chosen_N))] if count else []
 
     def report_log_probs(self, found: LogProbs, output: RequestOutput) -> None:
-        """Set the log-probabilities of the sampled token in `output`. In the first output, set also the
-        log-probabilities of the prompt.
+        """Set the log-probabilities of the sampled token in `output`.
+
+        In the first output of the request, also set the log-probabilities of the prompt.
         """
         output.new_log_probs = found.chosen_N.tolist()
         if self.params.top_n_logprobs:
@@ -96,7 +97,7 @@ class CoreRequest(BackendRequest):
 def transferable_blocks(tokens: int, block_size: int) -> int:
     """Return the number of leading prompt blocks that one KV transfer carries for a request of `tokens` tokens.
 
-    RequestSlots.match() can find only these blocks.
+    RequestSlots.match() never returns blocks after these.
     """
     return min(max(0, tokens - 2) // block_size, limits.MAX_TRANSFER_BLOCKS)
 
@@ -118,7 +119,7 @@ class Admission:
     def open(
         self, request: EngineRequest, *, grammar: AnswerState | None, arrival: int, now: float, epoch: int
     ) -> CoreRequest:
-        """Return the engine's record of `request`. Raises the errors of EngineCore.add_request()."""
+        """Check `request` and return the engine's record of it. Raises the errors of EngineCore.add_request()."""
         params, config, vocabulary = request.sampling_params, self.config, self.executor.vocab_size
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
         self._check(request, tokens, has_grammar=grammar is not None)

@@ -1,4 +1,4 @@
-"""Implements EngineBackend with the native engine. One thread runs the core, and the event loop sends commands to it.
+"""The EngineBackend of the native engine. One thread runs the core, and the event loop sends commands to this thread.
 
 This module does not import torch.
 """
@@ -66,7 +66,7 @@ class Ranks:
         return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
-        """Set the callbacks for lost and leaving ranks.
+        """Set the callbacks that report lost ranks and ranks that must stop.
 
         on_failure: called on any thread when a rank is lost.
         on_leave:   called when a rank has received SIGTERM.
@@ -75,12 +75,15 @@ class Ranks:
     def end(self, failure: BaseException | None) -> None:
         """Stop the other ranks. Idempotent.
 
-        failure: cause to report to them if this engine failed; None for a normal stop.
+        failure: cause to report to the other ranks if this engine failed; None for a normal stop.
         """
 
 
 class NativeKVTransfer(KVTransfer):
-    """KVTransfer for the prefix cache of a native engine. All work runs on the engine's thread, between steps."""
+    """The KVTransfer of a native engine, which reads and writes blocks of its prefix cache.
+
+    All work runs on the engine's thread, between steps.
+    """
 
     def __init__(self, backend: NativeBackend) -> None:
         self._call = backend.call
@@ -132,9 +135,9 @@ def _transfer_of_core() -> Iterator[None]:
 
 
 class NativeBackend(EngineBackend):
-    """EngineBackend of the native engine.
+    """The EngineBackend of the native engine.
 
-    A dedicated thread runs `core`. All other code must use the core through call().
+    A dedicated thread runs `core`. Code on other threads must use the core only through call().
 
     Commands run in order between steps. Each step wakes the event loop only once. The event loop receives the result of
     a command after the outputs of all earlier steps.
@@ -226,7 +229,10 @@ class NativeBackend(EngineBackend):
     # --- the thread ---------------------------------------------------------------------------------------------
 
     def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
-        """Run `command` on the engine's thread before the next step. Raises EngineStopped if the thread has ended."""
+        """Run `command` on the engine's thread before the next step, and return a future of its result.
+
+        Raises EngineStopped if the thread has ended.
+        """
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()  # a caller that stops waiting does not cancel the command
         with self._wake:
@@ -383,7 +389,10 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await `work` and return its results. `work` must undo its own changes if it fails."""
+        """Await `work`, and return the success or the failure of all ranks.
+
+        If `work` fails, it must undo its own changes.
+        """
         try:
             await work
         except Exception as error:
@@ -393,7 +402,7 @@ class NativeBackend(EngineBackend):
 
 
 def _without_grammar(request: EngineRequest) -> AnswerState | None:
-    """Return the state of an answer whose tokens are restricted without a grammar; None if any token is allowed."""
+    """Return the state that restricts an answer's tokens without a grammar, or None if any token is allowed."""
     parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
     if parts is None:
         return None

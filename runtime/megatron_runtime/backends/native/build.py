@@ -56,9 +56,9 @@ def build_native(settings: EngineSettings) -> NativeBackend:
 
 
 def check_native(settings: EngineSettings) -> None:
-    """Validate settings and model in the same way as all ranks of an engine.
+    """Validate the settings and the model, as every rank of an engine does at its start.
 
-    This reads only the headers of the weights. It needs no GPU, even for `device="cuda"`.
+    This function reads only the headers of the weights. It needs no GPU, even for `device="cuda"`.
 
     Raises:
         ValueError: a setting or the model is not usable. The message names the setting and the remedy.
@@ -89,7 +89,7 @@ def _executor(
     *,
     shard: Shard | None = None,
 ) -> TorchExecutor:
-    """Return the executor of a rank.
+    """Return the executor of one rank.
 
     shard: the rank's part of the model, for an executor that has no `groups` because it runs no step.
     """
@@ -116,9 +116,9 @@ def _executor(
 
 
 def _weight_port(settings: EngineSettings, local_rank: int) -> WeightPort:
-    """Open the port on which a rank offers a trainer's weights to other engines.
+    """Open and return the port on which a rank offers a trainer's weights to other engines.
 
-    This is called only in engines that use a trainer's weights.
+    Only engines that use a trainer's weights call this function.
     """
     from megatron_runtime.distributed.weight_port import WeightPort, address_towards
 

@@ -55,7 +55,7 @@ _UNSUPPORTED = {
 
 
 class EngineCore:
-    """The engine's loop: continuous batching over a paged KV cache. Not thread-safe; one thread owns a core.
+    """The loop of an engine, with continuous batching over a paged KV cache. Not thread-safe; one thread owns a core.
 
     Every step computes the next token of each running request, and as many prompt tokens as fit into `max_tokens`. When
     pages run out, the core preempts the last running request. The request keeps its tokens, and its KV is computed
@@ -136,7 +136,7 @@ class EngineCore:
     def abort_request(self, request_id: int) -> bool:
         """Remove a request that was aborted or that a stop text has ended, and free its memory.
 
-        This also ends an export or import with this id. Returns False if no request with this id is open.
+        An export or import with this id ends too. Return False if no request with this id is open.
         """
         self.context.transfers.release(request_id)
         request = self._scheduler.open.get(request_id)
@@ -145,7 +145,7 @@ class EngineCore:
         return request is not None
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Discard all requests without outputs. Clear the prefix cache too, unless `preserve_prefix_cache`."""
+        """Discard all requests, without outputs. Unless `preserve_prefix_cache` is set, clear the prefix cache too."""
         for request_id in list(self._scheduler.open):
             self.abort_request(request_id)
         if not preserve_prefix_cache:
@@ -197,7 +197,7 @@ class EngineCore:
     def _wait_for_masks(self) -> None:
         """Wait up to MASK_GRACE_SECONDS for masks that other threads have begun to compute since the last step.
 
-        Later steps do not wait for these masks. They leave out the requests that need them until the masks are ready.
+        The following steps run without the requests whose masks are not ready after this time.
         """
         until = time.monotonic() + MASK_GRACE_SECONDS
         for grammar in self._scheduler.without_mask().values():
@@ -205,7 +205,7 @@ class EngineCore:
                 grammar.wait(max(0.0, until - time.monotonic()))
 
     def schedule(self) -> StepPlan | None:
-        """Choose the rows of the next step and return its plan; None if there is nothing to run."""
+        """Choose the rows of the next step and return its plan. Return None if no request can run."""
         self._rows = self._scheduler.schedule(now=self._clock(), epoch=self.epoch)
         return self._plan(self._rows) if self._rows is not None else None
 
@@ -370,10 +370,10 @@ class EngineCore:
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
         """Release memory. Requests keep their tokens.
 
-        Depending on kv_cache_management_mode, the requests' KV stays, moves to host memory, or is computed again after
-        resume(). If a part cannot be released, suspend() restores the parts that it has released, and raises.
+        Depending on kv_cache_management_mode, KV stays, moves to host memory, or is computed again after resume(). If
+        memory cannot be released, suspend() restores what it has released, and raises the error.
 
-        tags: parts to release, from SUSPEND_TAGS. Raises ValueError for an unknown tag.
+        tags: kinds of memory to release, from SUSPEND_TAGS. Raises ValueError for an unknown tag.
         """
         unknown = set(tags) - SUSPEND_TAGS
         if unknown:
@@ -393,7 +393,7 @@ class EngineCore:
                 raise
 
     def resume(self) -> None:
-        """Reallocate what suspend() released. Raises if there is too little memory or the weights are not usable."""
+        """Reallocate the released memory. Raises if there is too little memory or the weights are not usable."""
         self.executor.load()
 
     def swap_weights(self, epoch: int) -> None:
@@ -410,7 +410,7 @@ class EngineCore:
         return self.context.prefix_cache.take_events()
 
     def stats(self) -> BackendStats:
-        """Return the counters since the start, and the current load. May be called from any thread."""
+        """Return the counters since the start, and the current load. Any thread may call this."""
         scheduler = self._scheduler
         prefill_rate, decode_rate = self._rates.rates()
         last_request = scheduler.last_request  # read before the tokens, which may include later requests

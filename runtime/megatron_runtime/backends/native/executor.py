@@ -1,7 +1,7 @@
 """The interface between the scheduler and the model. An executor gets a step plan and returns sampled tokens.
 
-An executor can consist of one or several ranks, which makes no difference to the scheduler. This module does not import
-torch.
+An executor can consist of one or several ranks. The scheduler works in the same way for both. This module does not
+import torch.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Bool = npt.NDArray[np.bool_]
 class StepPlan:
     """One step: T tokens of n rows (a row is one sequence) with up to P pages.
 
-    token_ids, positions: int32 [T]; row by row. A rotary position is the token's index in the sequence. If the model
-                          has a `short_length`, it is twice the index, plus 1 if the sequence is long.
+    token_ids, positions: int32 [T]; row by row. A position is the token's index in the sequence. If the model has a
+                          `short_length`, the position is twice the index, plus 1 if the sequence is long.
     query_lengths:    int32 [n]; tokens of each row in this step.
     context_lengths:  int32 [n]; tokens of each row in the KV cache after this step.
     block_tables:     int32 [n, P]; pages of each row, padded with the dummy page.
@@ -47,7 +47,7 @@ class StepPlan:
     adapters: list[str] = field(default_factory=list)
 
     def tokens_of(self, rows: Int64) -> Int64:
-        """Return the indices in token_ids of the tokens of `rows`, row after row."""
+        """Return, row after row, the indices in token_ids of the tokens of `rows`."""
         counts = self.query_lengths[rows]
         ends = self.query_lengths.cumsum(dtype=np.int64)[rows]
         # Each row has its own offset, which is added to its indices in the result.
@@ -65,7 +65,7 @@ class StepResult:
     prompt_log_probs: by row of `sampling.prompt_targets`; each LogProbs has one row per target.
     hidden_states:    by row, float32 [D], for the sampled rows that request them.
     routing:          unsigned [T, G, J]; for each token of the plan and each of the G layers with experts, the J
-                      experts by descending share. None if they are not recorded.
+                      experts by descending share. None if experts are not recorded.
     """
 
     tokens: npt.NDArray[Any]
@@ -85,7 +85,7 @@ class NoCudaProfilerError(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs the steps of one model.
+    """An executor, which runs the steps of one model.
 
     All sizes are known before load(), from the model's metadata and the memory of the KV cache.
 
@@ -121,14 +121,14 @@ class Executor(Protocol):
         """
 
     def load(self) -> None:
-        """Load and verify the weights, and allocate the KV cache with the contents of the kept pages.
+        """Load and verify the weights, allocate the KV cache, and restore the pages that release_kv() kept.
 
-        Skips the parts that are already loaded. Raises if the weights are not usable or there is too little memory; in
-        that case nothing changes.
+        Weights or a cache that are already loaded stay as they are. Raises if the weights are not usable or there is
+        too little memory; in that case nothing changes.
         """
 
     def release_weights(self) -> None:
-        """Release the memory of the weights, including staged ones."""
+        """Release the memory of the weights in use and of staged weights."""
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         """Release the KV cache. load() restores the contents of `keep_pages`."""
@@ -140,7 +140,7 @@ class Executor(Protocol):
         """Write the keys and values that read_pages() returned to `pages`."""
 
     def use_source(self, source: str) -> None:
-        """Make load() read these weights from now on. Allowed only while no weights are loaded."""
+        """Make load() read the weights `source` from now on. Allowed only while no weights are loaded."""
 
     def stage_weights(self, source: str) -> None:
         """Read and verify new weights while the current weights stay in use. May run on another thread during a step.

@@ -1,4 +1,4 @@
-"""Checks that what is about to be loaded fits into memory, and allocates the KV cache of one rank."""
+"""Checks of the available memory, and the memory of the KV cache of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.process.memory import available_bytes
 
 
 class MemoryShortError(RuntimeError):
-    """Raised if there is too little memory to load something. The message has both amounts and the remedy."""
+    """Raised if there is too little memory. The message has the needed and the available bytes, and the remedy."""
 
 
 _OF_THE_HOST = "free memory on the node or raise the memory limit of the container"
@@ -29,10 +29,10 @@ def require_memory(
     device: torch.device | None = None,
     remedy: str = _OF_A_GPU,
 ) -> None:
-    """Raise MemoryShortError unless `needed` bytes are available.
+    """Raise MemoryShortError unless `needed` bytes are available. what: what needs the memory, for the message.
 
     available: available bytes. None means the amount that `device` reports or, without a GPU, the system.
-    remedy:    text that says what to do if GPU memory is short.
+    remedy:    what to do if GPU memory is short, for the message.
     """
     is_gpu = device is not None and device.type == "cuda"
     if available is None:
@@ -94,7 +94,7 @@ class KVPool:
 
     @torch.inference_mode()
     def release(self, keep_pages: npt.NDArray[np.int64] | None = None) -> None:
-        """Release the memory. Copy `keep_pages` to the host, from where allocate() restores them."""
+        """Release the memory. Copy `keep_pages` to the host, so that allocate() can restore them."""
         cache_LPXE, self.cache_LPXE = self.cache_LPXE, None
         if cache_LPXE is None or keep_pages is None or not len(keep_pages):
             return
@@ -130,7 +130,10 @@ class KVPool:
         return self.cache_LPXE
 
     def _zeros(self) -> torch.Tensor:
-        """Allocate zeros. Attention masks the slots that are not written yet, but their values must be finite."""
+        """Allocate the cache, filled with zeros.
+
+        Attention masks slots that are not written yet, but their values must be finite.
+        """
         if self._device.type != "cpu":
             return torch.zeros(self._shape_LPXE, dtype=self._dtype, device=self._device)
         # A separate mapping: the system zeroes each page at its first use, and unmaps all pages with the tensor.

@@ -1,4 +1,4 @@
-"""Splits a step plan into the rows of each expert rank and the micro-batches of the pipeline.
+"""Splits a step plan into the rows of each expert rank, and these into the micro-batches of the pipeline.
 
 Every rank splits the same plan in the same way, so the ranks need no communication. `warm_up_plans` returns plans
 without requests. The ranks run these plans after the first load, so that a request's first step need not compile
@@ -59,7 +59,7 @@ def cut(plan: StepPlan, sizes: ParallelSizes, *, expert_rank: int, dummy_page: i
 
 
 def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Rows:
-    """Return the expert rank that runs each row. pages: the first page of each row.
+    """Return, for each row, the expert rank that runs the row. pages: the first page of each row.
 
     Requests that share cached KV share their first page, so one rank runs all of them. A request keeps its first page
     while it runs, so its KV stays on one rank.
@@ -91,9 +91,9 @@ def take(plan: StepPlan, rows: Rows) -> StepPlan:
 
 
 def merge(parts: Sequence[tuple[Rows, StepResult]], plan: StepPlan) -> StepResult:
-    """Return the result of the whole plan, given the results of its parts.
+    """Return the result of the whole plan, merged from the results of its parts.
 
-    Each part comes with its row numbers in the plan.
+    parts: for each part, its row numbers in the plan, and its result.
     """
     num_rows = len(plan.query_lengths)
     if len(parts) == 1 and len(parts[0][0]) == num_rows:
@@ -178,7 +178,10 @@ def warm_up_plans(sizes: ParallelSizes, limits: StepLimits, *, num_pages: int, p
 
 
 def _plan(first_pages: Int32, dummy: int, *, page_size: int, tokens: int = 1, is_sampled: bool = True) -> StepPlan:
-    """Return a plan that has, for each of `first_pages`, a row of `tokens` tokens. Their KV goes to page `dummy`."""
+    """Return a plan that has, for each of `first_pages`, a row of `tokens` tokens.
+
+    The KV of these tokens goes to page `dummy`.
+    """
     rows = len(first_pages)
     lengths = np.full(rows, tokens, dtype=np.int32)
     positions = np.tile(np.arange(tokens, dtype=np.int32), rows)

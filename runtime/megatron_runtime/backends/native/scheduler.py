@@ -1,8 +1,10 @@
-"""Chooses the requests of the next step and how many tokens each computes. Owns the queues, but not slots and pages.
+"""Chooses the requests of the next step, and how many tokens each computes.
+
+This module owns the queues; request_slots.py owns slots and pages.
 
 Both queues are sorted by rank, which is (priority, place among the tenant's requests, arrival). A preempted request
-keeps its rank, and the last request in the queue is preempted first. So the first request always makes progress, and a
-request starves only behind lower priority numbers.
+keeps its rank. The running request with the last rank is preempted first. So the first request always makes progress,
+and a request starves only behind lower priority numbers.
 
 A waiting request preempts running requests only if their priority number is higher and preemption frees enough memory.
 So requests of one priority never alternate, and a preempted request waits until there is memory for it.
@@ -11,9 +13,10 @@ Half of the prompt tokens of a step go to prompts by rank. The other half goes t
 left. So a short prompt does not wait for a long one. The first prompt by rank gets at least half of each step, whatever
 arrives after it.
 
-Requests of several tenants are interleaved. Within a priority, the first request of each tenant comes first, then the
-second of each tenant, and so on. The n-th request of a tenant may also preempt a later than n-th request of another
-tenant. So each tenant that has enough requests gets an equal share of slots, pages and prompt tokens.
+Requests of several tenants are interleaved. Within a priority, the queue has the first request of each tenant, then the
+second request of each tenant, and so on. The n-th request of a tenant may also preempt a request of another tenant that
+is later than that tenant's n-th. So each tenant that has enough requests gets an equal share of slots, pages and prompt
+tokens.
 
 This module does not import torch.
 """
@@ -66,9 +69,10 @@ class Scheduler:
     open:               all requests by id. Each is in `waiting` or `running`, which are sorted by rank.
     last_request:       the highest request id added so far; 0 if there is none.
     preemptions: number of times that a request lost its pages to other requests.
-    coordination_waits: number of steps that requests skipped because another request was computing their prefix.
-    cache_queries, cache_hits: number of prompt tokens looked up in the prefix cache, and number of these tokens that
-        the cache had.
+    coordination_waits: number of steps that waiting requests skipped because another request was computing their
+        prefix.
+    cache_queries, cache_hits: numbers of prompt tokens that were looked up in the prefix cache, and of these tokens
+        that were in the cache.
     """
 
     def __init__(self, context: RequestSlots, config: InferenceConfig) -> None:
@@ -130,7 +134,10 @@ class Scheduler:
         return [one for one in requests if one.deadline <= now]
 
     def preempt_all(self) -> None:
-        """Move every running request, with its tokens, to the waiting queue. Its KV is computed again."""
+        """Move every running request, with its tokens, to the waiting queue.
+
+        The KV of these requests is computed again.
+        """
         while self.running:
             self._requeue(self.running[-1])
 
@@ -181,8 +188,8 @@ class Scheduler:
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
         """Choose the rows of the next step; return None if no row can run.
 
-        The rows are one token of each decode, followed by prompts by rank while tokens and pages last. A prompt is one
-        that is partly computed, or one of a newly admitted request. Every decode gets its token, because max_tokens >=
+        The rows contain one token of each decode. Prompts follow by rank, while tokens and pages last. A prompt belongs
+        to a running request or to a newly admitted request. Every decode gets its token, because max_tokens >=
         max_requests.
         """
         if self._has_changed:
@@ -212,7 +219,9 @@ class Scheduler:
         return StepRows(requests, slots, counts[chosen], needs_sample)
 
     def without_mask(self) -> dict[int, AnswerState]:
-        """Return the grammars that are still computing the next token's mask, by index of the running request."""
+        """Return the grammars whose mask for the next token is still being computed, by index of the running
+        request.
+        """
         return {
             index: request.grammar
             for index, request in enumerate(self.running)
@@ -223,7 +232,7 @@ class Scheduler:
         return self._context.tokens_left(_slots(requests))
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
-        """Return the numbers of prompt tokens of a step that are assigned by rank and by prompt size."""
+        """Return how many prompt tokens of a step are assigned by rank, and how many by prompt size."""
         budget = self._config.step_tokens - num_decodes
         if not self._config.enable_chunked_prefill:
             return budget, 0  # each prompt is computed in one step, so no prompt is split to make room for another
@@ -234,7 +243,8 @@ class Scheduler:
     def _shares(self, requests: list[CoreRequest], left: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the number of tokens that each of `requests` computes in a step.
 
-        A decode computes one token; prompts share the rest. requests: sorted by rank.
+        A decode computes one token. Prompts share the rest. requests: sorted by rank. left: number of remaining tokens
+        of each request.
         """
         shares = np.minimum(left, 1)
         prompts = np.flatnonzero(left > 1)
@@ -251,7 +261,7 @@ class Scheduler:
     def _grow(self) -> CoreRequest | None:
         """Add the pages that the newest tokens need, and preempt the last requests if pages run out.
 
-        Return the first preempted request, or None.
+        Return the preempted request with the first rank, or None if no request was preempted.
         """
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
@@ -269,8 +279,8 @@ class Scheduler:
     def _admit(self, victim: CoreRequest | None, *, now: float, epoch: int) -> None:
         """Admit waiting requests in order, up to `victim`, which this step preempted.
 
-        Other requests overtake a request that waits for a prefix that is being computed. Shorter requests overtake a
-        request for which there is memory but for which this step has no tokens left.
+        A request that waits for a prefix that is being computed is skipped. If there is memory for a request but this
+        step has no tokens left for it, shorter requests are admitted before it.
 
         A request gets the pages of all its tokens at once. It is admitted only if a page is left for each running
         request, so the next few steps do not preempt it.
@@ -303,10 +313,12 @@ class Scheduler:
             self._admitted(request, slot, num_cached=len(matched) * context.block_size, now=now, epoch=epoch)
 
     def _victims(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> list[CoreRequest] | None:
-        """Return the requests to preempt so that `request` can be admitted; None if that is impossible.
+        """Return the requests to preempt so that `request` can be admitted.
 
-        Only requests that give way to `request` (see _gives_way()) are preempted. The result has the last of them, and
-        only as many as are needed.
+        Return None if `request` cannot be admitted.
+
+        Only requests that give way to `request` (see _gives_way()) are preempted. The result has the last requests by
+        rank, and only as many as are needed.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]
@@ -367,8 +379,10 @@ class Scheduler:
 
 
 def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
-    """Return whether `running` has lower priority than `waiting`, or exceeds its tenant's share by more than
-    `waiting`.
+    """Return whether `waiting` may preempt `running`. It may if the priority number of `running` is higher.
+
+    With equal priorities, it may if the tenants differ and the place of `running` among its tenant's requests is later
+    than the place of `waiting` among its tenant's requests.
     """
     if running.priority != waiting.priority:
         return running.priority > waiting.priority
@@ -376,9 +390,9 @@ def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
 
 
 def _filled(wanted: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-    """Distribute `budget` over the entries in order, and return the share of each entry.
+    """Distribute a budget of tokens over prompts in order, and return the number of tokens for each prompt.
 
-    Each entry gets all it wants until the budget is used up.
+    Each prompt gets all tokens that it wants, until the budget is used up.
     """
     return np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted).astype(np.int32)
 

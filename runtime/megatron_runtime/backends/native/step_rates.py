@@ -29,9 +29,9 @@ class StepCosts(NamedTuple):
 
 
 class StepRates:
-    """Fits StepCosts to steps by least squares. Older steps count less.
+    """An estimator that fits StepCosts to recorded steps by least squares. Older steps count less.
 
-    A cost for which the fit gives no positive value keeps its last value, which is None at first.
+    If the fit gives no positive value for a cost, the cost keeps its last value. It is None at first.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class StepRates:
         self._num_steps += 1
 
     def costs(self) -> StepCosts | None:
-        """Return the costs; None if there are too few steps, or if the steps are too similar."""
+        """Return the costs, or None if there are too few recorded steps or if the steps are too similar."""
         products = self._products.copy()  # another thread may add a step
         scale = np.sqrt(np.diag(products))
         if self._num_steps < MIN_STEPS or not scale.all():
@@ -62,7 +62,7 @@ class StepRates:
         return StepCosts(*(np.linalg.solve(scaled, products[:, 3] / scale) / scale).tolist())
 
     def rates(self) -> tuple[float | None, float | None]:
-        """Return two rates per second: computed prompt tokens, and KV cache tokens that are read.
+        """Return two rates: prompt tokens computed per second, and KV cache tokens read per second.
 
         A rate is None if the recorded steps do not determine it.
         """

@@ -1,4 +1,4 @@
-"""The base class of the executors that run a model with torch, on the CPU or on a GPU."""
+"""The base class of executors that run a model with torch, on the CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ LOGIT_ROWS = 64
 class LogitRows:
     """The rows of a plan in a forward pass, and the tokens whose logits are needed.
 
-    order:        int64 [n]; the plan's rows, in the order in which the forward pass has their tokens.
+    order:        int64 [n]; the plan's rows, in the order of their tokens in the forward pass.
     sampled_rows: int64 [n]; the plan's rows that need a token.
-    targets:      pairs of a row of the plan and indices of x_TD. The logits at these indices predict the row's prompt
-                  targets.
+    targets:      pairs (row of the plan, indices in x_TD). The logits at these indices predict the prompt targets of
+                  the row.
     """
 
     order: Int64
@@ -57,7 +57,7 @@ class LogitRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardStep:
-    """The output of a forward pass, from which the host samples. Implements StepLogits.
+    """The output of a forward pass, from which the host samples. This class implements StepLogits.
 
     rows:         the meaning of the rows of logits_BV, x_TD and routing_GTJ.
     logits_BV:    logits of rows.sampled_rows, in the model's dtype.
@@ -88,7 +88,7 @@ class ForwardStep:
         return sample_rows(self.sampled_logits(), self.sampled_rows, batch, reports_raw=reports_raw)
 
     def sampled_logits(self) -> Float32:
-        """Return float32 [n, V], the logits of sampled_rows."""
+        """Return the logits of sampled_rows, float32 [n, V]."""
         return _on_host(self.logits_BV)
 
     def prompt_log_probs(self, batch: SamplingBatch) -> Iterator[tuple[int, LogProbs]]:
@@ -97,7 +97,9 @@ class ForwardStep:
             yield row, log_probs(_on_host(logits_NV), targets, top_n=max(0, int(batch.num_log_probs[row])))
 
     def prompt_logits(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield (row of the plan, index of the first target, logits_NV) for each block of prompt targets."""
+        """Yield tuples (row of the plan, index of the first target, logits_NV), one for each block of prompt
+        targets.
+        """
         for row, where in self.rows.targets:
             assert self.x_TD is not None, "a step with prompts is not replayed from a graph"
             for start in range(where.start, where.stop, LOGIT_ROWS):
@@ -108,9 +110,9 @@ class ForwardStep:
         return _on_host(self.hidden_of(which))
 
     def share_logits(self) -> None:
-        """Contribute this rank's part of all logits that the sampling rank reads.
+        """Send this rank's part of the logits to the rank that samples.
 
-        Only ranks that do not sample call this.
+        Only ranks that do not sample call this method.
         """
         for _ in self.prompt_logits():  # the forward pass has gathered the logits of the sampled rows
             pass
@@ -121,7 +123,7 @@ class ForwardStep:
 
 
 class TorchOptions(TypedDict, total=False):
-    """Options of every TorchExecutor.
+    """Options that all subclasses of TorchExecutor have in common.
 
     kv_cache_memory: bytes of the KV cache; None means unset_cache_bytes(). On the CPU, the operating system allocates
                      each page at the first write.
@@ -149,9 +151,11 @@ class TorchOptions(TypedDict, total=False):
 
 
 class TorchExecutor(ABC):
-    """Implements Executor for one kind of device. The constructor reads the model's headers; load() reads the weights.
+    """An Executor for one kind of device.
 
-    If `groups` is given, this rank holds a part of the model, and all ranks must run execute_part().
+    The constructor reads only the headers of the model's files. load() reads the weights.
+
+    If there are `groups`, this rank holds a part of the model, and all ranks must call execute_part() for each step.
 
     controller:      tokenizer and grammars; None means the tokenizer of the model source.
     dtype, cache_dtype: types of activations, and of keys and values.
@@ -240,7 +244,7 @@ class TorchExecutor(ABC):
         return self.num_pages * self._page_bytes
 
     def use_pages(self, num_pages: int) -> None:
-        """Use only `num_pages` pages, because another rank has no memory for more. Call it before load()."""
+        """Use only `num_pages` pages, because another rank has no memory for more. Call this before load()."""
         self.num_pages = num_pages
         self._pool = self._make_pool()
 
@@ -248,8 +252,9 @@ class TorchExecutor(ABC):
 
     @abstractmethod
     def _use_model(self, weights: DecoderWeights | None) -> None:
-        """Build the model from `weights`, or release the model if None. Raises ValueError if the device cannot run the
-        model.
+        """Build the model from `weights`. Release the model if `weights` is None.
+
+        Raises ValueError if the device cannot run the model.
         """
 
     @abstractmethod
@@ -260,7 +265,7 @@ class TorchExecutor(ABC):
         """
 
     def _reading(self) -> AbstractContextManager[None]:
-        """Return a context in which another thread may copy weights from the device."""
+        """Return a context manager, within which another thread may copy weights from the device."""
         return nullcontext()
 
     @abstractmethod
@@ -316,7 +321,7 @@ class TorchExecutor(ABC):
         self._loaded = (not had_weights, not had_cache)
 
     def unload(self) -> None:
-        """Undo the last load(), because a later part of the load has failed, here or on another rank."""
+        """Undo the last load(). Called if a later step of loading has failed, on this rank or on another rank."""
         (weights, cache), self._loaded = self._loaded, (False, False)
         if weights:
             self.release_weights()
@@ -374,7 +379,7 @@ class TorchExecutor(ABC):
     def execute_part(self, plan: StepPlan) -> Parts:
         """Compute this rank's part of a step. All ranks of `groups` must run the step.
 
-        Return the tokens that this rank sampled, with their rows of the plan. The first tensor rank of the last
+        Return the tokens that this rank sampled, with their row numbers in the plan. The first tensor rank of the last
         pipeline stage samples the rows of its expert rank. Other ranks sample no token.
         """
         groups, shard, cache_LPXE, parts = self._groups, self._shard, self.cache_LPXE, Parts()
@@ -403,7 +408,7 @@ class TorchExecutor(ABC):
     # --- the experts of a step's tokens -------------------------------------------------------------------------
 
     def _new_routing(self, tokens: int) -> torch.Tensor | None:
-        """Return routing_GTJ, in which the layers of earlier pipeline stages are filled already.
+        """Allocate and return routing_GTJ. Its layers of earlier pipeline stages are already filled.
 
         Returns None if experts are not recorded.
         """
@@ -437,7 +442,7 @@ class TorchExecutor(ABC):
 
 
 def empty_routing(config: ModelConfig, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return memory for routing_GTJ, the experts of `tokens` tokens, as in ForwardStep."""
+    """Return an empty tensor for routing_GTJ, the experts of `tokens` tokens, as in ForwardStep."""
     assert config.moe is not None, "TorchExecutor has checked that the model has experts"
     return torch.empty(config.num_layers, tokens, config.moe.experts_per_token, dtype=torch.int32, device=device)
 
@@ -467,7 +472,7 @@ class NoGpuError(ValueError):
 
     The engine does not fall back to the CPU, which would be many times slower.
 
-    reason, remedy: for the termination message.
+    reason, remedy: texts for the termination message.
     """
 
     reason = "NoGpu"
@@ -487,7 +492,7 @@ def _cuda_error() -> str:
 
 
 def torch_device(name: str, *, local_rank: int) -> torch.device:
-    """Return the device of a rank's tensors. On a machine with GPUs, it is the GPU whose number is the local rank.
+    """Return the device of a rank's tensors. On a machine with GPUs, the device is the GPU with the index `local_rank`.
 
     name:       "cpu", "cuda", or "auto", which selects a GPU if there is one.
     local_rank: number of this rank among the ranks of its machine.

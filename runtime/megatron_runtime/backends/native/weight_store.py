@@ -45,8 +45,8 @@ class WeightStore:
     source:  the model that load() reads.
     linears: returns a new factory for the matrices; None keeps the matrices dense, with type `dtype`.
     require_memory: called as require_memory(bytes, what=...) before weights are read; raises MemoryShortError.
-    staging: gets the weights in use and returns a factory for staged matrices in host memory. swap() copies the staged
-             matrices over the weights in use. None stages with `linears`.
+    staging: function that gets the weights in use, and returns a factory for staged matrices in host memory. swap()
+             copies the staged matrices over the weights in use. If None, `linears` also creates the staged matrices.
     shard:   the part of the model that this rank holds; None means the whole model.
     keys_dir: directory of engine.key, engine.pub and trainer.pub, for connections to a trainer; None means no
               encryption.
@@ -110,14 +110,14 @@ class WeightStore:
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Address at which other engines can get this rank's weights; empty if the rank does not offer them."""
+        """Address at which other engines can get this rank's weights; empty if the rank does not offer its weights."""
         return (self._port.address,) if self._port is not None else ()
 
     def load(self) -> None:
-        """Read the weights if they are not loaded.
+        """Read the weights, unless they are already loaded.
 
-        After release(), the files must still contain the same weights. A model that is trained in this program may have
-        changed. Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
+        After release(), the files must still contain the same weights. Only a model in memory, which this program
+        trains, may have changed. Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
         """
         if self.weights is not None:
             return
@@ -139,7 +139,7 @@ class WeightStore:
         """Release the weights in use and the staged weights.
 
         Weights that a trainer published and no longer offers stay in memory, and load() uses them again. They may be
-        the last copy if the other engines release theirs, too.
+        the last copy if the other engines release their weights, too.
         """
         self._staged = None
         source = self.source
@@ -151,7 +151,7 @@ class WeightStore:
             self._withdraw()
 
     def use_source(self, source: str) -> None:
-        """Make load() read these weights from now on. Allowed only while no weights are loaded."""
+        """Make load() read the weights `source` from now on. Allowed only while no weights are loaded."""
         assert self.weights is None, "weights are in use: stage() and swap()"
         before, self.source = self.source, self._resolve(source)
         if isinstance(before, PublishedModel) and isinstance(self.source, PublishedModel):
@@ -176,7 +176,9 @@ class WeightStore:
         self._staged = resolved, *self._read(resolved, linears, require_memory, what=what)
 
     def swap(self, adopt: Callable[[DecoderWeights], DecoderWeights] = lambda staged: staged) -> None:
-        """Use the staged weights from now on. adopt: gets the staged weights and returns the weights to use."""
+        """Use the staged weights from now on. adopt: function that gets the staged weights and returns the weights to
+        use.
+        """
         if self._staged is None:
             raise RuntimeError("swap_weights() without staged weights: stage_weights() first")
         self._withdraw()  # adopt() may write to the memory of the weights in use
@@ -295,7 +297,10 @@ class WeightStore:
         return weights, checkpoint.signature()
 
     def _not_finite(self, opened: Checkpoint) -> UnusableWeightsError:
-        """Return the error for weights that are not finite after conversion and copying."""
+        """Return the error for weights that are not finite after conversion.
+
+        This method reads the weights again to find the cause.
+        """
         checkpoint = VerifiedCheckpoint(opened)
         try:
             for name in checkpoint.kinds:
@@ -309,16 +314,16 @@ class WeightStore:
 
 
 def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:
-    """Return whether the matrices are mapped from the page cache. The kernel may then evict and read them again."""
+    """Return whether the matrices are memory-mapped files. The operating system can then evict their pages."""
     return checkpoint.panels_of is not None and PANEL_FORMATS[checkpoint.panels_of] in linears.panel_formats
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Return a context in which torch operations run on one thread.
+    """Return a context manager, within which torch operations run on one thread.
 
-    A load runs thousands of short operations. The barrier after each costs more than the second thread saves (2.9 s of
-    CPU time on two threads, 0.4 s on one, for a quantised 135M model).
+    A load runs thousands of short operations. The barrier after each operation costs more than the second thread saves
+    (2.9 s of CPU time on two threads, 0.4 s on one, for a quantised 135M model).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -191,7 +191,7 @@ def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = ""
     """Yield an error for each argument that the installed version of vLLM lacks or declares with a different type.
 
     declared: vLLM's dataclass that has the arguments as fields.
-    parent:   name of the argument whose members are checked, followed by a dot; empty for top-level arguments.
+    parent:   name of the argument whose fields are checked, followed by a dot; empty for top-level arguments.
     """
     declared_types = _declared_types(declared)
     for key, value in sorted(arguments.items()):
@@ -229,7 +229,7 @@ def _dataclass_in(alternatives: Iterable[Any]) -> type | None:
 
 
 def _alternatives(hint: Any) -> Iterator[Any]:
-    """Yield the members of a union. Each value of a Literal counts as a member."""
+    """Yield the alternatives of a union type. Each value of a Literal counts as an alternative."""
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         for each in get_args(hint):
@@ -280,8 +280,8 @@ def _described(declared: Any) -> str:
 def logits_processor_of(config: VllmConfig) -> type | None:
     """Return our logits processor class for the model runner that vLLM has selected in `config`.
 
-    Returns None if vLLM accepts no logits processor. This is so for speculation with Model Runner V1, or with a version
-    of V2 that lacks the interface. vLLM fails to start if a logits processor has the interface of the other runner.
+    Returns None if vLLM accepts no logits processor, as for speculation with Model Runner V1, or with a version of V2
+    that lacks the interface. vLLM fails to start if a logits processor has the interface of the other runner.
 
     config: configuration that was built without a logits processor.
     """
@@ -306,7 +306,9 @@ def _cpu_shares(ranks: int) -> str:
 
 
 def sleep_level(settings: EngineSettings) -> int:
-    """Return vLLM's sleep level for SUSPEND. Level 2 drops the weights of draft models, which vLLM does not reload.
+    """Return vLLM's sleep level for SUSPEND.
+
+    Level 2 also discards the weights of draft models, which vLLM does not reload.
 
     Raises ValueError if the settings request level 2 together with a draft model.
     """
@@ -322,7 +324,7 @@ def sleep_level(settings: EngineSettings) -> int:
 def check_version(version: str) -> None:
     """Log a warning if this version of vLLM is newer than the supported versions.
 
-    Raises ValueError if it is older.
+    Raises ValueError if this version is older than the supported versions.
     """
     found = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
     lowest, below = (".".join(map(str, part)) for part in SUPPORTED)

@@ -1,8 +1,8 @@
-"""Implements EngineBackend with vLLM, which runs in a separate process (process.py, service.py).
+"""The EngineBackend of vLLM, which runs in a separate process (process.py, service.py).
 
 This module imports neither vLLM nor torch. The engine's process keeps the prompt and the generated tokens of every
-request. A suspend ends vLLM's process, which releases all its memory. After the next start of vLLM's process, the
-requests continue.
+request. SUSPEND ends vLLM's process, which releases all its memory. The requests continue after the next start of the
+process.
 """
 
 from __future__ import annotations
@@ -94,11 +94,12 @@ class VllmRequest(BackendRequest):
     """A request of this engine. Its queue time is 0, because vLLM includes it in the prefill time.
 
     tokens:         tokens that this or another engine has generated.
-    is_running:     whether the request is in vLLM.
+    is_running:     whether vLLM has the request now.
     timer:          timer of the request's deadline.
-    grammar:        task that checks the request's grammar or starts its next part; None if there is none.
-    parts:          parts of the answer; None if it has only one part. vLLM runs each part as a request that continues
-                    the previous part, because vLLM's grammars describe the whole text of a request.
+    grammar:        task that checks the request's grammar or starts the next part of the answer; None if no such task
+                    runs.
+    parts:          parts of the answer; None if the answer has only one part. vLLM runs each part as a request that
+                    continues the previous part, because vLLM's grammars describe the whole text of a request.
     released:       task that ends when vLLM has dropped the previous part.
     """
 
@@ -114,8 +115,9 @@ class VllmRequest(BackendRequest):
         return self.prompt_length + len(self.tokens)
 
     def submission(self) -> tuple[SamplingParams, int]:
-        """Return the sampling parameters of the next part, and the number of answer tokens that belong to the part's
-        prompt.
+        """Return the sampling parameters of the next part.
+
+        Also return the number of answer tokens that belong to the part's prompt.
         """
         params, parts = copy.copy(self.params), self.parts
         params.call_structure = params.reasoning = None
@@ -151,7 +153,7 @@ class VllmRequest(BackendRequest):
     def end_reasoning(self) -> list[int]:
         """Append the tokens that end the reasoning if its token budget is used up. Return these tokens.
 
-        The length limit of the answer can cut them off.
+        The result is shorter if the answer reaches its length limit first.
         """
         added: list[int] = []
         while self.parts is not None and (token := self.parts.forced) is not None:
@@ -165,14 +167,16 @@ class VllmRequest(BackendRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The weights that load_staged_weights() has replaced, and whether the engine was running before."""
+    """The directory of the weights that load_staged_weights() has replaced, and whether the engine was running
+    before.
+    """
 
     directory: str
     was_running: bool
 
 
 class VllmBackend(EngineBackend):
-    """Implements EngineBackend. All methods run on one event loop.
+    """The EngineBackend of vLLM. All methods run on one event loop.
 
     The constructor starts vLLM's process, which takes ten seconds or more.
 
@@ -235,9 +239,9 @@ class VllmBackend(EngineBackend):
             await self._followers.listen()
 
     def _end_unused(self) -> asyncio.Task[None]:
-        """Start a task that stops vLLM's process after UNUSED_SECONDS, unless _vllm() is called before.
+        """Start and return a task that stops vLLM's process after UNUSED_SECONDS, unless _vllm() is called before.
 
-        This is for a process that has loaded no weights.
+        Used for a process that has loaded no weights.
         """
 
         async def end() -> None:
@@ -247,7 +251,7 @@ class VllmBackend(EngineBackend):
         return asyncio.create_task(end())
 
     async def _vllm(self) -> VllmProcess:
-        """Return vLLM's running process. Start the process if it has ended."""
+        """Return vLLM's process. Start a new process if the last one has ended."""
         self._unused.cancel()
         if self._process is None:
             self._process = await asyncio.to_thread(VllmProcess, self._settings)
@@ -368,13 +372,13 @@ class VllmBackend(EngineBackend):
         return AnswerParts.of(params, token_bytes=lambda id_: self._text.tokenizer.token_bytes(id_))
 
     def _end_part(self, opened: VllmRequest, *, is_ended: bool) -> None:
-        """Make vLLM drop the current part unless it has ended there, and then run the next part."""
+        """Make vLLM abort the current part, unless vLLM has completed it. Then run the next part."""
         opened.is_running = False
         opened.released = asyncio.create_task(_dropped(opened.request_id, None if is_ended else self._process))
         self._enter_part(opened)
 
     def _enter_part(self, opened: VllmRequest) -> None:
-        """Run the next part of an answer after vLLM has dropped the previous part."""
+        """Run the next part of an answer. Called when vLLM has aborted or completed the previous part."""
         opened.grammar = asyncio.create_task(self._begin_part(opened))
 
     async def _begin_part(self, opened: VllmRequest) -> None:
@@ -394,7 +398,7 @@ class VllmBackend(EngineBackend):
             self._attach(opened)
 
     async def _check_grammar(self, opened: VllmRequest) -> None:
-        """Check the request's grammar in a process that may crash.
+        """Check the request's grammar in a separate process, because the check can crash the process.
 
         Reject the request if the grammar is invalid or too expensive, otherwise run the request.
         """
@@ -428,7 +432,7 @@ class VllmBackend(EngineBackend):
         return done
 
     def _attach(self, opened: VllmRequest) -> None:
-        """Submit a request to vLLM. It continues after the tokens that it already has."""
+        """Submit a request to vLLM. The request continues after the tokens that it already has."""
         if (added := opened.end_reasoning()) and self._is_over(opened, added):
             return
         request, (params, free) = opened.request, opened.submission()
@@ -455,7 +459,7 @@ class VllmBackend(EngineBackend):
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
         """Deliver the tokens `added`, which end the reasoning.
 
-        Return whether the answer has reached its limit. If so, the request has ended.
+        Return True if the answer has reached its length limit, so that the request has ended.
         """
         output = opened.output(added)
         if opened.params.wants_log_probs:
@@ -493,7 +497,7 @@ class VllmBackend(EngineBackend):
                 note_progress(message)
 
     def _take(self, opened: VllmRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
-        """Return the output for an entry of service.py, which has new tokens or an error."""
+        """Return the RequestOutput for a message of service.py, which contains new tokens or an error."""
         if isinstance(tokens, str):
             if tokens == "rejected":
                 error = VllmRejectedError(reason or "", field=details[0] if details else "")
@@ -554,7 +558,7 @@ class VllmBackend(EngineBackend):
             opened.grammar.cancel()
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Deliver outputs. While the engine is paused, keep them for later."""
+        """Deliver outputs. While the engine is paused, keep the outputs for later."""
         if not self._running:
             self._held += outputs
         elif outputs:
@@ -584,7 +588,10 @@ class VllmBackend(EngineBackend):
             await (await self._vllm()).call("unpause")
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
-        """Release all memory. `tags` is ignored, because vLLM cannot run requests without both parts."""
+        """Release all memory.
+
+        `tags` is ignored, because vLLM needs both its weights and its KV cache to run requests.
+        """
         return await self._perform(self._release_memory())
 
     async def _release_memory(self) -> None:
@@ -654,7 +661,10 @@ class VllmBackend(EngineBackend):
             await self._end_replacing()
 
     async def _end_replacing(self) -> None:
-        """Unpause the engine if load_staged_weights() paused it, after its weights are committed or discarded."""
+        """Unpause the engine if load_staged_weights() paused it.
+
+        Called after the new weights are committed or discarded.
+        """
         replaced, self._replaced = self._replaced, None
         if replaced is not None and replaced.was_running:
             await self._unpause()
@@ -701,7 +711,7 @@ class VllmBackend(EngineBackend):
 
 
 async def _dropped(request_id: int, process: VllmProcess | None) -> None:
-    """Wait until vLLM's process has dropped a request or has exited."""
+    """Make vLLM's process drop a request, and wait until the request is dropped or the process has exited."""
     if process is not None:
         with contextlib.suppress(VllmError):
             await process.call("abort", request_id)
@@ -716,7 +726,7 @@ def _sent_media(request: EngineRequest) -> list[Any] | None:
 
 
 def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
-    """Return the capabilities of vLLM, given the facts that service.py has reported at its start."""
+    """Return the capabilities of vLLM. started: the facts that service.py has reported at its start."""
     if started["task"] is not None:
         adapters = {Capability.ADAPTERS} if started["has_adapters"] else frozenset()
         return POOLING_CAPABILITIES | {POOLING[started["task"]]} | adapters
@@ -728,5 +738,5 @@ def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
 
 
 def _pairs(top: list[list[list[Any]]] | None) -> Any:
-    """Return the most likely tokens as (id, log-probability) tuples, given the lists of a message."""
+    """Convert the most likely tokens in a message from lists to (id, log-probability) tuples."""
     return None if top is None else [[(token, value) for token, value in row] for row in top]

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def endpoint_of(endpoint: str, rank: int) -> str:
-    """Return the endpoint at which a data-parallel rank publishes events. vLLM derives it in the same way.
+    """Return the endpoint at which a data-parallel rank publishes events. vLLM derives the endpoint in the same way.
 
     `endpoint` must contain `inproc`. Otherwise, vLLM derives no endpoints for ranks other than rank 0.
     """
@@ -55,7 +55,7 @@ class MergedCaches:
 
 
 class CacheEventTranslator:
-    """Translates vLLM's block hashes to our digests, for the blocks in vLLM's prefix cache.
+    """A translator of vLLM's block hashes to our digests, for the blocks in vLLM's prefix cache.
 
     block_size: number of tokens of a translated block. Blocks of other sizes are ignored; layers other than attention
                 can have such blocks.
@@ -69,7 +69,7 @@ class CacheEventTranslator:
         self._next_number: int | None = None
 
     def translate(self, number: int, batch: KVEventBatch) -> CacheEvents:
-        """Return the changes of one batch.
+        """Return the changes of the prefix cache that one batch of events describes.
 
         number: number of the batch. A gap in the numbers means that batches were lost; all blocks then count as
                 evicted.

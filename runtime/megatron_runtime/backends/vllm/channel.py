@@ -16,10 +16,12 @@ OnMessage = Callable[[list[Any]], None]
 
 
 class Channel(asyncio.Protocol):
-    """One end of the connection, on an event loop. One callback per message costs less than a task that reads.
+    """One end of the connection, on an event loop.
+
+    It calls `on_message` directly, which costs less than a task that reads.
 
     on_message: called with each message. If it raises, the connection is closed.
-    on_end:     called once when the connection has ended, even if close() has ended it.
+    on_end:     called once when the connection has ended, even if close() caused the end.
     """
 
     def __init__(self, on_message: OnMessage, on_end: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AnswerTokens(AdapterLogitsProcessor):
-    """Implements vLLM's LogitsProcessor. Each request has its own function."""
+    """The logits processor that forces and bans tokens. Each request has its own function, which changes its logits."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

@@ -32,7 +32,7 @@ ANY_TOKEN = -2
 
 
 class AnswerRows(LogitsProcessor):
-    """Implements the LogitsProcessor interface of V2 for all rows of a step. It never synchronises with the device.
+    """The logits processor that forces and bans tokens in all rows of a step. It never synchronises with the device.
 
     The state of a request is stored by the request's slot in vLLM. add_request() can reuse the slot of an earlier
     request.
@@ -109,7 +109,7 @@ class AnswerRows(LogitsProcessor):
     def _newest(self, ctx: LogitsContext, slots_N: torch.Tensor, prompt_N: torch.Tensor, count: int) -> torch.Tensor:
         """Return the `count` newest answer tokens of each row, [N, count]. The last of them is the row's input token.
 
-        Positions before the first token of the answer have NO_TOKEN.
+        Where an answer has fewer than `count` tokens, the positions before its first token have NO_TOKEN.
         """
         device = slots_N.device
         back_K = torch.arange(count - 1, -1, -1, device=device)
@@ -131,7 +131,7 @@ class AnswerRows(LogitsProcessor):
 
 
 def _copied(values: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """Return int64 values on the device, without waiting for the copy."""
+    """Return an int64 tensor of `values` on the device, without waiting for the copy."""
     on_host = torch.tensor(values, dtype=torch.int64)
     if device.type == "cuda":
         on_host = on_host.pin_memory()

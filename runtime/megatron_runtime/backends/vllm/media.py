@@ -33,7 +33,7 @@ def takes_media(config: ModelConfig) -> bool:
 
 
 def _tracker() -> Any:
-    """Return the class that loads the media of a conversation; None if vLLM is older than 0.32."""
+    """Return vLLM's class that loads the media of a conversation, or None if vLLM is older than 0.32."""
     try:
         from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
     except ImportError:
@@ -42,7 +42,7 @@ def _tracker() -> Any:
 
 
 class MediaReader:
-    """Converts prompts with media to inputs for vLLM's engine.
+    """A converter of prompts with media to inputs for vLLM's engine.
 
     renderer: the renderer of AsyncLLM.
     names:    digests of the media, by vLLM's identifiers for them. vLLM's cache events contain these identifiers.

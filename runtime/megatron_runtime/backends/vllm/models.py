@@ -32,7 +32,7 @@ def model_directory(model: str, *, wanted_format: str = "Auto") -> Path:
     """Return a directory of the model that vLLM can read. Models in other formats are converted once, to bfloat16.
 
     model:         model reference, as for checkpoints.source.resolve().
-    wanted_format: "Auto", or the only format that is accepted.
+    wanted_format: "Auto", which accepts every format, or the only format to accept.
 
     Raises the errors of resolve(), require_format() and convert().
     """
@@ -69,10 +69,10 @@ def weights_bytes(directory: Path) -> int:
 
 
 def weights_digest(directory: Path) -> str:
-    """Return a SHA-256 over the names and contents of a model's weight files.
+    """Return the digest of a model's weights, a SHA-256 over the names and contents of its weight files.
 
     A file is read only if its digest was not recorded when it was downloaded, or in an earlier call. This function
-    records digests in `directory` or, if that is read-only, in the cache of this machine.
+    records digests in `directory` or, if the directory is read-only, in the cache of this machine.
     """
     files = _weight_files(directory)
     downloaded, markers = recorded_digests(directory), _Markers(directory)
@@ -113,7 +113,10 @@ class _Markers:
                 self._entries |= {name: entry for name, entry in found.items() if isinstance(entry, list)}
 
     def digest(self, file: Path) -> str | None:
-        """Return the recorded digest of a file; None if there is none, or if the file has changed since."""
+        """Return the recorded digest of a file.
+
+        Return None if no digest is recorded, or if the file has changed since.
+        """
         entry, status = self._entries.get(file.name), file.stat()
         return entry[2] if entry and entry[:2] == [status.st_size, status.st_mtime_ns] and len(entry) == 3 else None
 

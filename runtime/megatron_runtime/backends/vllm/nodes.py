@@ -1,10 +1,10 @@
 """The pods of an engine that spans several pods. Their vLLM processes start, end and fail together.
 
 vLLM's workers in other pods do not notice the loss of the first pod, and a suspend must stop the processes of all pods.
-So each pod has a TCP connection to the first pod, at the rendezvous port plus 1. Both sides send one byte every second.
-The first pod sends START and END. Another pod sends LEAVE when it gets SIGTERM. ALIVE is the heartbeat. A side
-terminates the container of its own pod if it receives nothing for SILENCE_SECONDS, or if the connection closes. The
-kubelet restarts the container, and the whole engine starts again.
+So each pod has a TCP connection to the first pod, at the rendezvous port plus 1. Both sides send one byte every second,
+usually ALIVE. The first pod sends START and END. Another pod sends LEAVE when it gets SIGTERM. A side terminates the
+container of its own pod if it receives nothing for SILENCE_SECONDS, or if the connection closes. The kubelet restarts
+the container, and the whole engine starts again.
 
 The connection carries no request data and has no authentication. vLLM's own channels between pods have no
 authentication either, and unpickle what they receive; see SECURITY.md.
@@ -77,7 +77,7 @@ class Followers:
         self._tell(END)
 
     async def close(self) -> None:
-        """Disconnect the other pods. They then wait for this pod to restart."""
+        """Disconnect the other pods. They restart, and then wait for this pod."""
         if self._beats is not None:
             self._beats.cancel()
         if self._server is not None:
@@ -96,7 +96,7 @@ class Followers:
             self._tell(ALIVE)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Exchange messages with another pod. The first byte from that pod is its number."""
+        """Exchange messages with another pod. The first byte from the other pod is its index."""
         try:
             number = (await asyncio.wait_for(reader.readexactly(1), SILENCE_SECONDS))[0]
         except (EOFError, OSError, TimeoutError):
@@ -123,7 +123,7 @@ class Followers:
 
 
 async def follow(settings: EngineSettings) -> None:
-    """Run vLLM in a pod other than the first, from START to END. Return when both pods leave.
+    """Run vLLM in a pod other than the first, from START to END. Return when this pod and the first pod both leave.
 
     Raises RankError if the first pod is lost or vLLM fails.
     """

@@ -27,8 +27,7 @@ _STRUCTURES = {
 def must_force(params: SamplingParams) -> bool:
     """Return whether vLLM must generate the existing answer tokens again, instead of getting them in the prompt.
 
-    Penalties on generated tokens, bad words and grammars depend on which tokens are the answer. All other parameters do
-    not.
+    This is necessary for penalties on generated tokens, bad words and grammars, which distinguish prompt and answer.
     """
     has_penalties = params.presence_penalty != 0 or params.frequency_penalty != 0
     return has_penalties or bool(params.bad_words) or params.structured_output is not None
@@ -102,7 +101,7 @@ def log_probs(
 
 
 def stop_token(output: CompletionOutput) -> int | None:
-    """Return the token that ended the answer, either a stop token or the model's end-of-sequence token."""
+    """Return the stop token or end-of-sequence token that ended the answer, or None if no token ended it."""
     if output.finish_reason != "stop":
         return None
     return output.stop_reason if isinstance(output.stop_reason, int) else output.token_ids[-1]

@@ -47,12 +47,12 @@ class PoolingRejectedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class PoolingSubmission:
-    """A request as the engine sends it.
+    """A pooling request as the engine sends it to vLLM's process.
 
     pooling:    SamplingParams.pooling.
     text:       the prompt as text; None if `prompt` has the prompt's tokens.
     adapter:    key of a loaded LoRA adapter; empty for the base model.
-    cache_salt: salt of the prefix cache; None if the request has none.
+    cache_salt: salt of the prefix cache; None if the request has no salt.
     """
 
     request_id: int
@@ -79,7 +79,7 @@ def task_of(config: VllmConfig) -> str:
 
 
 class Pooling:
-    """Renders and runs the requests of one loaded model.
+    """The component that renders and runs the requests of one loaded pooling model.
 
     Raises ValueError if the loaded model's task differs from the task that the configuration names.
     """
@@ -103,11 +103,11 @@ class Pooling:
         self._pairs = reader(CrossEncoderIOProcessor) if scores_pairs else None
 
     async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> list[Any]:
-        """Return the message to the engine.
+        """Run a request, and return the values of the message to the engine.
 
-        It has the shape and the float32 values of the result, the number of prompt tokens, the number of cached prompt
-        tokens, and the class name of a text. Raises PoolingRejectedError, or RuntimeError if vLLM cannot compute the
-        result.
+        The values are the shape and the float32 values of the result, the number of prompt tokens, the number of cached
+        prompt tokens, and the class name of a text. Raises PoolingRejectedError, or RuntimeError if vLLM cannot compute
+        the result.
         """
         try:
             output = await self._run(request, lora)

@@ -1,4 +1,4 @@
-"""Starts vLLM in a separate process and exchanges messages with it. Imports neither vLLM nor torch.
+"""Starts vLLM in a separate process, and exchanges messages with this process. Imports neither vLLM nor torch.
 
 The separate process releases all memory when it exits. If it crashes, the engine's process survives and reports the
 cause. The two processes exchange messages over a pair of sockets (channel.py):
@@ -72,7 +72,7 @@ class VllmKilledError(VllmError):
 
 
 class VllmRejectedError(ValueError):
-    """Raised if vLLM rejects its arguments, the model or a request. The message names what is rejected.
+    """Raised if vLLM rejects its arguments, the model or a request. The message names the rejected value.
 
     field: for a pooling request, the name of the invalid argument; empty if unknown.
     """
@@ -119,12 +119,12 @@ def map_of(settings: EngineSettings) -> dict[str, Any]:
 
 
 def settings_of(values: Mapping[str, Any]) -> EngineSettings:
-    """Return the settings, given the values that map_of() returned."""
+    """Return the settings that map_of() converted to `values`."""
     return EngineSettings(**{**values, "parallel": ParallelSizes(**values["parallel"])})
 
 
 class VllmProcess:
-    """A running vLLM.
+    """A running process of vLLM.
 
     started:     facts about the model and its configuration, from service.py.
     is_starting: whether the log is read for progress. Set it to False after load().
@@ -190,7 +190,7 @@ class VllmProcess:
                 self._note(text)
 
     def _note(self, line: str) -> None:
-        """Report the start's progress if `line` of vLLM's log shows it."""
+        """Report the progress of vLLM's start if `line` of vLLM's log shows it."""
         for pattern, stage in _STAGES:
             if (match := pattern.search(line)) is not None:
                 percent = int(match.groupdict().get("percent") or 0)
@@ -242,9 +242,9 @@ class VllmProcess:
         self._on_lost(lost)
 
     def _end_status(self) -> int | None:
-        """Kill the remaining processes of vLLM after the first one closed its connection.
+        """Kill the remaining processes of vLLM, after the first process has closed its connection.
 
-        Return the exit status of the first process; None if it was still running.
+        Return the exit status of the first process, or None if it was still running.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)
@@ -260,7 +260,7 @@ class VllmProcess:
         return await call
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of service.py that has no result."""
+        """Call a method of service.py whose result is not needed. This method does not wait for it."""
         self._write([STARTED, method, arguments])
 
     def _write(self, message: list[Any]) -> None:
@@ -271,7 +271,7 @@ class VllmProcess:
             call.set_exception(VllmError("vLLM's process has ended"))
 
     async def end(self) -> None:
-        """Stop vLLM, and return when its processes have exited."""
+        """Stop vLLM, and wait until its processes have exited."""
         if self._channel is not None and self._losing is None:
             with contextlib.suppress(VllmError, TimeoutError):
                 await asyncio.wait_for(self.call("shutdown"), SHUTDOWN_SECONDS)
@@ -294,7 +294,7 @@ class VllmProcess:
 
 
 def note_progress(message: list[Any]) -> None:
-    """Report the stage that a "progress" message contains."""
+    """Report the stage and the progress that a "progress" message of vLLM's process contains."""
     _, stage, done, total = message
     PROGRESS.report(Stage(stage), done, total)
 

@@ -1,4 +1,6 @@
-"""The process in which vLLM runs. Messages of process.py control its AsyncLLM. It uses only vLLM's public interface.
+"""The process in which vLLM runs. Messages of process.py control its AsyncLLM.
+
+This module uses only vLLM's public interface.
 
 The engine starts it as `python -m megatron_runtime.backends.vllm.service DESCRIPTOR`. DESCRIPTOR is the file descriptor
 of the socket to the engine. The engine keeps a copy of every request of this process, so the process can be killed at
@@ -96,7 +98,7 @@ STATS = {
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A request as the engine sends it.
+    """A request for generated text, as the engine sends it to vLLM's process.
 
     params:     SamplingParams.serialize().
     bad_words:  token sequences of the sampling parameter `bad_words`; None if it is not set.
@@ -119,7 +121,7 @@ class Submission:
 
 
 class VllmService:
-    """The methods that the engine calls by name, with positional arguments. All run on one event loop.
+    """The service whose methods the engine calls by name, with positional arguments. All methods run on one event loop.
 
     directory: directory of the model's files.
     """
@@ -142,7 +144,7 @@ class VllmService:
         """The loaded pooling model; None if the model generates text."""
 
     def _config(self) -> VllmConfig:
-        """Return vLLM's configuration. Raises vLLM's errors."""
+        """Create vLLM's configuration from the settings. Raises vLLM's errors."""
         return _config_of(self._arguments)
 
     def describe(self) -> dict[str, Any]:
@@ -200,8 +202,8 @@ class VllmService:
     async def load(self) -> tuple[int, int]:
         """Load vLLM in the paused state.
 
-        Return the maximum number of tokens, prompt plus answer, that fits into the KV cache, and the configured size of
-        each rank's cache in bytes. The size is 0 if vLLM measures it.
+        Return two numbers. The first is the maximum number of tokens, prompt plus answer, that fits into the KV cache.
+        The second is the configured size of each rank's cache in bytes; 0 if vLLM measures the size.
         """
         config = await asyncio.to_thread(self._config)
         PROGRESS.report(Stage.LOAD, 0, weights_bytes(Path(self._arguments.model)))
@@ -253,7 +255,7 @@ class VllmService:
         return await asyncio.to_thread(weights_digest, Path(directory))
 
     async def stage(self, source: str, current: str) -> tuple[str, str]:
-        """Read other weights of the same model, and return their directory and digest.
+        """Read new weights of the same model, and return their directory and digest.
 
         current: directory of the model in use. Raises ValueError if the tensors of both models differ.
         """
@@ -283,7 +285,7 @@ class VllmService:
         await self._llm.sleep(level=level, mode="keep")
 
     async def wake_up(self) -> None:
-        """Undo sleep(). No step runs, because vLLM has no request at that time. After level 2, no adapter is loaded."""
+        """Undo sleep(). vLLM must have no requests. After a sleep of level 2, no adapter is loaded."""
         assert self._llm is not None
         if sleep_level(self._settings) == 2:
             await self._llm.wake_up(tags=["weights"])
@@ -294,7 +296,7 @@ class VllmService:
         await self._llm.pause_generation(mode="keep", clear_cache=False)
 
     async def set_adapters(self, adapters: dict[str, str]) -> None:
-        """Load and unload adapters until exactly `adapters` are loaded. adapters: directories by key."""
+        """Load and unload LoRA adapters, until exactly `adapters` are loaded. adapters: directories by key."""
         for name in self._adapters.keys() - adapters.keys():
             await self.unload_adapter(name)
         for name, directory in adapters.items():
@@ -404,7 +406,7 @@ class VllmService:
             skipped = max(0, skipped - new)
 
     async def _require_health(self) -> None:
-        """Raise EngineDeadError if vLLM stops.
+        """Check vLLM's health for ABORT_SECONDS. Raise EngineDeadError if vLLM has stopped.
 
         When a rank is lost, the other ranks end their requests. Another engine can continue these requests.
         """
@@ -416,7 +418,7 @@ class VllmService:
     # --- reports ------------------------------------------------------------------------------------------------
 
     def _report(self, entry: list[Any]) -> None:
-        """Queue an entry. All entries of a step are sent together."""
+        """Queue the output of a request. All outputs of a step are sent together."""
         if not self._outputs:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outputs.append(entry)
@@ -456,7 +458,10 @@ class VllmService:
 
 
 def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *, skipped: int) -> list[Any]:
-    """Return the entry with a request's new tokens. Leave out the first `skipped` tokens, which were forced."""
+    """Return the output with a request's new tokens for the engine.
+
+    Leave out the first `skipped` tokens, which were forced.
+    """
     completion = found.outputs[0]
     tokens = list(completion.token_ids)[skipped:]
     chosen, top, prompt_chosen, prompt_top = None, None, None, None
@@ -490,10 +495,10 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
 
 
 def _settled_config(arguments: AsyncEngineArgs, settings: EngineSettings) -> VllmConfig:
-    """Set the options that depend on the model, and return the resulting configuration.
+    """Set the options of `arguments` that depend on the model, and return the resulting configuration.
 
     A pooling model has no logits processor. vLLM knows whether the model supports chunked prefill and prefix caching;
-    the settings can only disable them.
+    the settings can only disable these features.
     """
     config = _config_of(arguments)
     if config.model_config.runner_type != "pooling":

@@ -32,9 +32,9 @@ NOW, LATER = Admitted  # see _RUNNING of records.py
 
 @dataclass(kw_only=True)
 class AdmissionControl:
-    """The decision whether a new request is dispatched immediately, waits, or is rejected.
+    """The component that decides whether a new request is dispatched immediately, waits, or is rejected.
 
-    fail: ends a waiting request of another tenant with the given error, to free capacity for the new request.
+    fail: ends a waiting request of another tenant with an error, to free capacity for the new request.
     """
 
     context: Context
@@ -45,7 +45,7 @@ class AdmissionControl:
     fail: Callable[[Entry, Rejection], None]
 
     def decide(self, entry: Entry) -> Verdict:
-        """Return the first verdict of a check. Return NOW if no check has a verdict."""
+        """Run the checks of a new request in order, and return the first verdict. Return NOW if all checks pass."""
         for check in CHECKS:
             verdict = check.look(self, entry)
             if verdict is not None:
@@ -93,12 +93,14 @@ class AdmissionControl:
         return LATER if waits else None
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
-        """Free capacity for `entry` by rejecting the newest waiting request of the tenant with the highest use.
+        """Free capacity for `entry`.
 
-        Return False, and reject nothing, if that tenant would then have less than the tenant of `entry`, or if all its
-        waiting requests have generated tokens. Requests with generated tokens are never rejected.
+        This method rejects the last waiting request of the tenant that uses most capacity.
 
-        by_bytes: compare tenants by the bytes of their requests, not by the number of waiting requests.
+        Return True if a request was rejected. Return False, and reject nothing, if that tenant would then use less than
+        the tenant of `entry`, or if all its waiting requests have generated tokens.
+
+        by_bytes: compare tenants by the bytes of their open requests, not by the number of waiting requests.
         """
         heaviest = max(
             self.tenants, key=lambda tenant: tenant.open_bytes if by_bytes else tenant.num_waiting, default=None
@@ -117,9 +119,9 @@ class AdmissionControl:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionCheck:
-    """A check that can prevent the immediate dispatch of a new request.
+    """A check of new requests, which can prevent the immediate dispatch of a request.
 
-    look: returns the verdict, or None if the check passes.
+    look: returns the verdict on a request, or None if the request passes the check.
     """
 
     name: str

@@ -1,7 +1,8 @@
-"""The data that all parts of the core share: settings, registered peers, counters, and input and output of one event.
+"""The data that all components of the core share: settings, registered peers, counters, the time of the current event,
+and its effects.
 
-The core reads no clock and sends nothing. The shell sets `now` before each event and performs `effects`, in order,
-after the event. The shell calls run_timers() no later than `next_timer`.
+The core does not read a clock and does not send messages. The shell (service.py) sets `now` before each event and
+performs `effects`, in order, after the event. The shell calls run_timers() no later than `next_timer`.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class ClientRegistry:
     def move(self, client: Client, peer: PeerId, *, incarnation: int, key: bytes = b"") -> None:
         """Move a client to its new connection.
 
-        All data that the client has not received is sent on the new connection.
+        The core sends all data that the client has not received on the new connection.
         """
         self._by_peer.pop(client.peer, None)
         client.peer, client.key, client.incarnation = peer, key, incarnation
@@ -117,12 +118,13 @@ class EnginesByLoad:
 class EngineRegistry:
     """The registered engines.
 
-    stopped:     STOP was sent to all engines and no engine has registered since, so requests need not wait.
-    block_sizes: the block sizes of their prefix caches; several sizes while a change is rolled out.
-    has_roles:   at least one engine is preferred for one stage of requests.
-    has_pooling: at least one engine has a pooling model, so not every engine can answer a request without needs.
-    min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token. If it is 0, requests are counted
-        instead of tokens.
+    stopped:     whether STOP was sent to all engines and no engine has registered since. If so, requests need not wait.
+    block_sizes: the block sizes of the engines' prefix caches; several sizes while a rollout changes the size.
+    has_roles:   whether at least one engine is preferred for one stage of requests.
+    has_pooling: whether at least one engine has a pooling model. If so, not every engine can answer a request that
+                 needs no special feature.
+    min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token. If it is 0, the cost of an engine
+        is the number of its requests.
     """
 
     def __init__(self, load: Callable[[Engine], float]) -> None:
@@ -163,14 +165,14 @@ class EngineRegistry:
         return [engine for engine in self._by_name.values() if engine.serving]
 
     def with_room(self) -> Iterator[Engine]:
-        """Engines that can accept one more request now, lowest load first."""
+        """Yield the engines that can accept one more request now, lowest load first."""
         changed = self._changed
         while changed:
             self._by_load.put(changed.popitem()[1])
         return filter(Engine.has_room, self._by_load)
 
     def load_changed(self, engine: Engine) -> None:
-        """Update an engine's position.
+        """Update the position of an engine in the order by load.
 
         Call after every change of `engine.max_requests` or of a value that Engine.cost() reads.
         """
@@ -178,11 +180,11 @@ class EngineRegistry:
             self._changed[engine.index] = engine
 
     def update_costs(self) -> None:
-        """Update the costs from the rates in the last heartbeats.
+        """Update the costs of all engines from the rates in their last heartbeats.
 
         An engine gets the median rate if it reports no rate, or a rate within a factor of SIMILAR_RATES of the median.
-        Noise then does not affect the order of engines with equal speed. If no engine reports one of the rates,
-        requests are counted instead of tokens.
+        Noise then does not affect the order of engines with equal speed. If no engine reports a prefill rate, or no
+        engine reports a decode rate, the cost of an engine is the number of its requests.
         """
         reports = [engine.heartbeat for engine in self._by_name.values()]
         prefill_rates = sorted(report.prefill_rate for report in reports if report.prefill_rate)
@@ -201,7 +203,10 @@ class EngineRegistry:
         self.min_prefill_cost = min((engine.prefill_cost for engine in self._by_name.values()), default=0.0)
 
     def announced(self, engine: Engine) -> None:
-        """Update the block sizes and tasks of the pool. Call it after a registered engine has announced its own."""
+        """Update the block sizes, roles and tasks of this registry.
+
+        Call it after HELLO of a registered engine was read.
+        """
         self.load_changed(engine)
         self.has_pooling = self.has_pooling or bool(engine.task)
         self.has_roles = self.has_roles or bool(engine.role)
@@ -212,7 +217,7 @@ class EngineRegistry:
         self.block_sizes = frozenset(engine.block_size_tokens for engine in self._by_name.values())
 
     def available(self) -> list[Engine]:
-        """Engines to which requests may be dispatched, including engines at capacity."""
+        """Return the engines to which requests may be dispatched, including engines at capacity."""
         return [engine for engine in self._by_name.values() if engine.available() and not engine.reserved]
 
     def dispatched(self) -> Iterator[tuple[int, Entry]]:
@@ -252,13 +257,13 @@ def _cost_of(rate: float | None, median: float) -> float:
 
 
 class Context:
-    """The data that all parts of the core share. All times are in seconds.
+    """The data that all components of the core share. All times are in seconds.
 
     now:         time of the event, on a monotonic clock.
     wall_offset: value to add to `now` to get Unix time.
     next_timer:  time at which the earliest timer is due; infinite if no timer is set.
     randbits:    returns an integer with the given number of random bits.
-    needs_pump:  engines may have capacity, or requests wait, so requests must be dispatched before the event ends.
+    needs_pump:  the core must try to dispatch waiting requests before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
     translated:  peers for which the shell has a translator.
     ended:       traced requests that have ended since the shell last read this list; None if the shell records no
@@ -296,12 +301,12 @@ class Context:
         self.effects.append((peer, None))
 
     def reject(self, peer: PeerId, code: ErrorCode, message: str) -> None:
-        """Count a frame that is dropped, and send an error to its sender."""
+        """Count a message that the core drops, and send an error to its sender."""
         self.counters.rejected[code.name.lower()] += 1
         self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
 
     def answer(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
-        """Send a message to a client. If the client's connection is full, store the message in the client's outbox.
+        """Send a message to a client. If its connection is full, store the message in its outbox.
 
         uid: the request that this message ends.
         """
@@ -311,7 +316,7 @@ class Context:
             self.answer_now(client, message, uid=uid)
 
     def report_room(self, peer: PeerId) -> None:
-        """Request that the shell calls has_room() when the peer's connection accepts messages again."""
+        """Request that the shell calls CoordinatorCore.has_room() when the peer's connection accepts messages again."""
         self.effects.append((peer, []))
 
     def answer_now(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
@@ -331,7 +336,7 @@ class Context:
             self.next_timer = min((when for when, _ in self._timers.values()), default=math.inf)
 
     def pop_due_timer(self) -> Callable[[], None] | None:
-        """Remove the earliest timer that is due and return its callback."""
+        """Remove the earliest timer that is due, and return its callback. Return None if no timer is due."""
         if self.next_timer > self.now:
             return None
         name = min(self._timers, key=lambda name: self._timers[name][0])

@@ -64,11 +64,13 @@ Handler: TypeAlias = Callable[[Any, Any, Outgoing], None]
 
 
 class CoordinatorCore:
-    """The core of a coordinator. It owns the parts of the coordinator and routes each event to the right part.
+    """The core of a coordinator.
+
+    It owns the components of the coordinator, and passes each event to the component that handles it.
 
     now:      time of creation, in seconds on the clock that all events use.
     randbits: returns an integer with the given number of random bits.
-    access:   checks keys for the core; the shell implements it.
+    access:   checks keys for the core. The shell implements this interface.
     """
 
     def __init__(
@@ -112,14 +114,14 @@ class CoordinatorCore:
     # --- events -------------------------------------------------------------------------------------------------
 
     def start(self, now: float) -> None:
-        """Start the recovery and the heartbeats."""
+        """Start the recovery of state from the engines, and the heartbeats."""
         self.context.now = now
         self.membership.start()
 
     def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
         """Handle a message that arrived or that a translator created.
 
-        No message from a peer can raise an exception here.
+        This method raises no exception, whatever message a peer sends.
         """
         self.context.now = now
         try:
@@ -153,7 +155,7 @@ class CoordinatorCore:
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
         """Handle the end of a connection.
 
-        by_peer: the other side closed the connection, as the operating system does when a process exits.
+        by_peer: whether the other side closed the connection, as the operating system does when a process exits.
         """
         self.context.now = now
         self.membership.connection_lost(peer, by_peer=by_peer)
@@ -169,8 +171,7 @@ class CoordinatorCore:
         """Handle effects of the last event that connections did not accept.
 
         rejected: peer, message, and whether the connection has ended, in the order of the effects. If a connection has
-            not
-                  ended, the shell calls has_room() when it accepts messages again.
+            not ended, the shell calls has_room() when the connection accepts messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
@@ -189,7 +190,7 @@ class CoordinatorCore:
             self._settle()
 
     def keys_changed(self, now: float) -> None:
-        """Handle a change in the keys that `access` accepts."""
+        """Remove the peers whose keys `access` no longer accepts."""
         self.context.now = now
         self.membership.keys_changed()
         self._settle()

@@ -99,10 +99,11 @@ class Dispatcher:
     # --- arrival -----------------------------------------------------------------------------------------------
 
     def submit(self, client: Client, submit: Submit) -> None:
-        """Accept a request, or reject it.
+        """Accept a request from a client, or reject the request.
 
-        If the uid is already open, the message is the same request on another connection. If the uid was already
-        answered on this connection, the client sent the request before it read the answer.
+        If a request with this uid is already open, the client has sent it again on another connection, and this method
+        continues it. If the uid was already answered on this connection, the client sent the request before it read the
+        answer.
         """
         uid, meta, prompt, generated, params, media, epochs, handoff = submit
         if uid in client.answered:
@@ -148,7 +149,7 @@ class Dispatcher:
             self._wait(entry)
 
     def _complete_media(self, client: Client, uid: bytes, media: Media) -> Media | None:
-        """Return the media of a request with all their data.
+        """Return the media of a request, with the data that the client omitted because it sent them before.
 
         If data is missing or too large, reject the request and return None.
         """
@@ -170,7 +171,8 @@ class Dispatcher:
     def _begin(self, entry: Entry) -> bool:
         """Dispatch or reject a request that has not been in the queue.
 
-        Return False if the request must wait, because all engines that can answer it are at capacity.
+        Return True if the request was dispatched or rejected. Return False if it must wait, because all engines that
+        can answer it are at capacity.
         """
         if entry.meta.engine:
             pinned = self._engines.named(entry.meta.engine)
@@ -210,7 +212,9 @@ class Dispatcher:
             self._balance()
 
     def _wait(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Add a request to the queue, or to the quarantine if it is a suspect. For arguments see WaitingQueue.add().
+        """Add a request to the queue, or to the quarantine if it is a suspect.
+
+        `first` and `moved`: see WaitingQueue.add().
 
         The caller must have removed the request from the table of its engine.
         """
@@ -232,7 +236,10 @@ class Dispatcher:
             entry.engine, entry.dispatch_id = None, 0
 
     def _offer(self, entry: Entry) -> bool:
-        """Dispatch or reject a request at the head of the queue. Return False if it must wait for an engine."""
+        """Dispatch or reject a request at the head of the queue.
+
+        Return False if the request must wait for an engine.
+        """
         if entry.meta.adapter and self._reject(entry, rejections.adapter_changed(entry, self._verbs.adapters)):
             return True
         chosen = self._placement.choose(entry)
@@ -243,7 +250,7 @@ class Dispatcher:
         return True
 
     def _reject_unanswerable(self, entry: Entry) -> bool:
-        """Reject a request that no serving engine can answer. Return False if the request can wait for an engine."""
+        """Reject a request if no serving engine can answer it. Return True if it was rejected, False if it can wait."""
         rejection = rejections.adapter_changed(entry, self._verbs.adapters)
         return self._reject(entry, rejection or rejections.unanswerable(entry, self._engines.serving()))
 
@@ -308,7 +315,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
-        """Return whether the engine can read the prompt without conversion."""
+        """Return whether the engine can read the prompt of a request as the coordinator stores it."""
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
@@ -316,7 +323,7 @@ class Dispatcher:
     def _tokenize(self, entry: Entry, engine: Engine) -> bool:
         """Replace the text of the prompt by its tokens.
 
-        Return False if tokenization failed and the request was rejected.
+        If tokenization fails, reject the request and return False.
         """
         try:
             prompt = self._prompts.tokens_of(entry.meta, entry.prompt)
@@ -345,7 +352,10 @@ class Dispatcher:
     # --- stages of split requests ------------------------------------------------------------------------------
 
     def exported(self, engine: Engine, message: Exported) -> None:
-        """Handle the end of a prefill. The engine has computed and kept the blocks of a prompt, or has failed."""
+        """Handle the end of a prefill.
+
+        The engine has computed the KV blocks of the prompt and keeps them, or the prefill has failed.
+        """
         entry = engine.in_flight.get(message.dispatch_id)
         if entry is not None and entry.stage is _DECODING and KEEPS_BLOCKS in entry.meta.needs:
             self.handoffs.keep(entry, engine, message)
@@ -380,7 +390,9 @@ class Dispatcher:
             self._wait(entry, first=entry.is_replay, moved=True)
 
     def cancel_transfers(self) -> None:
-        """Return every request with a transfer to the queue, because a verb is about to change weights or caches."""
+        """Requeue every request whose KV blocks are being transferred, because a verb is about to change weights or
+        caches.
+        """
         self.handoffs.clear()
         for entry in self.journal:
             if entry.stage in CHANGED_BY_VERBS:
@@ -401,10 +413,10 @@ class Dispatcher:
                 self.next_search = now + SEARCH_AGAIN_SECONDS
 
     def _make_room(self, entry: Entry, now: float) -> bool:
-        """Replace a running request of another tenant by a waiting request.
+        """Move a running request of another tenant back to the queue, so that the waiting request `entry` can run.
 
-        The replaced request is the newest request of a tenant that has at least two more requests at engines. Return
-        False if no running request may be replaced.
+        The moved request is the newest request of a tenant that has at least two more requests at engines than the
+        tenant of `entry`. Return False if no running request may be moved.
         """
         for tenant in self.tenants.busy.from_highest():
             if tenant.load < entry.tenant.load + 2:
@@ -454,9 +466,9 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move the requests of a suspect engine to engines with capacity.
+        """Move the requests of an engine that sends no heartbeats to engines with capacity.
 
-        Late answers of the suspect engine are accepted.
+        If the silent engine still answers one of these requests, the answer is accepted.
         """
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
             if not self._verbs.may_dispatch:
@@ -491,7 +503,10 @@ class Dispatcher:
             del self._former[entry.former.pop(0)]
 
     def former(self, dispatch_id: int, peer: PeerId) -> Entry | None:
-        """Return the open request that `peer` answers under an earlier dispatch id, or None without such a request."""
+        """Return the open request to which `peer` refers by the id of an earlier dispatch.
+
+        Return None if there is no such request.
+        """
         to, entry = self._former.get(dispatch_id, (None, None))
         return entry if to == peer else None
 
@@ -558,7 +573,7 @@ class Dispatcher:
             self._context.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
-        """Abort requests for which no client waits, in the coordinator and at their engines."""
+        """Remove requests for which no client waits, and abort them at their engines."""
         for entry in list(entries):
             self.withdraw(entry)
             self.forget(entry, error="aborted")

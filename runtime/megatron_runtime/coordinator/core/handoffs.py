@@ -27,7 +27,7 @@ _ID_BYTES = 8
 class Handoff:
     """KV blocks that an engine keeps for a later request of a client.
 
-    exported: the engine's message about the blocks: export id, digests and weights.
+    exported: the engine's message about the blocks, with export id, digests and weights.
     until:    time at which the coordinator releases the blocks, in seconds on the clock of Context.now.
     """
 
@@ -38,13 +38,13 @@ class Handoff:
 
 
 class Handoffs:
-    """The handoffs that clients have not yet used.
+    """The handoffs that clients have not yet used. For each handoff, an engine keeps KV blocks.
 
     The client refers to a handoff by a token, which consists of the id of the export and an HMAC. The HMAC uses a
     random secret of this coordinator process and covers client, tenant, weight epoch and expiry. take() therefore
     rejects the token if another client or tenant sends it, or after the weights have changed.
 
-    release: sends an engine the message that releases the blocks with this export id.
+    release: called with an engine and an export id; makes the engine release the blocks of this export.
     """
 
     def __init__(self, context: Context, release: Callable[[Engine, int], None]) -> None:
@@ -94,7 +94,10 @@ class Handoffs:
         return self._kept.pop(kept.exported.dispatch_id)
 
     def release(self, client: Client, number: int) -> None:
-        """Release the handoff with the export id `number`. Ignores an unknown id, and an id of another client."""
+        """Make the engine release the blocks with the export id `number`.
+
+        Ignore an unknown id, and an id of another client.
+        """
         kept = self._kept.get(number)
         if kept is not None and kept.client is client:
             self._drop(kept)
@@ -108,7 +111,7 @@ class Handoffs:
             del self._kept[number]
 
     def clear(self) -> None:
-        """Release all handoffs. The coordinator calls this before a verb changes weights or caches."""
+        """Make the engines release the blocks of all handoffs. Called before a verb changes weights or caches."""
         for kept in list(self._kept.values()):
             self._drop(kept)
 

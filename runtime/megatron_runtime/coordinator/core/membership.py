@@ -50,7 +50,7 @@ _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, Coordinato
 class Recovery:
     """The recovery of state, epoch, fence and adapters after a restart of the coordinator.
 
-    The source is the engines that survived its predecessor.
+    The data come from the engines that still run after the restart.
     """
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs) -> None:
@@ -78,7 +78,7 @@ class Recovery:
             self._unregistered.add(peer)
 
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
-        """Handle the HELLO of an engine. survivor: the engine served before it registered with this coordinator."""
+        """Handle the HELLO of an engine. survivor: whether the engine served before it registered here."""
         self._unregistered.discard(engine.peer)
         self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
@@ -95,8 +95,8 @@ class Recovery:
     def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
         """Adopt state, weights and adapters of an engine that registers between recovery and the first operation.
 
-        If no engine registered during recovery, the first engine that was serving determines the state. The weights
-        with the highest epoch win, so that a confirmed update is kept.
+        If no engine registered during recovery, the first engine that was serving determines the state. The coordinator
+        adopts the weights with the highest epoch, so that a confirmed update is kept.
         """
         if self._adopted is None:
             self._adopted = state
@@ -143,7 +143,7 @@ class Recovery:
 
 
 class Membership:
-    """The registered engines and clients. Registers them, monitors their heartbeats, and removes them."""
+    """The component that registers engines and clients, monitors their heartbeats, and removes them."""
 
     def __init__(
         self,
@@ -262,9 +262,8 @@ class Membership:
     def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
         """Remove an engine and requeue its requests.
 
-        crash: evidence that one of its requests crashed it. If the engine ran no request, was draining, or was
-            executing a
-               verb, the loss can have another cause and counts against no request.
+        crash: evidence that one of its requests crashed the engine. Ignored if the engine ran no request, was draining,
+            or was executing a verb, because the loss can then have another cause.
         """
         if not self._engines.is_registered(engine):
             return
@@ -284,10 +283,10 @@ class Membership:
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
         """Handle the end of a connection.
 
-        The requests of an engine are requeued. An engine that is still alive connects and registers again. A client has
-        Timing.client_dead seconds to register again.
+        If the peer is an engine, this method requeues its requests; an engine that is still alive registers again. If
+        the peer is a client, it has Timing.client_dead seconds to register again.
 
-        by_peer: the other side closed the connection, as the operating system does when a process exits.
+        by_peer: whether the other side closed the connection, as the operating system does when a process exits.
         """
         client, engine = self._clients.at(peer), self._engines.at(peer)
         if client is not None:
@@ -314,7 +313,10 @@ class Membership:
             self._context.needs_pump = True
 
     def keys_changed(self) -> None:
-        """Remove the peers whose keys were revoked. An unregistered connection is closed later, when it sends HELLO."""
+        """Remove the registered peers whose keys were revoked.
+
+        A peer that is not registered is rejected when it sends HELLO.
+        """
         logger.info("the keys changed; connections with revoked keys are closed")
         reason = "its key was revoked"
         for engine in self._engines:
@@ -376,7 +378,7 @@ class Membership:
         ).to_frames()
 
     def announce(self) -> None:
-        """Send a heartbeat with the tasks of the engines to the clients immediately.
+        """Send all clients a heartbeat immediately, with the tasks of the engines and the generation of the adapters.
 
         A client with an older list of adapters then requests the new list.
         """
@@ -436,9 +438,9 @@ class Membership:
             self._heal(engine, message)
 
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
-        """Repeat a commit or HELLO_ACK for an engine that reports outdated values.
+        """Send a commit or HELLO_ACK again to an engine whose heartbeat reports outdated values.
 
-        The values are its state, epoch, weights and list of adapters.
+        The values are the engine's state, epoch, weights and list of adapters.
 
         This is called only if no operation is in progress, after the engine has had HEAL_HEARTBEATS heartbeats to
         report the new values.

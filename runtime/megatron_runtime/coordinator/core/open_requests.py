@@ -1,6 +1,7 @@
 """Tables of the open requests: the journal, the waiting queue, the deadlines and the tenants.
 
-The tables only store data. They decide and send nothing. An entry leaves every table when its request ends.
+The tables only store data. They make no decisions and send no messages. An entry leaves every table when its request
+ends.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class MediaStore:
         """Maps (route of the client, digest) to the data and the number of open requests that use the data."""
 
     def completed(self, route: int, media: Media) -> Media | None:
-        """Return the media with the data that the client omitted because an earlier request sent it.
+        """Return the media, completed with the data that the client omitted because it sent them with an earlier
+        request.
 
         Returns None if some data is not stored.
         """
@@ -50,7 +52,7 @@ class MediaStore:
         return media._replace(items=tuple(items)) if all(item.data for item in items) else None
 
     def added_bytes(self, entry: Entry) -> int:
-        """Return the size in bytes of those media of a request that are not yet stored."""
+        """Return the size in bytes of the media that this request would add to the store."""
         if entry.media is None:
             return 0
         new = {item.digest: len(item.data) for item in entry.media.items}
@@ -62,7 +64,10 @@ class MediaStore:
             self._held[key] = held, requests + 1
 
     def remove(self, entry: Entry) -> int:
-        """Remove the media of a request that has ended. Return the number of bytes that no other request uses."""
+        """Remove the media of a request that has ended, unless other requests use them.
+
+        Return the number of freed bytes.
+        """
         removed = 0
         for key in _media_of(entry):
             data, requests = self._held[key]
@@ -103,7 +108,7 @@ class Journal:
     def fits(self, entry: Entry) -> bool:
         """Return whether a new entry fits within `limit_bytes`.
 
-        Tokens that arrive later are counted but never rejected.
+        Generated tokens count against the limit too, but they are accepted even beyond it.
         """
         return self.bytes + entry.admitted_bytes <= self.limit_bytes
 
@@ -130,7 +135,7 @@ class Journal:
         """Append new tokens of a request (little-endian int32).
 
         epochs:       epochs of the weights that sampled the tokens of the engine's message.
-        first:        index of the first new token in that message.
+        first:        index of the request's first new token in the tokens of the engine's message.
         details:      packed extras of the message, such as log-probabilities, which all requests of the message share.
         details_cost: bytes of `details` that count against this request.
         """
@@ -166,10 +171,10 @@ class WaitingQueue:
         self.length = 0
 
     def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
-        """Add a request.
+        """Add a request to the queue.
 
-        first: place it ahead of all other requests of its priority, because its engine was lost (a replay).
-        moved: place it ahead of the other requests of its tenant only.
+        first: place the request ahead of all other requests of its priority, because its engine was lost (a replay).
+        moved: place the request ahead of the other requests of its tenant only.
         """
         key = _band_of(entry)
         band = self._bands.get(key)
@@ -205,7 +210,7 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Return the first requests of each band, at most two per band, in the order of the whole queue."""
+        """Return the first one or two requests of each band, in the order of the whole queue."""
         heads = []
         for band in self._bands.values():
             if band.replays:
@@ -228,7 +233,7 @@ def _place(entry: Entry) -> tuple[int, int, int, float]:
 
 
 class Deadlines:
-    """The deadlines of entries.
+    """The deadlines of open requests.
 
     `expire(entry)` is called at the deadline of an entry. One timer serves all entries, with a resolution of
     GRAIN_SECONDS.
@@ -274,8 +279,8 @@ class Deadlines:
 class Tenants:
     """The tenants with open requests. A tenant is removed with its last open request.
 
-    is_shared: all requests count as requests of one tenant.
-    busy:      tenants that have several requests at engines.
+    is_shared: whether all requests count as requests of one tenant.
+    busy:      tenants that have more than one request at engines.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
@@ -306,7 +311,7 @@ class Tenants:
         tenant.open_bytes += entry.admitted_bytes
 
     def closed(self, entry: Entry) -> None:
-        """Remove a request that has ended and is in no queue and at no engine."""
+        """Stop counting a request that has ended. The request must no longer be in a queue or at an engine."""
         tenant = entry.tenant
         tenant.num_open -= 1
         tenant.open_bytes -= entry.admitted_bytes
@@ -328,7 +333,10 @@ class Tenants:
         self._reload(tenant, before, before + 1)
 
     def returned(self, entry: Entry) -> None:
-        """Record that no engine has the request now. `entry.dispatch_id` is still the id of its last dispatch."""
+        """Record that the engine no longer has the request.
+
+        `entry.dispatch_id` is still the id of its last dispatch.
+        """
         tenant = entry.tenant
         before = len(tenant.in_flight)
         del tenant.in_flight[entry.dispatch_id]

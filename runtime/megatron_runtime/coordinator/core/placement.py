@@ -16,7 +16,7 @@ Condition: TypeAlias = Callable[[Engine], bool]
 
 
 class Placement:
-    """The choice of engines for requests. It has no state of its own."""
+    """The component that chooses engines for requests. It has no state of its own."""
 
     def __init__(self, context: Context, router: EngineRouter, verbs: Verbs, transfers: Transfers) -> None:
         self._engines = context.engines
@@ -78,7 +78,7 @@ class Placement:
         return router.with_prefix(entry.hashes, min_loaded=least_loaded[0], fits=_with_room(may_answer))
 
     def _condition(self, entry: Entry, accepts: Condition | None) -> Condition | None:
-        """Return the condition, including `accepts`, that an engine must fulfil for a request.
+        """Return the condition that an engine must fulfil to answer a request, combined with `accepts`.
 
         None means that every engine fulfils it.
         """
@@ -88,7 +88,7 @@ class Placement:
         return lambda engine: engine.runs(entry) and (accepts is None or accepts(engine))
 
     def hashes_of(self, entry: Entry) -> PromptHashes:
-        """Return the hashes of the complete blocks of a prompt.
+        """Return the hashes of the complete KV blocks of a request's prompt.
 
         The result is empty if the engine tokenizes the prompt.
         """
@@ -103,7 +103,7 @@ class Placement:
 
 
 def _with_room(may_answer: Condition | None) -> Condition:
-    """Return the condition that an engine can answer a request and accepts one more request now."""
+    """Return the condition that an engine fulfils `may_answer` and accepts one more request now."""
     if may_answer is None:
         return Engine.has_room
     return lambda engine: engine.has_room() and may_answer(engine)

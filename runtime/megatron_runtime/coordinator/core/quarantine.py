@@ -1,8 +1,8 @@
 """Quarantine of poison requests, which are requests that crash the engine that runs them.
 
-A request that was in flight at two crashes is a suspect. Suspects run one at a time, alone, on one engine. A suspect
-that crashes an engine while it runs alone is failed. A suspect that gets past the point of its last crash is acquitted.
-docs/decisions/025-requests-that-crash-engines.md explains the reasons and limits of this rule.
+A request that was in flight at two crashes is a suspect. Suspects run one at a time, alone, on one engine. If the
+engine crashes while a suspect runs alone, the suspect is failed. A suspect that gets past the point of its last crash
+is acquitted. docs/decisions/025-requests-that-crash-engines.md explains the reasons and limits of this rule.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ crash.
 class Quarantine:
     """The waiting suspects, the suspect on trial, and the engine that is reserved for the trial.
 
-    failures:     the last requests that were failed, oldest first.
-    requeue:      removes a request from its engine or queue. A suspect is then held back. Any other request is queued
-                  ahead of all requests of its priority and model.
+    failures:     records of the last requests that the quarantine has failed, oldest first.
+    requeue:      removes a request from its engine or queue. If the request is a suspect, the quarantine then holds it.
+                  Otherwise it is queued ahead of all requests of its priority and model.
     fail:         ends a request with an error.
     reject_unanswerable: ends a request that no engine can answer; returns whether it ended the request.
     """
@@ -91,9 +91,9 @@ class Quarantine:
     # --- engines end --------------------------------------------------------------------------------------------
 
     def crashed(self, engine: Engine, *, certain: bool) -> None:
-        """Count a crash against every request that `engine` ran. Must be called before its requests are released.
+        """Count a crash of `engine` against every request that it ran. Call this before its requests are released.
 
-        certain: False if only the loss of the connection is known. returned() can then revoke the crash.
+        certain: False if only the loss of the connection is known. In this case, returned() can still revoke the crash.
         """
         relieved = [entry for entry in engine.relieved if entry.is_open]
         entries = [entry for entry in (*engine.in_flight.values(), *relieved) if not entry.meta.engine]
@@ -136,9 +136,9 @@ class Quarantine:
             self._reserve(None)
 
     def returned(self, name: str, *, has_outlived: bool) -> None:
-        """Handle the registration of an engine.
+        """Handle the registration of the engine with this name.
 
-        has_outlived: the engine's process outlived its previous connection, so it did not crash.
+        has_outlived: whether the engine's process outlived its previous connection. If so, the engine did not crash.
         """
         crash = self._cuts.pop(name, None)
         if crash is None:
@@ -173,7 +173,7 @@ class Quarantine:
         self._free_cleared()
 
     def _free_cleared(self) -> None:
-        """Move suspects whose crashes no longer count to the normal queue."""
+        """Move requests that are no longer suspects to the normal queue. Some of their crashes no longer count."""
         for entry in self._latest_first():
             if not self.suspects(entry):
                 self.forget(entry)
@@ -184,13 +184,13 @@ class Quarantine:
     # --- suspects -----------------------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Hold back a suspect that is at no engine."""
+        """Hold a suspect, which no engine has now, until its trial."""
         if self._trial is entry:
             self._trial = None
         self._waiting[entry.uid] = entry
 
     def forget(self, entry: Entry) -> None:
-        """Remove a request that has ended or is no longer a suspect."""
+        """Remove a request from the quarantine, because it has ended or is no longer a suspect."""
         self._waiting.pop(entry.uid, None)
         if self._trial is entry:
             self._trial = None
@@ -202,7 +202,7 @@ class Quarantine:
 
         Returns None if no suspect can be dispatched.
 
-        The caller calls begin() after the dispatch.
+        The caller must call begin() after it has dispatched the suspect.
         """
         if self._trial is not None:
             return None
@@ -218,9 +218,12 @@ class Quarantine:
             self._trial, self._trial_since = entry, self._context.now
 
     def _choose(self) -> tuple[Entry, Engine] | tuple[None, None]:
-        """Return the suspect that arrived last and an engine for it.
+        """Return the waiting suspect that arrived last, and an engine for its trial.
 
-        A request that has run for a long time without a crash is less likely to be poison.
+        Return (None, None) if no waiting suspect can run on an engine now.
+
+        The last suspect is tried first, because a request that has run for a long time without a crash is less likely
+        to be poison.
         """
         serving = self._engines.serving()
         available = [engine for engine in serving if engine.available()]
@@ -238,7 +241,7 @@ class Quarantine:
     def _preference(self, engine: Engine) -> tuple[bool, bool, int, int]:
         """Return the sort key of an engine.
 
-        Idle engines come first, then the reserved one, then those with few requests.
+        Idle engines come first, then the reserved engine, then the engines with the lowest number of requests.
         """
         return not _is_empty(engine), engine is not self._reserved, len(engine.in_flight), engine.index
 
@@ -259,7 +262,8 @@ class Quarantine:
     def advanced(self, engine: Engine) -> bool:
         """Handle tokens from a reserved engine.
 
-        Return True if this acquits its suspect, because it is past the point of its last crash.
+        Return True if the tokens acquit the suspect that the engine runs, because it is past the point of its last
+        crash.
         """
         trial = self._trial
         if trial is None or trial.engine is not engine or not self._has_stood(trial):
@@ -272,8 +276,8 @@ class Quarantine:
     def _has_stood(self, trial: Entry) -> bool:
         """Return whether the suspect on trial is past the point of its last crash.
 
-        If the number of tokens at this point is unknown, another point is used. It is the progress of the suspect after
-        it has run alone for the maximum time that it may have run before any of its crashes.
+        The point is a number of tokens. If it is unknown, return False until the suspect has run alone for as long as
+        it can have run before any of its crashes. The number of tokens at that time becomes the point.
         """
         if trial.meta.streaming:
             return _is_past(trial)

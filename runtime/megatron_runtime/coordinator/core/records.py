@@ -1,7 +1,7 @@
 """Clients, engines, open requests and tenants, and the references between them.
 
 The records are plain data. The registries (context.py) and tables (open_requests.py) keep the references consistent.
-Each open request has references from its client, its tenant and, once dispatched, its engine.
+The client and the tenant of an open request refer to it. Its engine also refers to it, once it is dispatched.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class Client:
                size in bytes. While the outbox is not empty, no partials are sent. The tokens stay in the journal and
                are sent later as one partial.
     outbox_bytes: total size of the outbox.
-    behind:    whether it has not yet been sent all of its tokens.
-    stuck_since: time since which its connection is full; None while it accepts messages. Until the shell reports room,
-               nothing is sent, and pending data stays in the journal and in the outbox.
+    behind:    whether some generated tokens have not yet been sent to it.
+    stuck_since: time since which its connection is full; None while it accepts messages. Until the shell calls
+               has_room(), nothing is sent to the client. Its tokens stay in the journal, and other messages in the
+               outbox.
     """
 
     name: str
@@ -99,14 +100,17 @@ class Client:
         self.outbox_bytes += size
 
     def take_kept(self) -> tuple[bytes | None, Outgoing, int]:
-        """Remove the first message from the outbox. Return its uid, the message and its size in bytes."""
+        """Remove the first message from the outbox.
+
+        Return the uid that it answers, the message, and its size in bytes.
+        """
         uid, message, size = self.outbox.popleft()
         self.outbox_bytes -= size
         return uid, message, size
 
 
 class RequestStage(StrEnum):
-    """The stage of a request. Only the coordinator changes the stage (see the table of transitions in transfers.py).
+    """The stage of a request. Only the coordinator changes it (see the table of transitions in transfers.py).
 
     A request that is not split goes from QUEUED to DECODING.
     """
@@ -123,11 +127,11 @@ class RequestStage(StrEnum):
 
 
 class Export(NamedTuple):
-    """Blocks of a prompt that a prefill engine keeps.
+    """The KV blocks of a prompt that a prefill engine keeps until a decode engine imports them.
 
     id:      dispatch id of the prefill.
-    weights: weights that computed the blocks, as the engine names them.
-    until:   time at which the coordinator releases the blocks if no engine has capacity.
+    weights: text by which the engine identifies the weights that computed the blocks.
+    until:   time at which the coordinator releases the blocks if no decode engine has imported them.
     """
 
     engine: Engine
@@ -152,8 +156,10 @@ class CrashEvidence(Enum):
 class Crash:
     """One crash of an engine. All requests that were in flight share this object.
 
-    at:     time of the event.
-    counts: False once the crash is explained, because the engine is alive or the request that caused it is known.
+    at:     time of the crash.
+    counts: whether the crash counts against the requests that were in flight. It becomes False if the engine's process
+            turns out to have survived (only the connection was lost), or if the request that caused the crash is
+            identified.
     """
 
     engine: str
@@ -173,14 +179,14 @@ class Engine:
     key:       public key of its connection; empty without keys.
     model:     model that it serves; empty if not announced.
     source:    weights of the last UPDATE_WEIGHTS that the engine reported.
-    adapters:  names of the adapters that it reported as loaded.
-    adapter_errors: errors of the adapters that it could not load, by name.
-    knows_adapters: whether it understands messages about adapters; earlier releases do not.
-    draining:  excluded from routing until it registers again.
+    adapters:  names of the LoRA adapters that it reported as loaded.
+    adapter_errors: for each adapter that it could not load, the error.
+    knows_adapters: whether it understands messages about adapters. Engines of earlier releases do not.
+    draining:  whether it is excluded from routing until it registers again.
     digest:    digest of its weights; empty if not reported.
     tokenizes: whether it accepts text prompts.
     backend:   name of its backend; empty if not announced.
-    lacks:     features that requests can need and that it announced as missing.
+    lacks:     features that requests can need but that it announced as missing.
     parameters: sampling parameters that it supports.
     task:      what its pooling model computes instead of tokens; empty if it generates tokens.
     started_ms: start time of its process; 0 if unknown.
@@ -190,13 +196,15 @@ class Engine:
     role:      "prefill" or "decode", the stage for which it is preferred; empty means both.
     kv:        address and layout for the exchange of KV blocks; None if it neither exports nor imports blocks.
     free_blocks: blocks that it reported as free, minus the blocks of later imports; None if unknown.
-    full:      whether its connection is full and the shell has not reported room since.
-    suspect:   whether it has sent no heartbeat for a while.
+    full:      whether its connection is full and the shell has not yet called has_room().
+    suspect:   whether its heartbeats have been missing for some time, but not long enough to remove it.
     welcomed:  time at which it was last sent the state that it must adopt.
-    owed:      the last commit that was sent to it, until a heartbeat shows that the engine has executed it.
-    entered_during: operation in progress when this engine joined; its outcome is sent to the engine.
+    owed:      the last commit that was sent to the engine, until a heartbeat shows that the engine has executed the
+               commit.
+    entered_during: operation that was in progress when this engine joined. The operation's outcome is sent to the
+                    engine.
     in_flight: requests by dispatch id.
-    queued:    uncached tokens that it must compute before all its requests can generate, the sum of Entry.uncached.
+    queued:    uncached tokens that it must compute before all its requests can generate (the sum of Entry.uncached).
                This and the next two fields are 0 unless the policy or the split of requests needs them; see add_work().
     waiting:   number of its requests that have uncached tokens.
     held:      sum of the tokens of its requests at the time of their dispatch.
@@ -204,8 +212,8 @@ class Engine:
     prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0 if requests are counted instead.
     heartbeat: the last heartbeat.
     relieved:  requests that were moved away because it was suspect, until its next heartbeat.
-    reserved:  whether it runs one suspect request alone, or is being emptied for one, and gets no other work.
-    unsettled: whether an abort was sent to it and it has not reported since that it is idle.
+    reserved:  whether it is reserved for the trial of one suspect request, so that it gets no other requests.
+    unsettled: whether an abort was sent to it, and it has not reported since then that it is idle.
     """
 
     name: str
@@ -279,14 +287,14 @@ class Engine:
     def cost(self) -> float:
         """Return the cost of the engine's current work, in seconds.
 
-        Without rates, return the number of its requests.
+        If the engine's prefill rate is unknown, return the number of its requests.
         """
         if not self.prefill_cost:
             return len(self.in_flight)
         return self.queued * self.prefill_cost + self.held * self.held_cost
 
     def cost_of(self, tokens: int) -> float:
-        """Return the cost of an additional request with `tokens` uncached tokens (see EngineRouter)."""
+        """Return the engine's cost if it receives another request with `tokens` uncached tokens (see EngineRouter)."""
         prefill_cost, requests, ahead = self.prefill_cost, len(self.in_flight), self.queued
         if not prefill_cost:
             return requests
@@ -307,7 +315,7 @@ class Engine:
         self.held += size
 
     def take(self, dispatch_id: int) -> Entry | None:
-        """Remove a request and return it. Return None for an unknown dispatch id."""
+        """Remove a request from the engine and return it. Return None for an unknown dispatch id."""
         entry = self.in_flight.pop(dispatch_id, None)
         if entry is not None and entry.size:
             self.held -= entry.size
@@ -358,7 +366,9 @@ class Engine:
         )
 
     def lacking(self, needs: str) -> str:
-        """Return the first feature in `needs` that the engine lacks, or an empty string if it has all of them."""
+        """Return the first feature in `needs` that the engine lacks, or an empty string if the engine has all of
+        them.
+        """
         if self.task and not asks_for_pooling(needs):
             return GENERATION
         return next((name for name in needs.split() if self._lacks(name)), "")
@@ -425,33 +435,36 @@ class Engine:
 class Entry:
     """One open request.
 
-    model:      model for which it was made, or that generated its first token; empty means any. Only it can answer.
-    adapter:    adapter of its first dispatch, which alone can continue it; None before that, or for the base model.
+    model:      model that the client requested, or that generated the first token. Only this model can answer. Empty
+                means any.
+    adapter:    adapter of its first dispatch. Only this adapter can continue it. None before the dispatch, or for the
+                base model.
     generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
     epochs:     epochs of the weights that sampled the tokens, by token index.
-    details:    log-probs of the tokens, as `(offset of the first token, the message's extras)`; not parsed.
+    details:    log-probabilities of the tokens, as pairs (offset of the first token, extras of the engine's message).
     num_indexed: number of leading `details` whose extras are parsed (Extras instead of bytes).
     forwarded:  number of tokens that were sent to the client.
-    held:       number of tokens that the client confirmed.
+    held:       number of tokens that the client has confirmed as received.
     dispatch_id, engine: the current dispatch; 0 and None while it waits.
-    former:     dispatch ids at engines that are gone, from which a late final is still accepted.
-    slot:       its slot in Deadlines; None while its time is not limited.
-    crashes:    crashes of engines that ran it at that time; empty again once it is acquitted.
+    former:     earlier dispatch ids, under which a late final answer is still accepted from an engine that was lost.
+    slot:       its slot in Deadlines; None while it has no deadline.
+    crashes:    crashes of engines while they ran this request; empty again once it is acquitted.
     crash_position: number of generated tokens at the last crash; None if unknown.
     progress:   tokens that a reserved engine has reported for a request that does not stream.
     tenant:     the tenant whose share of the engines it counts against.
     admitted_bytes: its cost in the journal when it arrived.
-    is_replay:  whether it waits because its engine was lost, so that it is dispatched before others.
+    is_replay:  whether it waits because its engine was lost. It is then dispatched before other requests.
     moved_at:   time at which it last left an engine to make room for another tenant; None if this never happened.
     dispatched_at, dispatches: time of the first dispatch that an engine's connection accepted, None before; and the
         number of dispatches.
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
     media_route: Client.route of the client that sent the media.
-    uncached:   estimated tokens that its engine must compute before its next token; 0 after that token.
+    uncached:   estimated number of tokens that its engine must compute before it generates a token; 0 after that token.
     size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 while its engine
                 does not count them.
-    stage, export: see Transfers.
-    promised:   number of free blocks that a decode engine needs for it while its prompt is computed or exported.
+    stage, export: the stage of a split request, and the KV blocks that a prefill engine keeps for it; see Transfers.
+    promised:   number of free blocks that a decode engine will need for it. Set while its prompt is computed or
+                exported.
     splits:     whether it may be split; False after an export or import has failed.
     """
 
@@ -520,9 +533,9 @@ class Entry:
 class Tenant:
     """A tenant with open requests.
 
-    order:     a counter value, set each time the number of its requests at engines changes; the lower value goes first.
+    order:     a counter value, set each time the number of its requests at engines changes. Lower values go first.
     in_flight: its requests at engines by dispatch id, the most recent last.
-    lanes:     its waiting requests without replays, in order, for each band of the queue.
+    lanes:     its waiting requests except replays, in order, for each band of the queue.
     num_open, open_bytes: number of its open requests, and their cost in the journal when they were admitted.
     """
 
@@ -542,7 +555,7 @@ class Tenant:
         return self.num_open - len(self.in_flight)
 
     def last_waiting(self) -> Entry | None:
-        """Return the last of its waiting requests that have no tokens yet, or None if there is none."""
+        """Return the tenant's last waiting request without generated tokens, or None if there is no such request."""
         for _, lane in sorted(self.lanes.items(), key=lambda item: item[0].priority, reverse=True):
             last = next(reversed(lane.values()))
             if not last.generated:
@@ -570,7 +583,10 @@ class Ended(NamedTuple):
 
 
 class Levels:
-    """Tenants sorted by load. Tenants with equal load are in the order in which they reached it or began to wait."""
+    """Tenants sorted by load.
+
+    Tenants with equal load are in the order in which they reached this load or began to wait.
+    """
 
     def __init__(self) -> None:
         self._levels: dict[int, OrderedDict[Tenant, None]] = {}
@@ -604,8 +620,8 @@ class Levels:
 class Band:
     """Waiting requests of one priority, model, adapter and set of needed features.
 
-    replays: requests of lost engines, in order; they are dispatched before all others.
-    tenants: tenants whose other requests wait; their requests are in Tenant.lanes.
+    replays: requests of lost engines, in order. They are dispatched before all other requests.
+    tenants: tenants with other waiting requests, which are in Tenant.lanes.
     """
 
     priority: int

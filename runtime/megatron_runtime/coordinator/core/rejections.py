@@ -36,7 +36,9 @@ def full(reason: str) -> Rejection:
 
 
 def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejection | None:
-    """Return why the engine that a request names cannot answer it, or None if it can, even if it is draining or full.
+    """Return why the engine that a request names cannot answer it.
+
+    Return None if the engine can answer, even if it is draining or at capacity.
 
     engine: the registered engine of this name; None if no such engine is registered.
     """
@@ -50,7 +52,7 @@ def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejec
 
 
 def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
-    """Return the error of a request that names an engine, if this engine cannot answer it."""
+    """Return the error for a request whose named engine cannot answer it."""
     why = "does not serve"
     if engine is not None and engine.reserved:
         why = "is reserved for a suspect request"
@@ -75,8 +77,8 @@ def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
     """Return the error for a parameter of a request that no serving engine supports.
 
-    Returns None for a request that an engine has already accepted. Such a request waits until an engine returns, as it
-    would without any engine.
+    Returns None for a request that an engine has already accepted. Such a request waits, as it would if no engine were
+    serving, until a suitable engine registers.
     """
     needs, name = entry.meta.needs, entry.meta.adapter
     if entry.dispatches or entry.generated:
@@ -115,8 +117,8 @@ def _params_of(entry: Entry) -> SamplingParams | None:
 def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
     """Return the error of a request whose adapter was removed, or was replaced after its first tokens.
 
-    Returns None if the request can continue. Also returns None before a list is set, because a restarted coordinator
-    gets the list from engines or the operator.
+    Returns None if the request can continue. Also returns None before the coordinator has a list of adapters, because
+    after a restart it gets the list from engines or the operator.
     """
     name = entry.meta.adapter
     if not name or not adapters.generation:

@@ -119,7 +119,10 @@ class Replies:
         return accepted, are_all_next
 
     def _send_to_each(self, accepted: Iterable[Entry]) -> None:
-        """Send the new tokens of each request to its client. If the client reads slowly, leave them in the journal."""
+        """Send the new tokens of each request to its client.
+
+        If a client reads slowly, leave its tokens in the journal.
+        """
         for entry in accepted:
             if entry.client.blocked:
                 entry.client.behind = True
@@ -137,10 +140,10 @@ class Replies:
             self._counters.stale += 1
 
     def late_final(self, peer: PeerId, message: Final, sent: Outgoing) -> bool:
-        """Handle an answer from an engine that was removed or silent, so that its requests were requeued.
+        """Handle an answer from an engine whose requests were requeued, because it was removed or silent.
 
-        If the answer begins with the tokens that were sent to the client, deliver it and end the request at its current
-        engine. Return False if the answer belongs to no open request or does not begin with these tokens.
+        If the answer begins with the tokens that the client already has, deliver the answer and end the request at its
+        current engine. Return False if the answer belongs to no open request or does not begin with these tokens.
         """
         entry = self._dispatcher.former(message.dispatch_id, peer)
         if entry is None or entry.uid != message.uid:
@@ -178,9 +181,10 @@ class Replies:
     # --- clients that read slowly -------------------------------------------------------------------------------
 
     def catch_up(self, client: Client) -> None:
-        """Send `client` its outbox and missing tokens in as few messages as possible, unless its connection is full.
+        """Send a client the messages in its outbox and its missing tokens, in as few messages as possible, while its
+        connection accepts them.
 
-        After CATCH_UP_BYTES, the remaining messages wait until the shell reports room, as for a full connection.
+        After CATCH_UP_BYTES, the remaining messages wait until the shell calls has_room(), as for a full connection.
         """
         if client.stuck_since is not None or not client.reachable:
             return
@@ -209,7 +213,7 @@ class Replies:
             self.catch_up(client)
 
     def _send_owed(self, entry: Entry) -> int:
-        """Send the client all tokens of the request that it lacks. Return the size of the message in bytes."""
+        """Send the client all tokens of the request that the client lacks. Return the size of the message in bytes."""
         frames = _owed(entry)
         self._context.answer_now(entry.client, frames)
         entry.forwarded = entry.tokens_so_far
@@ -218,11 +222,12 @@ class Replies:
     def not_sent(self, client: Client, sent: Outgoing, *, is_gone: bool) -> None:
         """Handle a message that the connection did not accept.
 
-        If there are several, the last message is handled first.
+        If a connection rejected several messages, call this for the last message first.
 
         Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
 
-        is_gone: the connection is closed. Otherwise it is full, and the shell reports when it has room again.
+        is_gone: whether the connection is closed. If not, it is full, and the shell calls has_room() when it accepts
+                 messages.
         """
         if is_gone:
             client.reachable = False

@@ -38,8 +38,8 @@ PromptHashes = Mapping[int, Sequence[int]]
 class KnownBlocks:
     """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    A block is identified by its hash. It counts as held from its dispatch to an engine until it is evicted or
-    forgotten.
+    A block is identified by its hash. An engine counts as a holder from the dispatch of a prompt with this block until
+    the engine reports the eviction of the block, or until the block is forgotten.
 
     clock: the number of prompts that engines have received.
     """
@@ -69,7 +69,9 @@ class KnownBlocks:
         return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt an engine holds, and when it last received the deepest of them."""
+        """Return how many leading blocks of a prompt an engine holds, and when it last received the last of these
+        blocks.
+        """
         held = self._held.get(engine.index)
         # Blocks are chained, so without the first block a deeper block is useless.
         if held is None or hashes[0] not in held:
@@ -80,7 +82,7 @@ class KnownBlocks:
         return depth, given
 
     def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
-        """Yield pairs (number of leading blocks, engines that hold them) for a prompt, the longest prefix first.
+        """Yield pairs (number of leading blocks, engines that hold these blocks) for a prompt, longest prefix first.
 
         An engine that holds a block also holds all blocks before it. A shorter prefix that the same number of engines
         hold is therefore skipped.
@@ -95,7 +97,7 @@ class KnownBlocks:
                     yield depth, engines
 
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that the engine receives these blocks now. Return how many of them it already held."""
+        """Record that the engine receives these blocks now. Return how many of these blocks the engine already held."""
         self.clock += 1
         if not hashes:
             return 0
@@ -158,17 +160,19 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
 
 
 class EngineRouter:
-    """The policy that chooses engines. With LEAST_COST, the cost of an engine for a request, in seconds, is
+    """The component that chooses an engine by the routing policy.
+
+    With LEAST_COST, the cost of an engine for a request, in seconds, is
 
         (ahead + uncached * (1 + requests / slots)) / prefill rate + held / decode rate
         ahead = min(queued, waiting * uncached + step)
 
     where `queued` is the number of prompt tokens that the engine must still compute, for `waiting` requests. `uncached`
     is the number of the request's tokens that the engine does not hold, `step` the number of tokens of a step, and
-    `held` the number of tokens of the engine's requests. Prompts share steps, so each delays another by at most the
-    other's length and the step in progress. A prompt also delays the other requests of the engine, so it counts double
-    at a full engine. If rates are unknown, the cost is the number of requests. Ties go to the engine with the fewest
-    uncached tokens. A session stays at its engine (see _session_engine()).
+    `held` the number of tokens of the engine's requests. Prompts share steps, so a prompt of the engine delays this
+    request by at most the length of the request and the step in progress. A prompt also delays the other requests of
+    the engine, so it counts double at a full engine. If rates are unknown, the cost is the number of requests. Ties go
+    to the engine with the fewest uncached tokens. A session stays at its engine (see _session_engine()).
 
     With another prefix policy, the score of an engine is
 
@@ -179,7 +183,8 @@ class EngineRouter:
     matching block, then to the lowest index. An engine is assumed to hold the blocks that it received or reported as
     stored, until it reports their eviction.
 
-    deterministic: engines alternate in the order of their names, whichever registered or became free first.
+    deterministic: whether engines alternate in the order of their names, regardless of when they registered or became
+                   free.
     """
 
     def __init__(
@@ -217,7 +222,7 @@ class EngineRouter:
         adapter: str = "",
         media: Sequence[MediaItem] = (),
     ) -> PromptHashes:
-        """Return a prompt's block hashes that the policy needs, for each block size of the engines.
+        """Return the hashes of a prompt's blocks, as the policy needs them, for each block size of the engines.
 
         The prompt is little-endian int32.
         """
@@ -252,9 +257,10 @@ class EngineRouter:
         return best
 
     def with_prefix(self, hashes: PromptHashes, *, min_loaded: Engine, fits: Callable[[Engine], bool]) -> Engine:
-        """Return the engine that select() would return for all suitable engines, but score only some of them.
+        """Return the engine that select() would return for all suitable engines, but score only the engines that can
+        win.
 
-        Engines that hold no block of the prompt cannot win against `min_loaded`, and are not scored.
+        An engine that holds no block of the prompt cannot have a better score than `min_loaded`.
 
         min_loaded: the suitable engine with the lowest load (load_by()); the lowest index wins a tie.
         """
@@ -340,8 +346,8 @@ class EngineRouter:
         """Return the engine of a session while it holds the last prompt of the session, otherwise `best`.
 
         Moving the session would compute the cached tokens again and store them twice. The session therefore stays if
-        its engine costs at most as much more than `best` as the computation of these tokens. If requests are counted,
-        it stays if its engine costs at most twice as much, plus one request.
+        the extra cost of its engine, compared with `best`, is at most the cost of computing these tokens. If rates are
+        unknown, the session stays if its engine has at most twice as many requests as `best`, plus one.
         """
         engine, block = self._sessions.get(session, (best, 0))
         if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
@@ -393,16 +399,16 @@ class EngineRouter:
         return cached
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that `engine` receives these blocks now. Return how many of them it already held."""
+        """Record that `engine` receives these blocks now. Return how many of these blocks the engine already held."""
         return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """Record that `engine` reports these blocks as stored, such as blocks of an answer."""
+        """Record that `engine` has reported these blocks, such as the blocks of an answer, as stored in its cache."""
         if self.by_prefix and not self._by_first_block:
             self.learn(engine, hashes)
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
-        """Record that the engine reports these blocks as evicted."""
+        """Record that `engine` has reported these blocks as evicted from its cache."""
         self._blocks.evict(engine, hashes)
 
     def forget(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a coordinator. They are frozen and are checked once at the start."""
+"""Settings of a coordinator. They are checked once, when the object is created, and cannot change afterwards."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class CoordinatorSettings:
     listen:          address to bind; "::" is every address of the host.
     client_port, engine_port, admin_port: port of each role; 0 picks a free port.
     socket_dir:      directory of Unix sockets `client`, `engine` and `admin`, which replace the ports. Every process of
-                     this user is trusted.
-    single_port:     use one socket, on client_port, for all roles and for the plain protocol; for loopback and
-                     embedding.
+                     this user can connect without a key.
+    single_port:     whether to use one socket, on client_port, for all roles and for the plain protocol; for loopback
+                     and embedding.
     health_port:     port of HTTP probes and metrics; None disables them, 0 picks a free port.
     other_host:      host of the other coordinator of a pair, which has the same ports; None if there is no other.
     keys_dir:        directory of server.key and the public keys of all roles; None means no encryption.
@@ -61,11 +61,12 @@ class CoordinatorSettings:
     max_wait_seconds: maximum time that a request waits for an engine before it gets 504.
     journal_bytes:   memory for prompts and tokens of open requests; beyond this limit requests get 429.
     max_clients:     maximum number of clients registered at the same time.
-    plain_max_requests: maximum number of requests at a plain engine at the same time, which it does not report. 0 means
-                     no limit.
-    plain_release:   message format for plain engines until a plain client has submitted a request, which shows the
-                     format: "0.17" or "0.20", the release of Megatron-Core. 0.20 divides messages into more frames.
-    deterministic:   engines alternate in the order of their names, so decisions depend only on the order of arrival.
+    plain_max_requests: maximum number of requests at a plain engine at the same time, because such an engine does not
+                     report its limit. 0 means no limit.
+    plain_release:   message format for plain engines, as a release of Megatron-Core: "0.17", or "0.20", which divides
+                     messages into more frames. Once a plain client has submitted a request, its format is used.
+    deterministic:   whether engines alternate in the order of their names, so that decisions depend only on the order
+                     of arrival.
     schedule_output_path: JSON file for the scheduling decisions, written at exit.
     """
 

@@ -1,5 +1,4 @@
-"""Split requests, for which one engine computes the prompt and another generates. This module moves them between
-stages.
+"""Split requests. One engine computes the prompt, another engine generates. This module moves requests between stages.
 
 The decode engine imports the KV blocks of the prompt into its prefix cache, and then receives an ordinary DISPATCH. A
 block that is lost in the transfer is therefore a cache miss, and the decode engine computes it as for any other
@@ -68,10 +67,11 @@ class StageChange(StrEnum):
 class Row:
     """The effect of a StageChange on a request.
 
-    to:       the next stage of the request. None: the request has ended, or its client submits it again.
-    releases: the engines that are notified of the transfer's end: "prefill", "decode", "prefill and decode" or none. An
-              engine that computes or imports gets ABORT_REQUEST. An engine that keeps exported blocks gets RELEASE.
-    accuses:  "prefill" or "decode": a crash of this engine counts against the request (see quarantine.py).
+    to:       the next stage of the request; None if the request has ended, or if its client submits it again.
+    releases: the engines that are notified of the transfer's end: "prefill", "decode", "prefill and decode", or "" for
+              none. An engine that computes or imports gets ABORT_REQUEST. An engine that keeps exported blocks gets
+              RELEASE.
+    accuses: the engine whose crash counts against the request: "prefill", "decode", or "" for none (see quarantine.py).
     """
 
     to: RequestStage | None
@@ -113,7 +113,10 @@ CHANGED_BY_VERBS = frozenset({_P, _E, _I})
 
 
 def mismatch(exporter: Engine, importer: Engine) -> str:
-    """Return why `importer` cannot import KV blocks of `exporter`. The result is empty if it can."""
+    """Return why `importer` cannot import KV blocks of `exporter`.
+
+    Return an empty string if `importer` can import them.
+    """
     # This is a chain of comparisons, because it runs several times for a split request.
     if exporter.kv is None or importer.kv is None:
         return "no KV port"
@@ -144,8 +147,8 @@ Among = Callable[[Entry, Callable[[Engine], bool]], Engine | None]
 class Transfers:
     """The transfers of split requests.
 
-    Decides which requests are split, and stores the exports. An export is the KV blocks that a prefill engine holds for
-    a transfer.
+    This component decides which requests are split, and records the exports. An export consists of the KV blocks that a
+    prefill engine keeps for a transfer.
 
     requeue: returns an exported request to the queue after its export was released.
     """
@@ -198,7 +201,7 @@ class Transfers:
 
         Returns None if the request must wait.
 
-        Roles are preferences. If there is no decode engine, prefill engines decode.
+        The role of an engine is a preference. If there is no decode engine, prefill engines decode.
         """
         if KEEPS_BLOCKS in entry.meta.needs:
             engine = among(entry, lambda engine: engine.role == PREFILL) or among(entry, lambda _: True)
@@ -217,7 +220,7 @@ class Transfers:
     def stage_at(self, engine: Engine, entry: Entry) -> RequestStage:
         """Return the stage in which a request starts at a decode engine.
 
-        IMPORTING if the engine can import, else DECODING.
+        The stage is IMPORTING if the engine can import the exported blocks of the request, otherwise DECODING.
         """
         export = entry.export
         can_import = export is not None and not export.engine.suspect and not mismatch(export.engine, engine)
@@ -228,8 +231,8 @@ class Transfers:
 
         Returns None if there is no such engine.
 
-        Prefix hits are ignored, because the engine receives all blocks. An engine that cannot import them computes the
-        prompt again.
+        Prefix hits are ignored, because the engine receives all blocks. If the chosen engine cannot import the blocks,
+        it computes the prompt again.
         """
         for engine in self._engines.with_room():
             if engine.role != PREFILL and engine.runs(entry):
@@ -243,7 +246,7 @@ class Transfers:
     def _is_splittable(entry: Entry) -> bool:
         """Return whether a request may be split.
 
-        A suspected poison request may not, because it runs alone on one engine.
+        A suspected poison request may not be split, because it runs alone on one engine.
         """
         meta = entry.meta
         return (
@@ -256,11 +259,13 @@ class Transfers:
         )
 
     def _prefiller(self, entry: Entry, decoder: Engine) -> Engine | None:
-        """Return the prefill engine with the lowest cost for a prompt, or None if the decode engine costs less.
+        """Return the prefill engine with the lowest cost for a prompt.
 
-        Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because it computes
-        them in short steps, and because they delay its other answers. At a prefill engine, the duration of the transfer
-        is added.
+        Return None if `decoder` can compute the prompt at a lower cost.
+
+        Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because a decode
+        engine computes prompts in short steps, and because prompts delay its other answers. At a prefill engine, the
+        duration of the transfer is added.
         """
         hashes, tokens, size = entry.hashes or {}, entry.num_tokens, decoder.block_size_tokens
         uncached = self._router.uncached(decoder, hashes, tokens)
@@ -285,7 +290,7 @@ class Transfers:
         return best
 
     def _has_blocks(self, decoder: Engine, blocks: int) -> bool:
-        """Return whether `decoder`, or all decode engines together, have this many free blocks.
+        """Return whether `decoder` alone, or all decode engines together, have at least `blocks` free blocks.
 
         Also return True if an engine has not reported its number of free blocks.
         """
@@ -313,7 +318,10 @@ class Transfers:
             self.release(export.engine, export.id)
 
     def release(self, engine: Engine, dispatch_id: int) -> None:
-        """Make an engine release the export or import with this dispatch id, which may already be released."""
+        """Make an engine release the export or import with this dispatch id.
+
+        The engine may already have released it.
+        """
         self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 
     def engine_lost(self, engine: Engine) -> None:
@@ -381,7 +389,7 @@ class Transfers:
         """Return why a decode engine computes all prompts itself, for EngineStatus.recomputes.
 
         Returns None if the engine can import from at least one prefill engine, if there is no prefill engine, or if it
-        is itself one.
+        is itself a prefill engine.
         """
         exporters = [other for other in self._engines.serving() if other.role == PREFILL]
         if engine.role == PREFILL or not engine.serving or not exporters:

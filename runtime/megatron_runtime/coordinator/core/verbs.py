@@ -1,7 +1,7 @@
 """Control messages in two phases: signal every engine and collect acknowledgements, then commit.
 
-One operation is executed at a time. protocol/lifecycle.py defines in which states each message is legal, and its
-effect.
+The coordinator executes one operation at a time. protocol/lifecycle.py defines the effect of each message, and the
+states in which the message is legal.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ _RUNNING = CoordinatorState.RUNNING  # see context.py
 class PendingOperation:
     """An operation whose acknowledgements are being collected.
 
-    clients: clients that get the answer; a client that sends the same id joins the operation.
+    clients: clients that get the answer. A client that sends a control message with the same id is added.
     waiting: engines that have not answered.
     failed:  engines that did not execute it and keep serving; if there are any, the operation has failed.
     must_load: for UPDATE_WEIGHTS, engines that have verified the weights and must still load them in a second step,
                during which they are paused.
-    is_loading: the second step has begun. If one engine fails in this step, the others return to the old weights.
-    unsupported: the backend of a failed engine lacks the feature.
+    is_loading: whether the second step has begun. If an engine fails in this step, the other engines return to the old
+                weights.
+    unsupported: whether an engine failed because its backend lacks the feature.
     adapter_errors: for SET_ADAPTERS, why the first failed engine could not load an adapter, by adapter name.
     """
 
@@ -93,7 +94,7 @@ class PendingOperation:
         return self.control.kind in KEEPS_ENGINES or is_published(self.control.source)
 
     def answer(self, **fields: Any) -> ControlAck:
-        """Return CONTROL_ACK with the outcomes so far and these fields: ok, state, code, error, fence."""
+        """Return a CONTROL_ACK with the outcomes so far. fields: values of ok, state, code, error and fence."""
         return ControlAck(
             operation_id=self.operation_id,
             ranks=sum(outcome.ranks for outcome in self.outcomes.values() if outcome.ok),
@@ -108,12 +109,12 @@ class PendingOperation:
 class Verbs:
     """The coordinator's state, epoch and fence, and the operations that change them.
 
-    source:       weights that the last UPDATE_WEIGHTS named; None before the first.
-    adapters:     the list that the last SET_ADAPTERS named.
-    drained_all:  all engines were drained, and no UNPAUSE or STOP has followed, so nothing is dispatched.
-    settled:      an operation has begun in this process, so engines that register later adopt the state of this
-                  process.
-    evict:        removes an engine for the given reason.
+    source:       weights that the last UPDATE_WEIGHTS named; None before the first UPDATE_WEIGHTS.
+    adapters:     the list of LoRA adapters from the last SET_ADAPTERS.
+    drained_all:  whether all engines were drained and no UNPAUSE or STOP has followed. If so, no request is dispatched.
+    settled:      whether an operation has begun in this process. If so, engines that register later adopt the state of
+                  this process.
+    evict:        removes an engine, with a reason.
     stopped:      called after all engines were stopped.
     cancel_transfers: called before engines are sent one of CANCELS_TRANSFERS.
     adapters_changed: called after a new list of adapters is committed, before the engines get it.
@@ -158,7 +159,7 @@ class Verbs:
 
     @property
     def holds(self) -> bool:
-        """Whether a verb has paused, suspended or stopped the engines, or is about to pause them.
+        """Whether a verb has paused or suspended the engines, or is about to pause them.
 
         New requests then wait or fail.
         """
@@ -215,7 +216,7 @@ class Verbs:
     def _copies_for(self, engine: Engine) -> tuple[str, ...] | None:
         """Return the addresses at which another engine serves the weights that `engine` must hold.
 
-        Returns None if there is none.
+        Returns None if no engine serves them.
 
         The other engine is registered and has the same revision and number of ranks.
         """
@@ -310,7 +311,7 @@ class Verbs:
             self._start(operation)
 
     def _rejection(self, control: Control) -> tuple[ErrorCode, str] | None:
-        """Return the first reason not to begin `control`, or None if there is no such reason."""
+        """Return the error code and the reason why the operation `control` cannot begin, or None if it can begin."""
         name = control.kind.name
         if control.fence is not None and control.fence < self.fence:
             return ErrorCode.STALE_FENCE, f"fence {control.fence} is lower than {self.fence}, seen before"
@@ -337,14 +338,16 @@ class Verbs:
         return None
 
     def _ends_drain(self, control: Control) -> bool:
-        """Return whether UNPAUSE only ends a DRAIN, because all engines run but are drained.
+        """Return whether `control` is an UNPAUSE that only ends a DRAIN, because all engines run but are drained.
 
         The engines then receive requests again, and no signal is sent to them.
         """
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 
     def _is_published_again(self, control: Control) -> bool:
-        """Return whether a trainer repeats the last committed update because it got no answer."""
+        """Return whether `control` repeats the last committed update, which a trainer sends again if it got no
+        answer.
+        """
         is_update = control.kind is Header.UPDATE_WEIGHTS and is_published(control.source)
         return is_update and (control.source, control.epoch) == (self.source, self.epoch)
 
@@ -388,7 +391,7 @@ class Verbs:
             self._finish_if_complete(operation)
 
     def check_drained(self) -> bool:
-        """Confirm the engines that are idle if a DRAIN is in progress. Return True if this completes the DRAIN."""
+        """If a DRAIN is in progress, record the engines that are idle. Return True if this completes the DRAIN."""
         operation = self.current
         if operation is None or operation.control.kind is not Header.DRAIN:
             return False
@@ -479,9 +482,9 @@ class Verbs:
             self._commit(operation)
 
     def _load(self, operation: PendingOperation) -> bool:
-        """Begin the second step of UPDATE_WEIGHTS, in which engines that load weights while paused load them.
+        """Begin the second step of UPDATE_WEIGHTS, in which the engines that must pause to load weights load them.
 
-        Return False if there is no such engine, or if the step has already begun.
+        Return False if no engine must load weights, or if the step has already begun.
         """
         loading = [engine for engine in operation.must_load if self._engines.is_registered(engine)]
         if operation.is_loading or not loading:
@@ -494,7 +497,10 @@ class Verbs:
         return True
 
     def _discard(self, operation: PendingOperation) -> None:
-        """Make the engines undo phase one. An engine that misses this message undoes it at the next control message."""
+        """Make the engines undo phase one.
+
+        An engine that misses this message undoes phase one at the next control message.
+        """
         kind, operation_id = operation.control.kind, operation.operation_id
         frames = ControlCommit(operation_id=operation_id, signal=kind, discard=True).to_frames()
         for engine in operation.signalled:

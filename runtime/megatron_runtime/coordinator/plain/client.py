@@ -53,7 +53,7 @@ _FINAL = int(Header.FINAL)
 class ClientTranslator:
     """A translator that converts the messages of one client between Megatron-Core's and the native protocol.
 
-    form:     how the client divides messages into frames; None until it has submitted a request.
+    form:     how the client divides messages into frames; None until the client has submitted a request.
     accept:   passes a native message to the core.
     send:     sends all messages to the client, or none; returns False if its connection does not accept them.
     requests: the open requests of all plain clients by uid. The translators of Megatron-Core's engines pass answers to
@@ -89,7 +89,7 @@ class ClientTranslator:
     # --- from the client ----------------------------------------------------------------------------------------
 
     def receive(self, frames: Frames) -> None:
-        """Handle a message of the client. Raises MalformedMessageError."""
+        """Handle a message of the client. Raises MalformedMessageError if the message is invalid."""
         header = header_of(frames[0])
         if header == Header.SUBMIT_REQUEST:
             self._submit(frames)

@@ -55,8 +55,9 @@ logger = logging.getLogger(__name__)
 class Running:
     """A dispatch that the engine runs.
 
-    given, epochs: tokens of an earlier dispatch, int32, that became part of the prompt, and their epochs.
-    held: number of tokens that came with the dispatch or have since been sent as partials.
+    given, epochs: tokens that an earlier dispatch generated (int32), which were appended to the prompt, and their
+                   epochs.
+    held: number of answer tokens that the core has, from the dispatch or from partials.
     prompt_length: number of tokens of the prompt without `given`; 0 if `given` is empty.
     """
 
@@ -71,8 +72,8 @@ class Running:
 class EngineTranslator:
     """A translator that converts the messages of one engine between Megatron-Core's and the native protocol.
 
-    Megatron-Core's engines confirm nothing, send no heartbeats and do not report their state. The translator does all
-    three for them. A signal counts as executed when it has been sent.
+    Megatron-Core's engines do not confirm signals, send no heartbeats and do not report their state. The translator
+    does so for them. A signal counts as executed when it has been sent.
 
     accept:    passes a native message to the core.
     send:      sends all messages to the engine, or none; returns False if its connection does not accept them.
@@ -130,7 +131,7 @@ class EngineTranslator:
     # --- from the engine ----------------------------------------------------------------------------------------
 
     def receive(self, frames: Frames) -> None:
-        """Handle a message of the engine. Raises MalformedMessageError."""
+        """Handle a message of the engine. Raises MalformedMessageError if the message is invalid."""
         header = header_of(frames[0]) if frames[0] else None
         if header == Header.ENGINE_REPLY:
             for output in read_outputs(frames, is_final=True):
@@ -229,7 +230,7 @@ class EngineTranslator:
     def _prompt_of(self, dispatch: Dispatch) -> tuple[bytes, int]:
         """Return the packed prompt, and Running.prompt_length.
 
-        A plain client's prompt is passed on with earlier generated tokens appended, and otherwise unchanged.
+        The prompt of a plain client is passed on unchanged, except that tokens from an earlier dispatch are appended.
 
         Raises MalformedMessageError if the prompt is malformed.
         """
@@ -246,7 +247,9 @@ class EngineTranslator:
             raise MalformedMessageError(message) from error
 
     def _params_of(self, dispatch: Dispatch) -> bytes:
-        """Return the packed parameters. Earlier generated tokens are subtracted from the token budget.
+        """Return the packed parameters.
+
+        Tokens from an earlier dispatch are subtracted from the maximum number of tokens.
 
         Without earlier tokens, a plain client's parameters are passed on unchanged.
         """
@@ -299,7 +302,8 @@ class EngineTranslator:
     def cut(self, *, by_peer: bool) -> None:
         """Handle the end of the connection.
 
-        The engine can reconnect without registering again, so its silence does not count as a loss.
+        The engine can reconnect without registering again, so it is lost only if it stays disconnected for `reconnect`
+        seconds.
         """
         self._cut_at, self._cut_by_peer = self._now(), by_peer
 

@@ -52,7 +52,7 @@ _PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 class FrameForm(Enum):
     """How a peer with Megatron-Core's protocol divides messages into frames.
 
-    A value is the first release that uses this division.
+    The value of each member is the first release of Megatron-Core that uses this division.
     """
 
     ONE_FRAME = "0.17"
@@ -64,7 +64,7 @@ class FrameForm(Enum):
     def answer(self, header: int, number: int, content: dict[str, Any]) -> Frames:
         """Return the frames of an ENGINE_REPLY or ENGINE_REPLY_PARTIAL to a client.
 
-        Raises MalformedMessageError for a map that is nested too deeply.
+        Raises MalformedMessageError if `content` is nested too deeply.
         """
         if self is FrameForm.ONE_FRAME:
             return [pack([header, number, content])]
@@ -82,7 +82,7 @@ class PlainParams(NamedTuple):
     seed:   seed for sampling; None if the coordinator chooses one.
     returns_prompt: the client requests the tokens of its prompt.
     keeps_blocks: the client requests that the engine keeps the KV blocks.
-    has_every_field: the client's release reads every field of a request by key, as 0.17 and later do.
+    has_every_field: the answer must contain every field. Megatron-Core clients since 0.17 read each field by key.
     """
 
     packed: bytes
@@ -123,10 +123,10 @@ _read_again = functools.lru_cache(maxsize=256)(PlainParams.read)
 
 
 class OpenRequest(NamedTuple):
-    """The parts of a client's request that its answer needs.
+    """The data of a client's request that are needed to create its answer.
 
     form:   frame format of the client's messages.
-    prompt: packed, as the client sent it: a list of token ids or a text.
+    prompt: the packed prompt (a list of token ids, or a text), as the client sent it.
     """
 
     number: int
@@ -141,7 +141,7 @@ def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[Open
 
     The message is `[20, id, prompt, params]`, or four frames with `[20, id, params, …]`, prompt, hashes and media.
 
-    Return the request, the prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them) and its metadata for
+    Return the request, its prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them), and its metadata for
     the core. The hashes of the prompt's blocks are not read. Raises MalformedMessageError.
     """
     items = split_list(frames[0])
@@ -195,7 +195,7 @@ def submit_frames(form: FrameForm, dispatch_id: int, prompt: bytes, params: byte
 class EngineOutput(NamedTuple):
     """Output of an engine for one of its requests.
 
-    tokens: int32. A partial has the new tokens, a final answer has all tokens of this dispatch.
+    tokens: int32 tokens. A partial contains the new tokens. A final answer contains all tokens of this dispatch.
     needs_text: the coordinator must add the text of a final answer.
     values: the map that the engine sent.
     """
@@ -232,7 +232,7 @@ class EngineOutput(NamedTuple):
         return self.values
 
     def native_reply(self, *, num_given: int) -> bytes:
-        """Return the packed reply map of FINAL, without entries that are nil.
+        """Return the packed reply map for a FINAL. Fields without a value are omitted.
 
         num_given: number of tokens in the dispatch.
         """
@@ -267,8 +267,8 @@ def failed_reply(code: ErrorCode, message: str) -> bytes:
 def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
     """Return the outputs in an ENGINE_REPLY or ENGINE_REPLY_PARTIAL.
 
-    The message is `[header, [map, …]]`, or `[header, [id, …]]` followed by a frame for each map. An id of an
-    ENGINE_REPLY is `[id, needs_detokenize]`. Raises MalformedMessageError.
+    The message is `[header, [map, …]]`, or `[header, [id, …]]` followed by one frame per map. In an ENGINE_REPLY, each
+    id is `[id, needs_detokenize]`. Raises MalformedMessageError.
     """
     match unpack(frames[0], REPLIES):
         case [_, list(items), *_]:
@@ -306,7 +306,7 @@ def _output(item: Any, values: Any, name: str) -> EngineOutput:
 def _error_of(events: Any) -> dict[str, Any]:
     """Return the last error among the events of a request, in the form of `error` in a reply.
 
-    The result is empty if there is none.
+    The result is empty if there is no error.
     """
     errors = [event for event in events or () if isinstance(event, dict) and "ERROR" in str(event.get("type"))]
     last = errors[-1].get("payload") if errors else None
@@ -356,10 +356,10 @@ def reply_frames(
 ) -> Frames:
     """Return the frames of an ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
 
-    A map that is not packed comes from an engine of Megatron-Core and is passed on unchanged. In other answers, this
-    function adds the text if the engine sent none.
+    A `reply` that is a dict comes from an engine of Megatron-Core, and is passed on unchanged. If `reply` is packed,
+    this function adds the text if the engine sent none.
 
-    before: log-probabilities of the first tokens, by their names in a partial, if another engine continued the request.
+    before: log-probabilities of tokens that an earlier engine generated, by their names in a partial.
     """
     try:
         values = reply if isinstance(reply, dict) else unpack(reply, PLAIN)
@@ -470,10 +470,10 @@ _PERMANENT = frozenset({ErrorCode.INVALID_REQUEST, ErrorCode.TOO_LARGE, ErrorCod
 def _error_events(
     number: int, code: Any, message: str, name: Any = None, is_transient: bool | None = None
 ) -> list[dict[str, Any]]:
-    """Return an error as the events of a request. If an event has no time, the client sets it.
+    """Return an error as the events of a request. The events have no timestamps, because the client sets them.
 
     name:         class of the error at the engine.
-    is_transient: None derives the value from the code.
+    is_transient: whether a retry can succeed. If None, the value depends on `code`.
     """
     if is_transient is None:
         is_transient = code not in _PERMANENT

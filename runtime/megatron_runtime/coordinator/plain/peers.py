@@ -30,14 +30,16 @@ _CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
 
 
 class PlainPeers:
-    """The plain peers. Passes their messages to their translators, and the translators' messages to the core.
+    """The plain peers.
+
+    This component passes their messages to their translators, and the translators' messages to the core.
 
     A peer of the shared port is a plain client if its first message is CONNECT, and a plain engine if its first message
     is an empty frame. A CONNECT with a protocol version is the greeting of a client of this project, which continues
     with HELLO.
 
-    send:         sends a message to a peer, on request even if its connection is full; returns False if it is not
-                  accepted.
+    send:         sends a message to a peer, on request even if the connection is full; returns False if the message is
+                  not accepted.
     is_connected: whether the peer has a connection.
     now:          seconds on the core's clock.
     shut_down:    ends the coordinator at a client's request.
@@ -64,7 +66,7 @@ class PlainPeers:
         self._shut_down = shut_down
 
     def receive(self, peer: PeerId, frames: Frames) -> bool:
-        """Handle a message. Return False if it belongs to the native protocol."""
+        """Handle a message of a plain peer. Return False if the message belongs to the native protocol."""
         translator = self.translators.get(peer)
         frame = frames[0]
         if translator is None:
@@ -94,7 +96,7 @@ class PlainPeers:
                 self.translators.pop(peer, None)
 
     def gone(self, peer: PeerId, *, by_peer: bool) -> bool:
-        """Handle the end of a connection. Return False if it does not belong to a plain peer."""
+        """Handle the end of a connection. Return False if the peer is not a plain peer."""
         translator = self.translators.get(peer)
         if isinstance(translator, ClientTranslator):
             translator.close()

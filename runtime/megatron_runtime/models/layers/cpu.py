@@ -59,7 +59,7 @@ class PackedLinear(Linear):
         return sum(matrix.data.nbytes for matrix in self.matrices)
 
     def dense(self) -> torch.Tensor:
-        """Return weight_NK in float32. Its values are the values that the packed format stores."""
+        """Return weight_NK as a float32 copy of the values in the packed format."""
         return torch.cat([matrix.dequantize() for matrix in self.matrices])
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
@@ -75,10 +75,10 @@ def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
 
 
 class PackedLinears(LinearFactory):
-    """Creates packed matrices. A matrix whose size cannot be packed stays dense, with type float32.
+    """A factory of packed matrices. A matrix whose size cannot be packed stays dense, with type float32.
 
-    format: format of dense weights. If this is an integer format, quantized weights and weights in panels keep their
-            blocks. Otherwise, they are converted to it.
+    format: format to which dense weights are packed. Quantized weights and weights in panels keep their stored blocks
+            if `format` is an integer format. Otherwise, they are converted to `format`.
     """
 
     def __init__(self, format: Format) -> None:
@@ -159,7 +159,7 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
     is_quantized: whether the checkpoint's matrices are quantized. If so, "auto" selects bfloat16, whose error is
                   smaller than the quantization error.
 
-    docs/measurements compares the speed of the formats by instruction set. Raises ValueError, which names the formats.
+    docs/measurements compares the speed of the formats by instruction set. Raises ValueError for an unknown name.
     """
     if name == "auto":
         keeps = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -170,10 +170,9 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
 
 
 def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
-    """Return the number formats with which an engine computes a checkpoint's model.
+    """Return the number formats with which an engine computes the model of a checkpoint.
 
-    name: as for select_numbers(), except that "auto" keeps the format of matrices that are stored in panels. Errors are
-          the same.
+    name: as for select_numbers(), except that "auto" keeps the format of matrices that are stored in panels.
     """
     if name == "auto" and checkpoint.panels_of is not None:
         name = checkpoint.panels_of

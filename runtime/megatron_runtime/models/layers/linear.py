@@ -25,7 +25,7 @@ class Linear:
         return F.linear(x_TK, self._weight)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return rows of the matrix, x_TK = weight_NK[ids_T]."""
+        """Return the rows x_TK = weight_NK[ids_T] of an embedding table."""
         return F.embedding(ids_T, self._weight)
 
     @property
@@ -38,12 +38,12 @@ class Linear:
         return self._weight
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Return each part of the matrix as a pair of format and memory. The memory is a view."""
+        """Return the parts of the matrix as pairs (name of the format, memory). The memory is a view."""
         return [("dense", self._weight)]
 
 
 class LinearFactory:
-    """Creates a model's matrices one after the other while weights are loaded. This base class creates dense matrices.
+    """A factory that creates a model's matrices while its weights are loaded. This base class creates dense matrices.
 
     quantized_kinds: GGML types that the factory accepts in stored form. Weights of all other types are passed to it
                      dense.
@@ -54,8 +54,8 @@ class LinearFactory:
                      are checked after loading, as on a GPU.
 
     The factory copies dense and quantized weights. Quantized weights can be a view of their file, whose rows need not
-    be contiguous. Dense weights are overwritten after the call. Packed weights can be a view of their file. The factory
-    keeps this view.
+    be contiguous. The caller overwrites dense weights after the call. Packed weights can be a view of their file; the
+    factory keeps this view.
     """
 
     quantized_kinds: frozenset[int] = frozenset()
@@ -75,14 +75,14 @@ class LinearFactory:
         return Linear(self.dense(weight_NK))
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
-        """Return the matrices of the `count` experts of a layer. They have the same shape.
+        """Return the matrices of the `count` experts of a layer. All have the same shape.
 
-        A factory for a device can keep them in one tensor.
+        A factory for a device can store the matrices in one tensor.
         """
         return tuple(map(self.linear, weights))
 
     def embedding(self, weight_VD: Weight) -> Linear:
-        """Return an embedding table. The table can also be the head."""
+        """Return an embedding table. The table can also be used as the output head."""
         return Linear(self.dense(weight_VD))
 
 

@@ -89,7 +89,7 @@ class RotaryEmbedding:
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Return two rotary embeddings: of the layers that attend to all tokens, and of the local layers."""
+    """Return two rotary embeddings. The first is for layers that attend to all tokens, the second for local layers."""
     scaling, sliding = config.rope_scaling, config.sliding
     frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -107,7 +107,10 @@ def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbed
 
 
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
-    """Divide low frequencies by `factor`, keep high frequencies, and interpolate between the two."""
+    """Return the scaled frequencies.
+
+    Divides low frequencies by `factor`, keeps high frequencies, and interpolates between the two.
+    """
     wavelength = 2 * math.pi / frequencies
     rotations = scaling.original_max_position_embeddings / wavelength
     blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -116,7 +119,10 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 
 
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
-    """Scale like _scale_llama3(), but interpolate by the index of the pair instead of by its number of rotations."""
+    """Return the scaled frequencies.
+
+    Unlike _scale_llama3(), this interpolates by the pair's index, not by its rotations.
+    """
     count = len(frequencies)
 
     def pair_of(rotations: float) -> float:
@@ -150,7 +156,9 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The cache rows of a step's tokens, and which tokens each of them attends to. All layers of one kind share it.
+    """The cache rows of a step's tokens, and the tokens to which each attends.
+
+    All layers of one kind share this object.
 
     cache_rows_T: row of each token's keys and values in the cache, page * X + offset.
     chunks: the new tokens of each sequence, in the order of the step's rows.
@@ -163,7 +171,7 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """Computes softmax(scale · q · kᵀ) · v for grouped query heads."""
+    """Attention, softmax(scale · q · kᵀ) · v, with grouped query heads."""
 
     def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> None:
         self._kv_heads, self._head_dim = num_kv_heads, head_dim

@@ -42,7 +42,7 @@ class CpuExecutor(TorchExecutor):
     """A TorchExecutor on the CPU.
 
     dtype:        "auto" (see select_numbers), "float32", "bfloat16", "float16", "int8" or "int4".
-    make_forward: returns a forward pass for a model, which replaces this module's forward().
+    make_forward: returns the forward pass of a model, which replaces forward() of this module.
     """
 
     def __init__(
@@ -105,8 +105,8 @@ class CpuExecutor(TorchExecutor):
     def _trim_memory(self) -> None:
         """Make glibc return freed memory to the system.
 
-        This runs no garbage collection, because weights and cache are in no reference cycle. A collection would delay
-        the heartbeats of an engine with a large heap.
+        This method does not run the garbage collector, because weights and cache are not in reference cycles. A
+        collection would delay the heartbeats of an engine with a large heap.
         """
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -117,7 +117,7 @@ class CpuExecutor(TorchExecutor):
 def forward(
     model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
 ) -> ForwardStep:
-    """Compute the plan's tokens and write their keys and values to the cache.
+    """Compute the plan's tokens, write their keys and values to the cache, and return the output of the step.
 
     routing_GTJ: receives the experts of each token; None if they are not recorded.
     """
@@ -139,7 +139,7 @@ def _run_layers(
     cache_LPXE: torch.Tensor,
     routing_GTJ: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the hidden states after this rank's layers, computed in torch operators."""
+    """Run this rank's layers in torch operators, and return the hidden states after the last of them."""
     attention = attention_batch(plan, page_size=cache_LPXE.shape[2], dtype=x_TD.dtype, window=model.sliding_window)
     positions_T = torch.from_numpy(plan.positions)
     return model.run_layers(x_TD, positions_T, attention=attention, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ)
@@ -184,7 +184,8 @@ def _runs_in_cpp(model: DecoderModel, cache_LPXE: torch.Tensor) -> TypeGuard[Cpp
 class PlannedRows(LogitRows):
     """The tokens of a step whose logits are computed.
 
-    logit_rows_N: indices of these tokens: first the last token of each of sampled_rows, then the tokens of `targets`.
+    logit_rows_N: indices of these tokens in the step. The last tokens of sampled_rows come first, then the tokens of
+                  `targets`.
     """
 
     logit_rows_N: torch.Tensor
@@ -208,7 +209,7 @@ def logit_rows(plan: StepPlan) -> PlannedRows:
 
 
 def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int | None = None) -> AttentionBatch:
-    """Return the cache positions of a plan's tokens, and which tokens each of them attends to.
+    """Return the AttentionBatch of a plan: the cache positions of its tokens, and the tokens to which each attends.
 
     dtype:  type of the attention masks, equal to the model's type.
     window: number of tokens that a layer with a sliding window attends to; None if the model has no such layer.
@@ -227,7 +228,7 @@ def attention_batch(plan: StepPlan, *, page_size: int, dtype: torch.dtype, windo
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """Creates attention masks.
+    """A factory of attention masks.
 
     Each token attends to itself and the tokens before it, at most `window` tokens in total. A mask covers only the
     pages of the token's sequence.

@@ -1,3 +1,4 @@
-"""The executor for CUDA devices. It copies a step's inputs at once, runs layers of kernels, and replays decode steps as
-graphs.
+"""The executor for CUDA devices.
+
+It copies all inputs of a step in one transfer, runs the layers as kernels, and replays decode steps as CUDA graphs.
 """

@@ -29,7 +29,7 @@ _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
 
 class StackedLinear(Linear):
-    """A Linear whose matrix is `stack_YNK[number]`."""
+    """A Linear whose matrix is `stack_YNK[number]`, one of several matrices in one tensor."""
 
     def __init__(self, stack_YNK: torch.Tensor, number: int) -> None:
         super().__init__(stack_YNK[number])
@@ -37,7 +37,7 @@ class StackedLinear(Linear):
 
 
 class DeviceLinears(LinearFactory):
-    """Creates dense matrices and copies each to the device as soon as it is read."""
+    """A factory of dense matrices, which copies each matrix to the device as soon as it is read."""
 
     checks_values = False
 
@@ -63,7 +63,7 @@ class DeviceLinears(LinearFactory):
 
 
 class StagedLinears(LinearFactory):
-    """Creates dense matrices in host memory, which are later copied over the matrices on the device.
+    """A factory of dense matrices in host memory. These are later copied over the matrices on the device.
 
     weights:  matrices on the device, with the same shapes.
     allocate: returns host memory of a given size in bytes.
@@ -98,7 +98,7 @@ class DeviceMixture:
         self._first = weights.first
 
     def __call__(self, x_AD: torch.Tensor, moe: MoEConfig, kernels: Kernels) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return y_AD, the sum of this rank's experts, and int32 [A, J], the experts of each token."""
+        """Return y_AD, the sum of the outputs of this rank's experts, and the experts of each token, int32 [A, J]."""
         places = expert_places(tokens=len(x_AD), top_k=moe.experts_per_token, num_experts=moe.num_experts)
         routing = kernels.moe_routing(
             F.linear(x_AD, self._router_ND), top_k=moe.experts_per_token, normalize=moe.normalize, alignment=places
@@ -139,7 +139,10 @@ class KernelDecoder(Decoder):
     def __call__(
         self, step: DeviceStep, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return x_TD, the hidden states before the last norm. The arguments are as in run_layers()."""
+        """Run all layers, and return x_TD, the hidden states before the last norm.
+
+        The arguments are as in run_layers().
+        """
         return self.run_layers(self.embed(step.token_ids_T), step, cache_LPXE, routing_GTJ)
 
     def run_layers(
@@ -254,7 +257,10 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """Return `weights` with all tensors and the router on the device. The other matrices are there already."""
+    """Return `weights` with all tensors and the router on the device.
+
+    The other matrices must be on the device already.
+    """
     moved: dict[str, Any] = {}
     for field in fields(weights):
         value = getattr(weights, field.name)

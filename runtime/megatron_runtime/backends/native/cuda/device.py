@@ -26,12 +26,12 @@ class DeviceFunctions(Protocol):
     """The functions of one device. Tests replace them with functions that run on the CPU."""
 
     def recorder(self) -> Record:
-        """Return a Record. All its recordings share one memory pool."""
+        """Return a Record, which records CUDA graphs. All graphs of one Record share one memory pool."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Return a context whose launches run on a second stream.
+        """Return a context manager, within which launches run on a second stream.
 
-        They start after all earlier launches. At its end, the context waits for them.
+        These launches start after all earlier launches. On exit, the context manager waits for these launches.
         """
 
     def host_memory(self, size: int) -> torch.Tensor:
@@ -39,7 +39,7 @@ class DeviceFunctions(Protocol):
 
 
 class CudaFunctions:
-    """Implements DeviceFunctions for a CUDA device."""
+    """The DeviceFunctions of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -76,7 +76,7 @@ class CudaFunctions:
 
 
 class HostFunctions:
-    """Implements DeviceFunctions for the CPU, which has neither graphs nor streams."""
+    """The DeviceFunctions of the CPU, which has neither graphs nor streams."""
 
     def recorder(self) -> Record:
         raise NotImplementedError("graph_rows must be 0 on a CPU, which has no CUDA graphs")

@@ -1,6 +1,6 @@
 """An executor that runs a model on a CUDA device.
 
-It replays decode steps from CUDA graphs and samples on the device.
+The executor replays decode steps from CUDA graphs, and samples on the device.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class StepOutput:
     logits_BV: logits of the last token of each row, in the model's type.
     tokens_B, log_probs_B: int32 and float32, sampled from logits_BV; NOT_FINITE for a row with non-finite numbers.
     routing_GTJ: as in ForwardStep.
-    x_TD:      last hidden states of all tokens. None for a graph, which needs only the state of each row's last token.
+    x_TD:      hidden states of all tokens after the last layer. None for a graph, because it needs only the state of
+               each row's last token.
     """
 
     logits_BV: torch.Tensor
@@ -79,7 +80,7 @@ def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
 class DecodeGraphs:
     """Decode steps as CUDA graphs. One launch from the host replays all kernels of a step, including sampling.
 
-    run:    computes a step with a given number of rows from buffers whose addresses do not change.
+    run:    function that computes a step with this number of rows, from buffers whose addresses do not change.
     sizes:  numbers of rows for which a step is captured, ascending.
     """
 
@@ -96,9 +97,7 @@ class DecodeGraphs:
         return sorted(self._captured)
 
     def replay(self, size: int) -> StepOutput:
-        """Compute a step of `size` rows from the contents of the buffers. The next replay overwrites the returned
-        output.
-        """
+        """Compute a step of `size` rows from the buffers. The next replay overwrites the returned output."""
         replay, output = self._captured[size]
         replay()
         return output
@@ -172,9 +171,7 @@ class CudaExecutor(TorchExecutor):
                 raise
 
     def prepare(self) -> None:
-        """Compile the kernels, unless the ranks of `groups` have already compiled them together, and capture all
-        graphs.
-        """
+        """Capture all graphs. Compile the kernels first, unless all ranks have already compiled them together."""
         self._select_device()
         if self._groups is None and not self._is_warm:
             PROGRESS.report(Stage.COMPILE)

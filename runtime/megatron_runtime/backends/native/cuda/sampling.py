@@ -1,8 +1,8 @@
 """Sampling on the device. Only tokens and requested log-probabilities are copied to the host.
 
-The graph that computes the logits of a step also draws the tokens. The same kernel draws some rows after the step: rows
-whose logits are edited first, and rows whose log-probabilities refer to edited logits. The results equal the results of
-`megatron_runtime.sampling.sampler`, which documents each part.
+The graph that computes the logits of a step also draws the tokens. The tokens of some rows are drawn after the step, by
+the same kernel. These are rows whose logits are edited first, and rows whose log-probabilities refer to edited logits.
+The results equal the results of `megatron_runtime.sampling.sampler`, which documents each function.
 
 Shapes: B rows of the step, M rows that are drawn later, W rows that report log-probabilities, V vocabulary, K most
         likely tokens, E (row, token) entries.
@@ -29,7 +29,7 @@ _LOW = 0xFFFFFFFF
 
 
 def rows_drawn_later(batch: SamplingBatch, needs_sample: npt.NDArray[np.bool_], *, reports_raw: bool) -> Int64:
-    """Return the rows of a plan that are drawn after the step, int64 [M], ascending."""
+    """Return the rows of a plan whose tokens are drawn after the step, int64 [M], ascending."""
     is_late = np.zeros(len(needs_sample), np.bool_)
     is_late[list(batch.edits)] = True
     if not reports_raw:
@@ -51,7 +51,7 @@ def draw(
 
     sample:       the sampling kernel.
     which_N:      int64 [N], the row of the step for each row of logits_NV. None means that logits_NV has all rows of
-                  the step. The rows in StagedStep.later are then sampled greedily here and drawn again later.
+                  the step. In this case, the rows in StagedStep.later are sampled greedily here, and drawn again later.
     processed_NV: float32; receives the logits from which the tokens are drawn. None if they are not needed.
     """
     columns = {
@@ -74,8 +74,7 @@ class DeviceForwardStep(ForwardStep):
     staged:      the step.
     at:          int64 [n]; the row of logits_BV for each row of rows.sampled_rows.
     kernel:      the sampling kernel.
-    tokens_B, log_probs_B: int32 and float32, drawn with the logits. The entries of the rows in staged.later are not
-        used.
+    tokens_B, log_probs_B: int32 and float32, drawn with the logits. The values for rows in staged.later are not used.
     read_tokens: waits for the device and returns tokens_B.
     """
 
@@ -152,12 +151,14 @@ class DeviceForwardStep(ForwardStep):
 
 
 def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
-    """Penalise, bias and mask rows in place like sampler.apply_edits(). logits_MV: float32, contiguous."""
+    """Apply penalties, biases and masks to rows in place, like sampler.apply_edits(). logits_MV: float32,
+    contiguous.
+    """
     vocabulary, device = logits_MV.shape[1], logits_MV.device
     flat = logits_MV.view(-1)
 
     def places(ids: list[tuple[int, Int32]]) -> torch.Tensor:
-        """Return int64 [E], the indices in `flat` of the tokens that `ids` lists by row."""
+        """Return the indices in `flat`, int64 [E], of the tokens that `ids` lists by row."""
         lengths, rows = [len(of_row) for _, of_row in ids], [row for row, _ in ids]
         place_E = np.concatenate([of_row for _, of_row in ids]) + np.repeat(np.array(rows) * vocabulary, lengths)
         return torch.from_numpy(place_E).to(device)

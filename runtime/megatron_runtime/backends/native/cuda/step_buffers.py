@@ -1,6 +1,6 @@
 """A step plan on the device.
 
-Each plan is copied at once to addresses that do not change, so that graphs can be replayed.
+Each plan is copied in one transfer to addresses that do not change, so that CUDA graphs can be replayed.
 
 Shapes: T tokens, B sequences (rows), M pages of a block table.
 """
@@ -112,7 +112,7 @@ class StepBuffers:
         self._device.copy_(self._host)
 
     def stage(self, plan: StepPlan, *, later: Int64 = _NO_ROWS, decode_size: int | None = None) -> StagedStep:
-        """Copy the plan to the device.
+        """Copy the plan to the device, and return it as a StagedStep.
 
         later: int64 [m]; the rows of the plan whose tokens are drawn after the step (see StagedStep.later).
         decode_size: number of rows to which a plan of decodes is padded; None adds no padding.

@@ -37,11 +37,11 @@ class CachedBlock:
 
 
 class PrefixCache:
-    """Allocates the page ids 0 … num_pages − 2, starting with the page released last, and finds complete blocks by key.
+    """The allocator of the page ids 0 … num_pages − 2, and the index of complete blocks by key.
 
-    The policy REF_ZERO evicts a block as soon as it has no owner. The policy LRU evicts blocks when pages are needed,
-    and starts with the block that has been idle the longest. LRU never evicts a block with an owner, or a block before
-    its continuations.
+    The page that was released last is allocated first. The policy REF_ZERO evicts a block as soon as it has no owner.
+    The policy LRU evicts blocks when pages are needed, and starts with the block that has been idle the longest. LRU
+    never evicts a block with an owner, or a block before its continuations.
 
     references: int32 [num_pages]; number of owners of each page. All pages of a block have the same owners.
     is_cached:  bool [num_pages]; whether the page belongs to a cached block. Such a page without an owner is idle, not
@@ -96,7 +96,7 @@ class PrefixCache:
         return found
 
     def num_available(self, matched: Sequence[CachedBlock] = ()) -> int:
-        """Return the number of pages that allocate() can return after the blocks in `matched` are pinned."""
+        """Return the number of pages that allocate() could return if the blocks in `matched` were pinned first."""
         to_pin = sum(block.id in self._idle for block in matched)
         return self.num_free + self.num_idle - to_pin * self.pages_per_block
 
@@ -126,7 +126,7 @@ class PrefixCache:
         return pages
 
     def release(self, pages: Pages) -> None:
-        """Remove one owner from each of `pages`, which must be all pages of a request in order."""
+        """Remove one owner from each of `pages`. `pages` must be all pages of a request or a transfer, in order."""
         self.references[pages] -= 1
         owners = self.references[pages]
         if (owners < 0).any():
@@ -146,7 +146,8 @@ class PrefixCache:
     def register(self, key: bytes, pages: Pages) -> bool:
         """Cache a computed block. The caller must hold `pages` and all blocks before this block.
 
-        Return False, and change nothing, if other pages are already cached under this key.
+        Return True if the block is now cached. Return False, and change nothing, if a block with this key is already
+        cached.
         """
         known = self._by_key.get(key)
         if known is not None:

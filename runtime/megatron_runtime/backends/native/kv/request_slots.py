@@ -1,4 +1,4 @@
-"""Requests that hold a slot. Their tokens, parameters and pages are in columns indexed by slot.
+"""The tokens, parameters and pages of the requests that hold a slot, in columns indexed by slot.
 
 This module does not import torch.
 """
@@ -41,7 +41,7 @@ class _Chain:
 class RecordedRouting:
     """The experts that computed each token in the KV cache, indexed by cache slot, if the engine records them.
 
-    Requests that share KV share these records, and a suspend keeps them.
+    Requests that share KV share these records. SUSPEND does not discard the records.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -123,7 +123,7 @@ class RequestSlots:
         return sorted(self._chains)
 
     def tokens_left(self, slots: Slots) -> Int32:
-        """Return for each slot the number of tokens that are not in the KV cache yet."""
+        """Return, for each slot, the number of tokens that are not in the KV cache yet."""
         left: Int32 = self.num_tokens[slots] - self.num_computed[slots]
         return left
 
@@ -136,7 +136,9 @@ class RequestSlots:
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
-        """Assign and return a slot, with pages for all tokens of the request. The caller must have called has_room().
+        """Assign a slot, with pages for all tokens of the request, and return it.
+
+        The caller must have called has_room().
 
         matched: the cached blocks that match() returned. Their pages become the request's first pages.
         """
@@ -208,7 +210,7 @@ class RequestSlots:
         return True
 
     def append(self, slots: Slots, tokens: Int32) -> None:
-        """Append one of `tokens` to each of `slots`."""
+        """Append a generated token to each of `slots`. tokens: one token per slot."""
         self.tokens[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
         self.sampling.append(slots, tokens)
@@ -231,8 +233,8 @@ class RequestSlots:
     def match(self, request: CoreRequest) -> tuple[list[CachedBlock], bool]:
         """Return the cached blocks at the start of the request's prompt, and whether the request should wait.
 
-        The request should wait if another slot is computing the request's next block now. The returned blocks always
-        leave two or more tokens to compute.
+        The request should wait if another slot is computing the block after the returned blocks now. At least two
+        tokens of the request remain outside the returned blocks.
         """
         if not request.reads_cache:
             return [], False
@@ -241,7 +243,10 @@ class RequestSlots:
         return matched, len(matched) < len(usable) and usable[len(matched)] in self._computing
 
     def register_computed(self, slots: Slots) -> None:
-        """Cache the complete prompt blocks of `slots`; call it after the step that computed them."""
+        """Add the complete prompt blocks of `slots` to the prefix cache.
+
+        Call this after the step that computed them.
+        """
         pages_per_block = self.prefix_cache.pages_per_block
         for slot in slots.tolist():
             chain = self._chains[slot]
@@ -257,7 +262,7 @@ class RequestSlots:
                 chain.num_cached += 1
 
     def _stop_computing(self, slot: int) -> None:
-        """Stop caching this slot's blocks."""
+        """Stop adding the blocks of this slot to the prefix cache."""
         chain = self._chains[slot]
         for digest in chain.missing():
             if self._computing.get(digest) == slot:
@@ -275,7 +280,7 @@ class RequestSlots:
         self.transfers.clear()
 
     def held_pages(self) -> npt.NDArray[np.int64]:
-        """Return the pages whose KV can be read again, which are the pages of slots and of cached blocks."""
+        """Return the pages whose KV must be kept, which are the pages of slots and of cached blocks."""
         return np.flatnonzero((self.prefix_cache.references > 0) | self.prefix_cache.is_cached)
 
     # --- introspection ------------------------------------------------------------------------------------------

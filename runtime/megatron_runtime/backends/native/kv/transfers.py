@@ -16,7 +16,7 @@ EXPORT_SHARE = 4
 
 
 class PinnedTransfers:
-    """The exports and imports of one engine by dispatch id. Each owns its pages, as a request does.
+    """The exports and imports of one engine, by dispatch id. Each export or import owns its pages, as a request does.
 
     Imported blocks enter the prefix cache when all blocks of their prompt have arrived. If a request with the same
     prompt starts earlier, it computes the blocks itself.
@@ -38,9 +38,9 @@ class PinnedTransfers:
         return [block.key for block in blocks]
 
     def reserve(self, transfer: int, keys: Sequence[bytes]) -> int | None:
-        """Allocate pages for the blocks with `keys`. Return the number of leading blocks that are cached already.
+        """Begin an import of the blocks with `keys`. Return the number of leading blocks that are cached already.
 
-        Return None, and allocate nothing, if too few pages are free.
+        Pages are allocated for the other blocks. Return None, and allocate nothing, if too few pages are available.
         """
         cached = self._cache.find(keys)
         missing = (len(keys) - len(cached)) * self._cache.pages_per_block
@@ -64,7 +64,10 @@ class PinnedTransfers:
         return pages[block * size : (block + 1) * size]
 
     def complete(self, transfer: int) -> None:
-        """Cache the blocks of an import, and keep them pinned. Raises KeyError if the import has ended."""
+        """Add the blocks of an import to the prefix cache, and keep them pinned.
+
+        Raises KeyError if the import has ended.
+        """
         keys, pages = self._imports[transfer]
         for block, key in enumerate(keys):
             self._cache.register(key, self._block(pages, block))  # False if it was computed or imported meanwhile
@@ -75,7 +78,7 @@ class PinnedTransfers:
     def used(self, key: bytes) -> None:
         """Release the import whose last block is `key`.
 
-        The engine has admitted a request that now pins these blocks.
+        Call this when the engine has admitted a request that now pins these blocks.
         """
         transfer = self._ready.get(key)
         if transfer is not None:

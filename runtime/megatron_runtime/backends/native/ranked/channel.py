@@ -1,10 +1,10 @@
 """The channel between rank 0 of an engine (the leader) and the engine's other ranks (the followers).
 
 The leader sends numbered commands ("orders"), and the followers send answers. Every rank has one PULL socket, and one
-PUSH socket per peer. An idle rank blocks in receive, and a rank that connects late still gets every message. Each end
+PUSH socket per peer. An idle rank blocks in receive, and a rank that connects late still gets every message. Each rank
 has a thread that receives messages, sends heartbeats and detects three kinds of loss:
 
-- A process has exited, was stopped or has lost its network. ZeroMQ ends its connection.
+- A process has exited, was stopped or has lost its network. ZeroMQ reports the end of its connection.
 - An interpreter hangs. Its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py.
 - A step makes no progress. Rank 0 compares the progress reports in the heartbeats.
 
@@ -89,7 +89,7 @@ class Message:
     """A message between rank 0 and another rank.
 
     rank:   rank of the sender.
-    number: number of the order, or of the order that is answered, counted from 1; 0 for other messages.
+    number: number of an order, counted from 1. An answer has the number of its order. 0 for other messages.
     body:   for a heartbeat, the timeout in seconds until the next heartbeat, and the sender's Report.
     """
 
@@ -110,7 +110,7 @@ class _Peer:
 
 
 class _Channel:
-    """The base class of both ends. It has the sockets, the thread and the heartbeats.
+    """The base class of LeaderChannel and FollowerChannel. It has the sockets, the thread and the heartbeats.
 
     `_handlers` maps each kind of message to its handler.
     """
@@ -188,7 +188,10 @@ class _Channel:
                 self._watchdog_set = (allowed, now)
 
     def _begin_command(self, number: int) -> None:
-        """Announce a longer heartbeat timeout before command `number` can hold the interpreter lock."""
+        """Announce a longer heartbeat timeout.
+
+        Call this before command `number`, which can hold the interpreter lock, begins.
+        """
         with self._sending:
             self._commands.add(number)
             self._beat()
@@ -306,7 +309,10 @@ class LeaderChannel(_Channel):
         """The first rank that reported a failed collective, with the cause and the time of the report."""
 
     def start(self, *, timeout_seconds: float) -> None:
-        """Wait for the HELLO of every rank, and send WELCOME. Raises RendezvousError, which names a missing rank."""
+        """Wait for the HELLO of every rank, and send WELCOME.
+
+        Raises RendezvousError if a rank is missing after the timeout.
+        """
         self._thread.start()
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None or not self._missing, timeout_seconds)
@@ -335,16 +341,16 @@ class LeaderChannel(_Channel):
         return number
 
     def share_state(self, state: str, *, has_joined: bool) -> None:
-        """Report the EngineState to the other ranks.
+        """Send the engine's EngineState to the other ranks.
 
         has_joined: whether the engine has reached the coordinator's state.
         """
         self._send(Kind.STATE, 0, [state, has_joined])
 
     def collect(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
-        """Wait for the answers of `ranks` to order `number`, and return them by rank. Rank 0 does not answer.
+        """Wait for the answers of `ranks` to order `number`, and return the answers by rank. Rank 0 does not answer.
 
-        Raises the RankError that stops the engine.
+        Raises RankError if the engine fails while it waits.
         """
         wanted = set(ranks) - {0}
         with self._changed:
@@ -358,8 +364,8 @@ class LeaderChannel(_Channel):
     def blame(self, number: int) -> RankError:
         """Return the error of the rank that made a collective operation of order `number` fail.
 
-        This is the rank that is lost within BLAME_SECONDS. If no rank is lost, it is the rank for which the others
-        waited.
+        This is the first rank that is lost. If no rank is lost within BLAME_SECONDS, it is the rank for which the
+        others waited.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
@@ -428,7 +434,10 @@ class LeaderChannel(_Channel):
                 self._lose(stall.rank, stall.cause, by_silence=not stall.is_computing)
 
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
-        """Record the first lost rank. Later losses are consequences of it. The caller must hold `_changed`."""
+        """Record the first lost rank, which makes the engine fail. Ignore later losses.
+
+        The caller must hold `_changed`.
+        """
         if self.failure is None:
             self.failure = RankLostError(rank, cause, by_silence=by_silence)
             logger.error("%s", self.failure)
@@ -437,7 +446,7 @@ class LeaderChannel(_Channel):
 
 
 class FollowerChannel(_Channel):
-    """The end of the channel at a rank other than rank 0.
+    """The channel's end at a rank other than rank 0.
 
     orders:       queue of the orders from rank 0; get() blocks.
     progress:     progress of this rank's steps.
@@ -471,7 +480,7 @@ class FollowerChannel(_Channel):
         self._handlers |= handlers
 
     def start(self, *, timeout_seconds: float) -> None:
-        """Send HELLO, and wait for WELCOME. Raises RendezvousError."""
+        """Send HELLO, and wait for WELCOME. Raises RendezvousError if rank 0 does not answer within the timeout."""
         self._thread.start()
         self._send(Kind.HELLO, 0, None)
         if not self._welcomed.wait(timeout_seconds):
@@ -485,14 +494,14 @@ class FollowerChannel(_Channel):
     def fail(self, cause: str, *, is_consequence: bool) -> None:
         """Report to rank 0 that this rank has failed.
 
-        is_consequence: whether the loss of another rank can be the cause.
+        is_consequence: whether the failure can be a consequence of the loss of another rank.
         """
         self._send(Kind.FAILED, 0, [is_consequence, cause])
 
     def leave(self) -> None:
         """Ask rank 0, with the next heartbeat, to drain and stop the engine.
 
-        This takes no lock, so a signal handler can call it while this thread sends.
+        This method takes no lock, so a signal handler can call it while this thread sends.
         """
         self._is_leaving = True
 

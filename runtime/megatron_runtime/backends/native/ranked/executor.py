@@ -1,4 +1,4 @@
-"""Runs an engine on several ranks. Rank 0 sends all steps and other commands ("orders") to all ranks.
+"""Runs an engine on several ranks. Rank 0 sends all steps and other commands (called orders) to all ranks.
 
 Orders are numbered and executed in sequence. lead() and join() connect the processes. Each process builds its part of
 the model, and all processes execute the orders of rank 0.
@@ -60,7 +60,8 @@ Meanwhile, it notifies the coordinator and other ranks.
 
 
 def end_with(error: RankError, *, own_rank: int | None = None) -> None:
-    """Terminate this process at once, because its threads may hang in a collective that no other rank will enter.
+    """Terminate this process at once, because its threads may hang in a collective operation that no other rank will
+    enter.
 
     own_rank: rank of this process. If `error` names this rank, a traceback of every thread is written to standard
               error.
@@ -73,10 +74,11 @@ def end_with(error: RankError, *, own_rank: int | None = None) -> None:
 
 
 class EnginePart:
-    """Executes orders on one rank. Only `stage_weights` may run at the same time as another order.
+    """The part of an engine on one rank, which executes orders.
 
-    on_answers: called with the answers that share_answers() has sent to this rank, and with None when the engine has
-                ended.
+    Only `stage_weights` may run concurrently with another order.
+
+    on_answers: called with the answers that share_answers() has sent to this rank, and with None when the engine ends.
     """
 
     def __init__(self, executor: TorchExecutor) -> None:
@@ -107,14 +109,13 @@ class EnginePart:
 
 
 class RankedExecutor(Ranks):
-    """Implements Executor with several ranks. Every rank acknowledges each order, and an error names the rank that
-    failed.
+    """An Executor of several ranks. Every rank acknowledges each order. An error names the rank that failed.
 
     digest:   digest over the digests of all ranks.
     copies:   as in Executor.
     local:    the executor of rank 0's part.
     progress: progress of rank 0's steps.
-    warm_up:  gets the number of pages and returns the steps to run once after the first load.
+    warm_up:  function that gets the number of pages, and returns the steps to run once after the first load.
     measures: whether each rank has measured its memory. If so, the number of pages is the maximum that fits on every
               rank.
 
@@ -251,7 +252,10 @@ class RankedExecutor(Ranks):
         self._channel.share_state(state, has_joined=has_joined)
 
     def share_answers(self, answers: dict[str, Any]) -> None:
-        """Send the answers of a generate() call to all ranks. All ranks make this call and return the same answers."""
+        """Send the answers of a generate() call to all ranks.
+
+        The program calls generate() on all ranks, and each rank returns these answers.
+        """
         self._everywhere("answers", answers)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
@@ -283,7 +287,7 @@ class RankedExecutor(Ranks):
             self._channel.fail(rank, cause)
 
     def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Make every rank execute an order, and return the answers by rank.
+        """Make every rank execute the order `name`, and return the answers by rank.
 
         Raises the first error of a rank. The error names the rank.
         """
@@ -321,7 +325,7 @@ class Follower:
     meeting: Meeting
 
     def run(self) -> None:
-        """Execute orders until the engine ends. Can run on any thread."""
+        """Execute orders until the engine ends. Any thread can call this."""
         if self.groups.device.type == "cuda":
             torch.cuda.set_device(self.groups.device)
         while (order := self.channel.orders.get()).kind is not Kind.END:
@@ -412,7 +416,7 @@ def join(
 ) -> Follower:
     """Connect a rank other than rank 0 to rank 0.
 
-    The follower executes no orders until run() is called. For arguments and errors, see lead().
+    The returned Follower executes no orders until run() is called. For arguments and errors, see lead().
     """
     source, meeting, groups = _connect(settings, identity, open_model)
     part = make_part(source, groups)
@@ -446,7 +450,10 @@ def follow(settings: EngineSettings, identity: RankIdentity, open_model: OpenMod
 def _connect(
     settings: EngineSettings, identity: RankIdentity, open_model: OpenModel
 ) -> tuple[ModelSource, Meeting, Groups]:
-    """Open the model, then connect this rank to all other ranks by sockets and process groups. Raises RankError."""
+    """Open the model, then connect this rank to all other ranks by sockets and process groups.
+
+    Raises RankError if this fails.
+    """
     if identity.address in (LOOPBACK, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = torch_device(settings.device, local_rank=identity.local_rank)

@@ -1,6 +1,6 @@
 """Encodes step plans and their results as msgpack, in which arrays are raw bytes.
 
-Decoding never runs code of the sender.
+Decoding never executes code from the sender.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain values, arrays, plans or results. Raises TypeError for other types."""
+    """Encode a plan, a result, an array or a plain value. Raises TypeError for other types."""
     return msgpack.packb(value, use_bin_type=True, default=_pack_object)
 
 
@@ -47,7 +47,7 @@ def unpack(data: bytes | memoryview, *, levels: int = _LEVELS) -> Any:
 
     levels: maximum nesting of extensions.
 
-    Raises MalformedMessageError.
+    Raises MalformedMessageError if `data` is invalid.
     """
     return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
 
