@@ -95,7 +95,7 @@ test test-cluster test-e2e soak-cluster soak-e2e: export GOGC ?= 400
 
 # Folders of unit tests that import torch, Triton or Megatron-Core. Each process of pytest-xdist imports and collects all
 # of its tests, so they are a group of their own.
-MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megatron megatron_core models parallel preflight requests sampling
+MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megatron megatron_core models parallel preflight requests sampling trainer
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client coordinator engine_core sampling localcluster
