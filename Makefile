@@ -113,10 +113,12 @@ test-models: setup build/test-weights.stamp
 	@$(BEGIN)
 	$(NICE) $(PYTEST) --record=models $(addprefix tests/unit/,$(MODELS)) -n $(MODEL_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`.
+# All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`. The tests share an event
+# loop, and with it the driver of the browser.
 test-pages: setup build/chromium.stamp
 	@$(BEGIN)
-	$(PYTEST) --record=pages tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile
+	$(PYTEST) --record=pages tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile \
+		-o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session
 
 screenshots: setup build/chromium.stamp ## the pictures of the documentation, docs/assets/*.png and demo.svg; runs `make demo`
 	@PYTHONPATH=. $(PY) tools/screenshots.py
