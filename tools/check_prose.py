@@ -50,8 +50,10 @@ def read_rules(path: Path = GLOSSARY) -> list[Rule]:
 
 def wording(text: str, rules: list[Rule]) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each match of a rule, except inside one of the rule's exceptions."""
-    for number, line in enumerate(_CAMEL_CASE.sub("_", text).splitlines(), 1):
-        for reject, write, exceptions in rules:
+    text = _CAMEL_CASE.sub("_", text)
+    matching = [rule for rule in rules if rule.reject.search(text)]  # most files match no rule
+    for number, line in enumerate(text.splitlines() if matching else (), 1):
+        for reject, write, exceptions in matching:
             allowed = [m.span() for m in exceptions.finditer(line)] if exceptions else []
             for match in reject.finditer(line):
                 if not any(start <= match.start() and match.end() <= end for start, end in allowed):

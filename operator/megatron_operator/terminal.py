@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import click
 
 from megatron_operator.resource.text import printable
-from megatron_runtime.process.environment import missing_package
+from megatron_runtime.process.environment import missing_package, output_is_closed
 from megatron_runtime.protocol import strict_json as json
 
 _NUMBER = re.compile(r"[-+]?(0o[0-7_]+|(\.[0-9_]+|[0-9][0-9_]*(\.[0-9_]*)?)([eE][-+]?[0-9_]+)?)$")
@@ -16,13 +16,17 @@ _LETTER = re.compile(r"[yYnN]$")
 
 
 class ReadableGroup(click.Group):
-    """A group of commands. If a package is not installed, the group reports this in one line."""
+    """A group of commands. It reports a missing package, and a connection that the other end closed, in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
         except ModuleNotFoundError as error:
             raise click.ClickException(missing_package(error, extra="dashboard")) from error
+        except BrokenPipeError as error:
+            if output_is_closed():
+                raise  # click exits the command without a message
+            raise click.ClickException(str(error)) from error
 
 
 def say(line: str, *, err: bool = False) -> None:

@@ -26,7 +26,7 @@ from .operator_process import OperatorProcess
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 KILLED_OPERATOR = Path(__file__).with_name("killed_operator.py")
-SAMPLE = 3
+SAMPLE = 2
 AT_ONCE = 12
 STAGE_SECONDS = 240.0
 LIFE: tuple[dict[str, Any], ...] = (

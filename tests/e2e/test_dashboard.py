@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import yaml
 from browser import chromium as chromium  # fixtures
+from browser import driver as driver
 from browser import page as page
 from machine import scaled
 from playwright.async_api import Page, expect

@@ -76,7 +76,7 @@ def _completion(**fields: Any) -> dict[str, Any]:
 async def chained_grammar_rules(stack: Stack) -> None:
     rules = ["start: r0", *(f"r{number}: r{number + 1}" for number in range(2800)), 'r2800: "a"']
     async with stack.hostile_client() as http:
-        for _ in range(4):
+        for _ in range(size(2, soak=4)):
             response = await _post(http, "/v1/completions", _completion(guided_grammar="\n".join(rules)))
             _must_be_openai_error(response, 400)
 
@@ -86,7 +86,7 @@ async def chained_schema_definitions(stack: Stack) -> None:
     definitions["d1200"] = {"type": "integer"}
     schema = {"$ref": "#/$defs/d0", "$defs": definitions}
     async with stack.hostile_client() as http:
-        for _ in range(4):
+        for _ in range(size(2, soak=4)):
             _must_be_openai_error(await _post(http, "/v1/completions", _completion(guided_json=schema)), 400)
 
 
@@ -118,7 +118,7 @@ async def many_grammars_before_a_schema_of_another_key(stack: Stack) -> None:
                 assert int(response.headers["retry-after"]) > 0
             return response.status_code
 
-        tasks = [asyncio.create_task(one(number)) for number in range(size(10, soak=30))]
+        tasks = [asyncio.create_task(one(number)) for number in range(size(6, soak=30))]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for number in range(ENGINES_TO_REACH):
             schema = {"type": "object", "properties": {"name": {"enum": [f"a{number}", "b"]}}, "required": ["name"]}

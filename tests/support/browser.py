@@ -1,7 +1,7 @@
 """Headless Chromium for tests of web pages: the distribution's program, driven by Playwright.
 
-A conftest.py imports the fixtures: `from browser import chromium, page`. A test fails if its page raises an error that
-no script handles, or breaks its Content-Security-Policy.
+A conftest.py imports the fixtures: `from browser import chromium, driver, page`. A test fails if its page raises an
+error that no script handles, or breaks its Content-Security-Policy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Literal
 import pytest
 from axe import axe_source
 from eventually import LONG_SECONDS
-from playwright.async_api import ConsoleMessage, Page, async_playwright, expect
+from playwright.async_api import Browser, ConsoleMessage, Page, async_playwright, expect
 from run_record import used
 
 from megatron_runtime.cli.processes import free_ports
@@ -63,27 +63,37 @@ def chromium() -> Iterator[str]:
     thread.join()
 
 
+def _driver_scope(*, config: pytest.Config, **_: object) -> Literal["session", "function"]:
+    return "session" if config.getini("asyncio_default_fixture_loop_scope") == "session" else "function"
+
+
+@pytest.fixture(scope=_driver_scope)
+async def driver(chromium: str) -> AsyncIterator[Browser]:
+    """The connection to the browser, which is a process: one for all tests that share an event loop."""
+    expect.set_options(timeout=1000 * LONG_SECONDS)
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.connect_over_cdp(chromium)
+        yield browser
+        await browser.close()
+
+
 @pytest.fixture
-async def page(chromium: str) -> AsyncIterator[Page]:
+async def page(driver: Browser) -> AsyncIterator[Page]:
     """An empty page with a profile of its own. Its timeouts are scaled to this machine."""
     errors: list[str] = []
-    expect.set_options(timeout=1000 * LONG_SECONDS)
 
     def on_console(message: ConsoleMessage) -> None:
         if message.type == "error" and "Content Security Policy" in message.text:
             errors.append(message.text)
 
-    async with async_playwright() as driver:
-        browser = await driver.chromium.connect_over_cdp(chromium)
-        used("Chromium", browser.version)
-        context = await browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
-        context.set_default_timeout(1000 * LONG_SECONDS)
-        made = await context.new_page()
-        made.on("pageerror", lambda error: errors.append(str(error)))
-        made.on("console", on_console)
-        yield made
-        await context.close()
-        await browser.close()
+    used("Chromium", driver.version)
+    context = await driver.new_context(viewport={"width": WIDTH, "height": HEIGHT})
+    context.set_default_timeout(1000 * LONG_SECONDS)
+    made = await context.new_page()
+    made.on("pageerror", lambda error: errors.append(str(error)))
+    made.on("console", on_console)
+    yield made
+    await context.close()
     assert not errors, "\n".join(errors)
 
 

@@ -1,7 +1,10 @@
 """The speed of this machine, measured once before the tests, so that timeouts scale with it.
 
 A timeout in a test is written for an idle machine with two cores. `scaled()` multiplies it by the factor by which this
-machine is slower, but never shortens it. MEGATRON_TIME_SCALE sets the factor.
+machine is slower. MEGATRON_TIME_SCALE sets the factor.
+
+The factor is at least 1: most timeouts include timers of the product or of Kubernetes, such as heartbeats, backoffs and
+grace periods, which a fast machine does not shorten. No passing test waits until a timeout.
 """
 
 from __future__ import annotations

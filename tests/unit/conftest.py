@@ -23,7 +23,7 @@ from megatron_runtime.cli.processes import free_ports
 
 # Every property test has the same number of examples. No deadline per example: the machine may stall for a second.
 settings.register_profile(
-    "unit", max_examples=size(25, soak=5000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "unit", max_examples=size(15, soak=5000), deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("unit")
 

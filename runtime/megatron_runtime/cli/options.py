@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from megatron_runtime.process.environment import missing_package
+from megatron_runtime.process.environment import missing_package, output_is_closed
 from megatron_runtime.process.logs import configure
 from megatron_runtime.process.options import FiniteRange, environment_option
 from megatron_runtime.protocol import strict_json as json
@@ -57,13 +58,13 @@ class LazyGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except BrokenPipeError:  # click handles this error without a message
-            raise
         except ModuleNotFoundError as error:
             raise click.ClickException(missing_package(error, extra="runtime")) from error
         except (OSError, ValueError) as error:
+            if isinstance(error, BrokenPipeError) and output_is_closed():
+                raise  # click exits the command without a message
             if os.environ.get("MEGATRON_DEBUG"):
-                raise
+                traceback.print_exception(error)
             raise click.ClickException(str(error)) from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -81,7 +81,7 @@ def end_with_parent() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     # If the parent died before the call above, the kernel sends no signal.
     if os.getppid() != int(parent):
-        sys.exit(1)
+        sys.exit(f"Error: the parent process {parent} has exited")
 
 
 def end_signals() -> tuple[signal.Signals, ...]:

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -39,6 +40,14 @@ def prepare_process() -> None:
         os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(
             [*names, *(name for name in _LOOPBACK if name not in names)]
         )
+
+
+def output_is_closed() -> bool:
+    """Return whether the program that reads standard output or standard error, such as `head`, has exited."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
 
 
 def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:

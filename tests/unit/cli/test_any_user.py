@@ -82,7 +82,7 @@ async def test_a_model_is_served(home: Path) -> None:
                 return False
 
             await eventually(serves, seconds=60, what="the model is served")
-            request = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 4}
+            request = {"model": "smollm2-135m", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
             answer = await client.post(f"{url}/completions", json=request)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4

@@ -214,3 +214,48 @@ def test_no_proxy_exempts_a_host_from_a_proxy_that_cannot_be_used(monkeypatch: p
     with pytest.raises(UnusableProxyError, match=r"ALL_PROXY.*cannot be used for other\.example.*NO_PROXY") as caught:
         http_client(httpx.Client, "https://other.example")
     assert "canary" not in str(caught.value)
+
+
+BROKEN_CONNECTION = """import socket
+import sys
+
+import click
+from megatron_operator.terminal import ReadableGroup
+from megatron_runtime.cli.options import LazyGroup
+
+
+
+@click.command()
+def send():
+    here, there = socket.socketpair()
+    there.close()
+    here.send(b"a request")
+
+
+@click.command()
+def show():
+    while True:
+        click.echo("a line")
+
+
+if sys.argv[1] == "runtime":
+    sys.modules["program.commands"] = sys.modules["__main__"]
+    main = LazyGroup(commands={"send": ("commands", ""), "show": ("commands", "")}, package="program")
+else:
+    main = ReadableGroup(commands=[send, show])
+main(sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize("group", ["runtime", "operator"])
+def test_a_closed_connection_is_reported_and_a_closed_output_is_not(group: str) -> None:
+    """Click itself exits in silence in both cases."""
+    command = [sys.executable, "-c", BROKEN_CONNECTION, group]
+    sent = subprocess.run([*command, "send"], capture_output=True, text=True, timeout=LONG_SECONDS)
+    assert (sent.returncode, sent.stderr) == (1, "Error: [Errno 32] Broken pipe\n")
+    with subprocess.Popen([*command, "show"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as showing:
+        assert showing.stdout is not None
+        assert showing.stderr is not None
+        assert showing.stdout.readline() == "a line\n"
+        showing.stdout.close()
+        assert (showing.wait(LONG_SECONDS), showing.stderr.read()) == (1, "")

@@ -6,9 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.in_process import builder
 from megatron_runtime.process.memory import available_bytes
-from megatron_runtime.requests.config import InferenceConfig
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -56,12 +54,3 @@ def test_memory_is_what_machine_and_container_leave(tmp_path: Path, case: str) -
 
 def test_memory_is_unknown_if_the_system_reports_none(tmp_path: Path) -> None:
     assert available_bytes(tmp_path) is None
-
-
-@pytest.mark.parametrize("available", [None, 1 << 30, 1 << 50])
-def test_the_default_kv_cache_fits_the_container(monkeypatch: pytest.MonkeyPatch, available: int | None) -> None:
-    monkeypatch.setattr(builder, "available_bytes", lambda: available)
-    expected = InferenceConfig().buffer_size_gb
-    if available == 1 << 30:
-        expected = builder.DEFAULT_MEMORY_SHARE
-    assert builder.default_config().buffer_size_gb == expected

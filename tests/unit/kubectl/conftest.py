@@ -19,6 +19,7 @@ import fake_kubectl
 import pytest
 import yaml
 from browser import chromium as chromium  # fixtures
+from browser import driver as driver
 from browser import page as page
 from in_memory_cluster import Cluster
 from kubernetes.aio.client import Configuration

@@ -24,7 +24,8 @@ from megatron_runtime.distributed.watch import HEARTBEAT_SECONDS
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
 PROMPTS = [[1, 5, 9, 3], [7] * 20]
 FIRST_STEP = 9
-"""Number of the first step of a request. Orders before it: sizes, load, digest, copies, three of warm-up, captures."""
+"""Number of the first step of a request. Before it: sizes, load, three warm-up steps, captures, digest, copies."""
+LAST_WARM_UP_STEP = 5
 STEP_TIMEOUT_SECONDS = 3.0
 
 
@@ -176,7 +177,9 @@ def test_hung_interpreter_ends_the_engine_with_a_traceback(
 
 
 @pytest.mark.parametrize(
-    ("after", "step_timeout"), [(FIRST_STEP - 5, 1), (9, scaled(60))], ids=["in the warm-up", "in a step of a request"]
+    ("after", "step_timeout"),
+    [(LAST_WARM_UP_STEP - 1, 1), (FIRST_STEP, scaled(60))],
+    ids=["in the warm-up", "in a step of a request"],
 )
 def test_a_slow_step_is_not_a_hang(start, options: dict[str, Any], after: int, step_timeout: float) -> None:
     engine = start({**options, "hang": [1, "computes", after], "step_timeout_seconds": step_timeout})

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 from browser import check_layout, page
-from browser import chromium as chromium  # a fixture
+from browser import chromium as chromium  # fixtures
+from browser import driver as driver
 from playwright.async_api import Page, expect
 
 from megatron_runtime.server.app import PAGE_FILES

@@ -239,8 +239,9 @@ async def test_a_lost_connection_is_reported_and_a_cut_one_delivers_nothing_more
 
 
 @pytest.mark.slow
+@pytest.mark.long
 async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_port, keys: Path) -> None:
-    for options in ({}, {"keys": keys}):
+    async def check(**options: Path) -> None:
         port = make_port(check_seconds=scaled(1.5), **options)
         answers = port.dealer()
         await answers.send(b"hello")
@@ -256,6 +257,8 @@ async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_po
             assert port.ended_by_peer == {silent: False}
         await asyncio.sleep(scaled(3.5))  # a check, and the time for its answer
         assert list(port.connections) == [peer]
+
+    await asyncio.gather(check(), check(keys=keys))
 
 
 async def test_a_ping_is_answered_with_its_context(port: Port) -> None:
