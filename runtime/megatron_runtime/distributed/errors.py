@@ -1,10 +1,10 @@
-"""Errors of engines with several ranks. Each names a rank and a cause. Imports no torch."""
+"""Errors of engines with several ranks. Each error names a rank and a cause. Imports no torch."""
 
 from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """One rank failed.
+    """The error of one rank.
 
     rank:   number of the rank, which is also in the message.
     reason: the machine-readable cause in the termination message.
