@@ -176,7 +176,7 @@ api_server_ranges = click.option(
 
 
 def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of the pod policy. `_settings` converts their values to a PodPolicy."""
+    """Add the options of the pod policy to a command. `_settings` converts their values to a PodPolicy."""
     for switch in reversed(Switch):
         kind: dict[str, Any] = {"is_flag": True, "help": switch.text}
         if switch is Switch.PROFILE:
@@ -188,7 +188,7 @@ def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def installation(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that affect rendered children. `_settings` converts their values to Settings."""
+    """Add the options that affect rendered children to a command. `_settings` converts their values to Settings."""
     for option in reversed(
         (
             *(runtime_image, vllm_runtime_image, coordinator_image, operator_namespace, image_pull_policy),
@@ -201,7 +201,7 @@ def installation(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
-    """Return the settings that the options describe, and the remaining options."""
+    """Return the Settings that some of the options describe, and the remaining options."""
 
     def of(kind: type[Settings | PodPolicy]) -> dict[str, Any]:
         return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
@@ -370,7 +370,10 @@ def render(path: Path, output: str, **options: Any) -> None:
 
 
 def _present(new: ResourceFile, against: str | None, *, context: str | None) -> ResourceFile | None:
-    """Return the resource of `--against`. Returns None if it does not exist."""
+    """Return the resource that the option `--against` names. Returns None if this resource does not exist.
+
+    new:     the resource that is compared; gives the name and namespace if `against` is None.
+    """
     if against is None:
         return None
     if against != "cluster":
@@ -387,12 +390,12 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 
 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
-    """Return the effect of a file.
+    """Return the changes that applying the resource `new` over the resource `old` would cause.
 
-    The resource keeps the images of its release unless the command line names others.
+    The resource keeps the images of its release unless the command line names other images.
 
-    The options may reject the current resource. Its operator then runs with other options, so the preview ignores the
-    pod policy.
+    The pod policy of the command line may reject the current resource, because its operator runs with other options.
+    The preview therefore renders the current resource without the pod policy.
     """
     if old is None:
         return preview(None, new.context(fixed))
