@@ -324,7 +324,7 @@ def rollout_status(
 
 
 def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet: bool) -> dict[str, Any]:
-    """Print the progress of a rollout until the rollout is complete, and return the resource.
+    """Print the progress of a rollout until the rollout is complete. Return the result of resource_view.rollout().
 
     Raises ClusterError if the rollout fails or does not complete in time.
     """

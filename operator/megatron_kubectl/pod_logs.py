@@ -157,7 +157,7 @@ class LogFollower:
             self._lines.put(error)
 
     def _watch(self) -> None:
-        """Start to follow each container that is not followed yet.
+        """Find the selected containers, and follow each of them once. This method never returns.
 
         For a container that already runs, begin with the last lines of its log. For a container that starts later,
         begin with the first line.

@@ -372,7 +372,7 @@ def render(path: Path, output: str, **options: Any) -> None:
 def _present(new: ResourceFile, against: str | None, *, context: str | None) -> ResourceFile | None:
     """Return the resource that the option `--against` names. Returns None if this resource does not exist.
 
-    new:     the resource that is compared; gives the name and namespace if `against` is None.
+    new: the resource of the file, whose name and namespace `--against cluster` uses.
     """
     if against is None:
         return None

@@ -271,8 +271,9 @@ class Dashboard:
         return self._observers.get(*_names(request))
 
     async def patch(self, request: Request, body: Object) -> Object:
-        """Merge-patch a resource with `body`, and yield nothing else than the patch: return the resource's new
-        generation.
+        """Merge-patch the resource with `body`, and return an object with the resource's new generation.
+
+        A request that times out is cancelled.
         """
         path, seconds = RESOURCE.path(*_names(request)), self.settings.verb_seconds
         query, merge = {"fieldManager": MANAGER}, "application/merge-patch+json"

@@ -258,7 +258,7 @@ class ResourceCache:
         self._created[pod.uid] = pod
 
     def deleted(self, uid: str) -> None:
-        """Record an accepted deletion. The object counts as terminating until the watch no longer shows the object."""
+        """Record an accepted deletion. The object counts as terminating until the watch shows that it is deleted."""
         unwatched = {ref for ref, child in self._unwatched.items() if child.uid == uid}
         for ref in unwatched:
             del self._unwatched[ref]

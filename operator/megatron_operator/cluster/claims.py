@@ -57,8 +57,9 @@ class Claims:
         self._reading = asyncio.Lock()
 
     async def other(self, manager: str) -> str:
-        """Return `manager` if another operator manages, or may manage, the resource. Returns "" if this operator may
-        manage it.
+        """Return why another operator manages, or may manage, a resource, as text for messages.
+
+        Returns "" if this operator may manage the resource.
 
         manager: the Lease that the status of the resource names.
 

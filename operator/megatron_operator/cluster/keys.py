@@ -88,11 +88,7 @@ def new_resource_keys(admin: KeyPair, *, has_trainer: bool = False) -> dict[str,
 
 
 def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Manifest:
-    """Return a new Secret `NAME-keys` with its seal (see seal()).
-
-    generation: generation of the new keys.
-    since:      creation time of the keys.
-    """
+    """Return a new Secret `NAME-keys` with its seal (see seal()). generation: number of its set of keys."""
     files = new_resource_keys(admin, has_trainer=ctx.spec.has_trainer)
     manifest = keys_secret(ctx, files, generation=generation, since=since)
     metadata = manifest["metadata"]

@@ -78,7 +78,7 @@ class LeaseSettings:
 
 
 class Elector:
-    """The process's part in the leader election: acquires, renews and releases one Lease."""
+    """A participant in the leader election, which acquires, renews and releases one Lease."""
 
     def __init__(self, api: KubeApi, settings: LeaseSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -174,8 +174,8 @@ class Elector:
     async def _holds_former(self) -> bool:
         """Acquire or renew the Lease that earlier releases used, if this Lease exists.
 
-        Return whether this process may lead. It may lead if it holds the earlier Lease, or if the holder of the earlier
-        Lease also has a Lease of the current kind.
+        Return whether this process may lead. It may lead if it holds the earlier Lease. It may also lead if the earlier
+        Lease is held by an operator whose own Lease has another name.
         """
         former = self._former
         if former is None:

@@ -147,7 +147,7 @@ async def serve_probes(
 
 
 class OperatorProcess:
-    """The state of the operator process, from its login to its exit."""
+    """The operator process, from its login to its exit."""
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options

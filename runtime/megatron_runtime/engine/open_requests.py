@@ -79,9 +79,9 @@ class OpenRequests:
 
     @property
     def num_running(self) -> int:
-        """Number of requests at the backend.
+        """Number of requests that the backend has.
 
-        It includes prefills, imports, and aborted requests that the backend has not released.
+        The number includes prefills, imports, and aborted requests that the backend has not released.
         """
         split = self.exchange.num_running if self.exchange is not None else 0
         return len(self._outputs.open) + self._aborts_in_progress + split
