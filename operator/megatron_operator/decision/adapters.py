@@ -122,7 +122,7 @@ class AdapterView:
         """Digest of the list that SET_ADAPTERS should set now.
 
         The list is the spec's list, or the spec's list without the adapters that cannot be loaded. The value is None if
-        this list is already set, or has just failed.
+        this list is already set, has just failed, or cannot be set now.
         """
         coordinator, failed = self.world.coordinator, self._failure
         if coordinator.adapters is None or not any(engine.serving for engine in coordinator.engines):

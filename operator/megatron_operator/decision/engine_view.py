@@ -76,8 +76,8 @@ class EngineView:
 
     @property
     def starting(self) -> bool:
-        """Whether the engine is starting: it has pods or will get pods, and it does not serve because pods are not
-        ready.
+        """Whether the engine is starting: it has pods or will get pods, some of them are not ready, and it does not
+        serve.
         """
         found = self.statefulset
         return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas

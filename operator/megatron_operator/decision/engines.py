@@ -145,7 +145,7 @@ class Engines:
     def retry_in(self) -> float | None:
         """Seconds until the next engine with an exhausted restart budget is started again.
 
-        The value is None if no engine has an exhausted budget that ends by time.
+        The value is None if no such start is planned.
         """
         times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
@@ -317,7 +317,7 @@ class Observed:
 
     @property
     def running(self) -> bool:
-        """Whether the resource has reached the desired state Running, so that an engine may be drained."""
+        """Whether the resource runs as desired, so that an engine may be drained."""
         return self.desired.state is DesiredState.RUNNING and self.state is ResourceState.RUNNING
 
     def state_with(self, operation: Operation | None) -> ResourceState:
