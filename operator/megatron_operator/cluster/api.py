@@ -226,8 +226,7 @@ class KubeApi:
         """Send one request, and return the JSON object in the response.
 
         expect_continue: send the body only when the receiver requests it. If the request times out while the receiver
-            is
-            stopped, the receiver then cannot execute the request later.
+            is stopped, the receiver then cannot execute the request later.
 
         Raises KubeApiError for every failure, including a timeout.
         """

@@ -96,8 +96,7 @@ class Informers:
 
     namespaces: namespaces to watch; empty means all namespaces.
     wake:       called with the key of a custom resource when one of its objects has changed. Called with None when a
-                kind
-                can be watched again, or can no longer be watched.
+                kind can be watched again, or can no longer be watched.
     """
 
     def __init__(

@@ -171,8 +171,7 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
 
     before, after: the stored status and the new status.
     replaced: whether the coordinator's pod is being replaced, so that its absence is expected. Its crash has an Event
-        of
-              its own.
+              of its own.
     """
     events: list[EmitEvent] = []
     if before.get("state") != after["state"]:

@@ -144,8 +144,7 @@ class CanaryBook:
         """Handle the answer to a canary. Return whether it led to a verdict.
 
         uid: uid of the answered canary. None for an ERROR without a uid, by which a coordinator that does not support
-            canaries
-             rejects them.
+             canaries rejects them.
         """
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
         if engine is None:

@@ -49,8 +49,7 @@ def snapshot_of(
     """Return the snapshot that a STATUS_REPLY describes.
 
     rejections: signals that the coordinator rejected immediately and may not remember. If `reply` has the same
-        operation,
-                `reply` takes precedence.
+                operation, `reply` takes precedence.
     canaries, idle_seconds, unknown_seconds: measured by the link.
     """
     operations = dict(rejections)

@@ -153,8 +153,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     - A coordinator may open connections only to the other coordinator of its pair.
     - Engines with roles may connect to each other on the port for KV.
     - A trainer may connect to the admin port. Engines may connect to the trainer's port, and to the ports on which
-        other
-      engines offer the trainer's weights.
+      other engines offer the trainer's weights.
     - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
       adapter is downloaded.
 

@@ -217,8 +217,7 @@ def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> d
 
     own:   labels of the replicas of the component itself.
     other: labels of a component that must not be lost together with it. Avoiding these pods has a higher weight,
-        because
-           a pod of the component itself may be terminating on the node that its successor should use.
+           because a pod of the component itself may be terminating on the node that its successor should use.
     """
     weighted = [
         {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}

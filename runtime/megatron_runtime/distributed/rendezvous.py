@@ -139,8 +139,7 @@ class Meeting:
     or on all interfaces if the engine spans several hosts.
 
     keys_dir: folder of engine.key and engine.pub. Both ends of a connection must hold a key of engine.pub. None means
-        no
-              encryption.
+              no encryption.
     """
 
     def __init__(self, identity: RankIdentity, store: dist.Store, *, keys_dir: Path | None) -> None:

@@ -36,8 +36,7 @@ class EngineRequest:
 
     prompt_tokens:    int32 [p].
     generated_tokens: int32 [g], generated earlier by this or another engine. The engine continues after these tokens
-        and
-                      never samples them again.
+                      and never samples them again.
     generated_epochs: epochs of the weights that sampled these tokens, by token index; empty if unknown.
     seed:             determines, with the index of a token, the random number with which the token is sampled.
     deadline_seconds: remaining time, including waiting; None means no limit.

@@ -91,10 +91,8 @@ class StateEvents:
         """Return whether the engine has reached `state`.
 
         times: None checks whether the event of `state` is set. A number checks whether signals have brought the engine
-            to
-               `state` at least this many times. The number is for callers that may start to wait after the engine has
-                   left
-               `state` again.
+               to `state` at least this many times. The number is for callers that may start to wait after the engine
+               has left `state` again.
         """
         return self.is_set(state) or (times is not None and self._times[state] >= times)
 

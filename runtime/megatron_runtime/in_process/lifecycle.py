@@ -49,8 +49,7 @@ class ProgramLifecycle:
 
     core, service: core and service of this rank. The service has started.
     client: on the primary rank, the client that sends the verbs. None on other ranks, which wait for the states of
-        their
-            engines.
+            their engines.
     ranks:  ranks of the program.
     places: maximum number of prompts that calls with lists of prompts submit at the same time, over all calls.
     """

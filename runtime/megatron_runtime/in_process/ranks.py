@@ -39,9 +39,8 @@ def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
     """Return the number of ranks of one engine by dimension.
 
     given: sizes by dimension ("tensor", "pipeline", "expert"). If a size is None, it is the larger of two sizes: the
-        size
-           in the configuration of a Megatron-Core model, and the size in Megatron-Core's initialised parallel state. If
-           neither exists, it is 1.
+           size in the configuration of a Megatron-Core model, and the size in Megatron-Core's initialised parallel
+           state. If neither exists, it is 1.
     """
     if is_megatron_model(model):
         model = unwrapped(model)
@@ -91,8 +90,7 @@ class ProgramRanks:
     """All ranks of the program. Without torch.distributed, or with one rank, its methods return immediately.
 
     group: the group of all ranks; None for one rank. It communicates through host memory, because the GPUs of other
-        ranks
-           may be running a step.
+           ranks may be running a step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

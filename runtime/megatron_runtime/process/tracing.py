@@ -128,8 +128,7 @@ class Tracer:
         """Start and return a span.
 
         headers: headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without
-            `traceparent`,
-                 the span starts a new trace.
+                 `traceparent`, the span starts a new trace.
         is_server: whether the span answers a request of another process synchronously.
         at:        start as Unix time; None means now.
         """

@@ -720,8 +720,7 @@ class Exported(NamedTuple):
     The engine keeps the blocks until RELEASE or its deadline.
 
     digests: digests of the kept blocks, 32 bytes each, in the order of the prompt; empty if the engine could not
-        compute
-             or keep any block.
+             compute or keep any block.
     weights: text that identifies the weights and the epoch that computed the blocks. Engines import only blocks that
              their own weights computed.
     """

@@ -96,8 +96,7 @@ class LinkTiming:
     tick:      interval of heartbeats, and of HELLO until the registration; None uses the interval in HELLO_ACK.
     silence:   time without any message after which the link opens a new socket.
     other_key: timeout that replaces `silence` before the registration, if another key or address can be tried; None
-        uses
-               `silence`.
+               uses `silence`.
     """
 
     tick: float | None = None
@@ -138,8 +137,7 @@ class PeerLink:
     on_ack:       called with each HELLO_ACK and a flag that is set if the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
     heartbeat:    returns the HEARTBEAT to send now. Its argument is the incarnation of the link. None if the peer sends
-                  no
-                  heartbeats.
+                  no heartbeats.
     on_lost:      called with the reason when a registration ends for a reason other than close().
     on_malformed: called with the error of each message that cannot be decoded; by default the error is logged.
     open_socket:  opens a new DEALER for each attempt to register.

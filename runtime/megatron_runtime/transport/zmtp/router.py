@@ -42,10 +42,8 @@ class Router:
     handshake:    creates the server side of a handshake with these properties.
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends for a reason other than cut() or close(). Its arguments are the
-                  name
-                  and whether the peer closed the connection with a FIN or RST. The operating system also sends them
-                      when
-                  a process exits.
+                  name and whether the peer closed the connection with a FIN or RST. The operating system also sends
+                  them when a process exits.
     on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
     check_seconds: interval of PING. A connection without a byte in two to three intervals is closed.
     may_be_silent: returns whether a silent connection is kept, because its process has announced that it is busy.
