@@ -133,8 +133,9 @@ class KubectlProxy:
                 say(text, err=True)
 
     def errors(self) -> str:
-        """Return the last lines that kubectl wrote to standard error. Call this method only after kubectl has
-        exited.
+        """Return the last lines that kubectl wrote to standard error.
+
+        Call this method only after kubectl has exited.
         """
         self._reading.join(timeout=1)  # not forever, because a running login plugin keeps standard error open
         return " ".join(self._last_errors).strip().removeprefix("error: ") or "it wrote no error"

@@ -157,8 +157,9 @@ def quantile(counts: Mapping[float, float], share: float) -> float | None:
 
 
 def _increase(new: float, old: float) -> float:
-    """Return the increase of a counter. If it is lower than before, its process has restarted, and it started at 0
-    again.
+    """Return the increase of a counter.
+
+    If `new` is lower than `old`, the process has restarted, and the counter started at 0 again.
     """
     return new - old if new >= old else new
 

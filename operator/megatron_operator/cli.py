@@ -394,8 +394,11 @@ def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, giv
 
     The resource keeps the images of its release unless the command line names other images.
 
-    The pod policy of the command line may reject the current resource, because its operator runs with other options.
-    The preview therefore renders the current resource without the pod policy.
+    If the pod policy of the command line rejects the resource `old`, the resource's operator runs with another policy.
+    The preview then ignores the pod policy.
+
+    fixed: settings from the command line.
+    given: names of the settings that the command line sets.
     """
     if old is None:
         return preview(None, new.context(fixed))

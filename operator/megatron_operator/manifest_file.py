@@ -27,8 +27,9 @@ class ResourceFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ResourceFile:
-    """One custom resource, read from a file. namespace, uid: empty if the file lacks them, as before the first
-    apply.
+    """One custom resource, read from a file.
+
+    namespace, uid: empty if the file lacks them, as before the first apply.
     """
 
     name: str

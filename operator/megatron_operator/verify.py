@@ -96,8 +96,9 @@ async def _ready(http: aiohttp.ClientSession, url: str) -> str:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
-    """Check that a server answers, by requesting one token from its first model. Return the text of the successful
-    check.
+    """Check that a server answers, by requesting one token from its first model.
+
+    Return the text of the successful check.
     """
     base, headers = f"{url.rstrip('/')}/v1", {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with http.get(f"{base}/models", headers=headers) as response:

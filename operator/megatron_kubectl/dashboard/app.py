@@ -154,8 +154,9 @@ class Guard:
 
 
 class Dashboard:
-    """The handlers of the requests that pages can send. Each handler is an asynchronous generator of the answers'
-    values.
+    """The handlers of the requests that pages can send.
+
+    Each handler is an asynchronous generator of the answers' values.
     """
 
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:

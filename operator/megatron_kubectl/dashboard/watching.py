@@ -132,8 +132,9 @@ class ResourceObserver:
         return pod in self._pods
 
     async def frames(self) -> AsyncGenerator[Object]:
-        """Yield each part as `{"part": ..., "value": ...}`, then again every part that changes. The generator never
-        ends.
+        """Yield each part as `{"part": ..., "value": ...}`, then again every part that changes.
+
+        The generator never ends.
         """
         self.viewers += 1
         sent: dict[str, Any] = {"samples": 0}

@@ -131,8 +131,9 @@ class KubeApi:
         return items
 
     async def pages(self, path: str, query: Mapping[str, Any], *, accept: str = JSON) -> AsyncIterator[Object]:
-        """Yield the pages of a collection, as lists with up to PAGE_OBJECTS objects. All have the same resource
-        version.
+        """Yield the pages of a collection, as lists with up to PAGE_OBJECTS objects.
+
+        All pages have the same resource version.
         """
         token: str | None = None
         while True:

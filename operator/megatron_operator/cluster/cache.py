@@ -96,8 +96,9 @@ class ResourceCache:
         return seen
 
     def child(self, ref: ChildRef) -> SeenChild | None:
-        """Return the newest known version of a child, whether or not the resource owns it. Returns None without such a
-        child.
+        """Return the newest known version of a child, whether or not the resource owns it.
+
+        Returns None without such a child.
         """
         return self._merged().get(ref)
 
@@ -273,8 +274,9 @@ class ResourceCache:
                 del self._written[ref]
 
     def uids(self) -> frozenset[str]:
-        """Return the UIDs of all known objects. Call this before a full listing, and pass the result to audited() as
-        `before`.
+        """Return the UIDs of all known objects.
+
+        Call this before a full listing, and pass the result to audited() as `before`.
         """
         return frozenset(seen.uid for seen in self._merged().values()) | self._pod_uids()
 
@@ -311,8 +313,9 @@ class ResourceCache:
         return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
 
     def _forget(self, living: set[str]) -> None:
-        """Remove the records of objects that are neither in the watch nor in the store. living: UIDs of objects that
-        are.
+        """Remove the records of objects that are neither in the watch nor in the store.
+
+        living: UIDs of the objects in the watch or in the store.
         """
         indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed

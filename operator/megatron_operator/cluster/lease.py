@@ -255,8 +255,9 @@ class Elector:
         return await self._in_time(self._api.get(LEASE, self._settings.namespace, self._settings.name))
 
     async def _write(self, *, term: int) -> None:
-        """Make this process the holder by compare-and-swap. The renewal is valid from the time when the request was
-        sent.
+        """Make this process the holder by compare-and-swap.
+
+        The renewal is valid from the time when the request was sent.
         """
         began = self._clock()
         renewing = self._lease is not None and term == self.term

@@ -40,8 +40,9 @@ def shallow(text: bytes) -> bytes:
 
 
 def _is_deep(text: bytes) -> bool:
-    """Return whether the text is nested too deeply, without decoding it. Each iteration removes the innermost
-    brackets.
+    """Return whether the text is nested too deeply, without decoding it.
+
+    Each iteration removes the innermost brackets.
     """
     brackets = _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
     for _ in range(MAX_LEVELS):

@@ -61,8 +61,9 @@ class WatchAges:
         return {watched(path): error for path, (since, error) in rejected if since <= before}
 
     def asked(self, path: str) -> None:
-        """Record that a watch was requested. If the watch is never accepted, its age is measured from its first
-        request.
+        """Record that a watch was requested.
+
+        If the watch is never accepted, its age is measured from its first request.
         """
         self._started.setdefault(path, self._clock())
 

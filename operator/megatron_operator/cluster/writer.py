@@ -207,8 +207,9 @@ MAX_NOTE = 1000
 
 
 class Recorder:
-    """A writer of Events. If a write fails, the failure is logged and not retried, because decisions do not read
-    Events.
+    """A writer of Events.
+
+    If a write fails, the failure is logged and not retried, because decisions do not read Events.
     """
 
     def __init__(self, api: KubeApi, *, instance: str) -> None:

@@ -192,8 +192,9 @@ class OperatorProcess:
             await probes.stop()
 
     def _handle_signals(self) -> None:
-        """Install the signal handlers. Call this again after kopf has started, because kopf replaces them at its
-        start.
+        """Install the signal handlers.
+
+        Call this again after kopf has started, because kopf replaces them at its start.
         """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):

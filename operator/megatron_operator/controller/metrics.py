@@ -98,8 +98,9 @@ class VerbClock:
         self._began: float | None = None
 
     def look(self, lifecycle: Mapping[str, Any]) -> None:
-        """Record the times of the operation in `status.lifecycle`. Call this before the decision's status is
-        persisted.
+        """Record the times of the operation in `status.lifecycle`.
+
+        Call this before the decision's status is persisted.
         """
         operation, phase = lifecycle.get("operationId"), lifecycle.get("phase")
         if not operation or not phase or (operation, phase) == self._seen:

@@ -136,8 +136,9 @@ class Cached(Generic[K, T]):
                 self.put(key, self._empty)
 
     async def read(self, key: K, read: Callable[[], Awaitable[T]], *, seconds: float) -> T:
-        """Return the cached value of a key. If the value is at least `seconds` old, call `read` first and cache its
-        result.
+        """Return the cached value of a key.
+
+        If the value is at least `seconds` old, call `read` first and cache its result.
         """
         if self.age(key) >= seconds:
             self.put(key, await read())

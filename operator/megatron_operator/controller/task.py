@@ -234,8 +234,9 @@ class ResourceTask:
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
     async def _is_managed_elsewhere(self, resource: SeenResource) -> bool:
-        """Return whether another operator manages, or may manage, the resource. If so, this operator changes
-        nothing.
+        """Return whether another operator manages, or may manage, the resource.
+
+        If so, this operator changes nothing.
         """
         manager = str(resource.status.get("manager") or "")
         other = await self._parts.claims.other(manager)

@@ -108,8 +108,9 @@ class AdapterView:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until a failed list may be set again. The value is None if no list failed, or if the time has
-        passed.
+        """Seconds until a failed list may be set again.
+
+        The value is None if no list failed, or if the time has passed.
         """
         times = [entry["failedAt"] for entry in self.entries if "error" in entry]
         if not times:

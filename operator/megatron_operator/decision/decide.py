@@ -93,8 +93,9 @@ def _object_seconds(scene: Scene) -> float:
 
 
 def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> float | None:
-    """Return the seconds until the decision can change without an event. Returns None if only an event can change
-    it.
+    """Return the seconds until the decision can change without an event.
+
+    Returns None if only an event can change it.
     """
     world = scene.world
     times = (

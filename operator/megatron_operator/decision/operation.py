@@ -72,8 +72,9 @@ class Operation:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether the operation is this signal to this engine, and has ended. A rejected signal does not
-        count.
+        """Return whether the operation is this signal to this engine, and has ended.
+
+        A rejected signal does not count.
         """
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine

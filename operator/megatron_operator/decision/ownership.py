@@ -25,8 +25,9 @@ def covers(owned_fields: str, manifest: Manifest) -> bool:
 
 
 def _covers(owned: Fields, value: Any) -> bool:
-    """Return whether all fields of `value` are owned. Scalars, and atomic maps and lists, have no subfields in
-    `fieldsV1`.
+    """Return whether all fields of `value` are owned.
+
+    Scalars, and atomic maps and lists, have no subfields in `fieldsV1`.
     """
     if not owned:
         return True

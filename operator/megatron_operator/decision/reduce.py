@@ -127,8 +127,9 @@ def _revision_data(obj: Object) -> Mapping[str, Any] | None:
 
 
 def owner_uid(obj: Object) -> str:
-    """Return the UID of the MegatronInference in the owner references. Returns an empty string without such an
-    owner.
+    """Return the UID of the MegatronInference in the owner references.
+
+    Returns an empty string without such an owner.
     """
     for reference in obj["metadata"].get("ownerReferences") or ():
         if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
@@ -194,8 +195,9 @@ def _phase(status: Object, component: str) -> str:
 
 
 def _waiting(status: Object) -> tuple[str, str]:
-    """Return reason and message of the first waiting container. Without one, return those of the scheduler or the
-    pod.
+    """Return reason and message of the first waiting container.
+
+    If no container waits, return the reason and message of the scheduler or the pod.
     """
     for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting")

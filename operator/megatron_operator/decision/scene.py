@@ -27,8 +27,9 @@ from megatron_operator.render.context import RenderContext
 
 @dataclass(frozen=True)
 class Scene:
-    """The topics of a World. Each topic is computed when it is first read, and depends only on topics that are defined
-    above it.
+    """The topics of a World.
+
+    Each topic is computed when it is first read, and depends only on topics that are defined above it.
     """
 
     world: World

@@ -127,8 +127,9 @@ def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
-    """Return the answer formats that the servers parse. Before a coordinator reports them, return the recorded
-    formats.
+    """Return the answer formats that the servers parse.
+
+    Before a coordinator reports them, return the recorded formats.
     """
     formats = scene.world.coordinator.formats
     if formats is None:
@@ -162,8 +163,9 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return each limit as the minimum over the serving engines. If no engine reports one, return the recorded
-    limits.
+    """Return each limit as the minimum over the serving engines.
+
+    If no engine reports one, return the recorded limits.
     """
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
@@ -300,8 +302,9 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 
 
 def _engines(scene: Scene) -> list[dict[str, Any]]:
-    """Return the entries of all engines. The length of their texts is limited, because etcd limits objects to 1.5
-    MiB.
+    """Return the entries of all engines.
+
+    The length of their texts is limited, because etcd limits objects to 1.5 MiB.
     """
     entries = [_engine(scene, engine) for engine in scene.engines.all]
     texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]
@@ -455,8 +458,9 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
-    """Return the condition Ready. If there is an error, the condition has its reason, because lists show this
-    reason.
+    """Return the condition Ready.
+
+    If there is an error, the condition has its reason, because lists show this reason.
     """
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):

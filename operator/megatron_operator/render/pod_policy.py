@@ -300,8 +300,9 @@ def _own_field(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _listed(name: str, names: Iterable[str]) -> bool:
-    """Return whether an entry of `names` matches `name`. An entry that ends in `*` or `/` matches every name with this
-    prefix.
+    """Return whether an entry of `names` matches `name`.
+
+    An entry that ends in `*` or `/` matches every name with this prefix.
     """
     return any(
         name == entry or (entry.endswith(("*", "/")) and name.startswith(entry.removesuffix("*"))) for entry in names

@@ -53,8 +53,9 @@ class Collectives:
         return y_AD
 
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
-        """Return y_TD, this rank's tokens summed over the expert ranks. The model calls this method after the routed
-        experts.
+        """Return y_TD, this rank's tokens summed over the expert ranks.
+
+        The model calls this method after the routed experts.
         """
         return y_AD
 

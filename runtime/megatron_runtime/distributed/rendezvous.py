@@ -191,8 +191,9 @@ class Meeting:
             self._check_key(rank, until=until)
 
     def _read(self, rank: int) -> tuple[str, str]:
-        """Return the address and public key of a rank from the store. Validate them, because any process can write to
-        it.
+        """Return the address and public key of a rank from the store.
+
+        Validate them, because any process can write to it.
         """
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
@@ -220,8 +221,9 @@ class Meeting:
             time.sleep(min(KEY_LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     def connect(self, rank: int) -> zmq.Socket[bytes]:
-        """Return a PUSH socket that connects to `rank`. Sending on it never blocks. Call this method after
-        wait_for_all().
+        """Return a PUSH socket that connects to `rank`.
+
+        Sending on it never blocks. Call this method after wait_for_all().
         """
         address, public = self._peers[rank]
         push = _socket(self.context, zmq.PUSH, ipv6=self._ipv6)

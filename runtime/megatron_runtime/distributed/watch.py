@@ -42,8 +42,9 @@ class HeartbeatTimer:
         self._last_heartbeat = time.monotonic()
 
     def restart(self, now: float) -> None:
-        """Restart the timer. Call this method when a message from the peer arrives, or when this process itself was
-        late.
+        """Restart the timer.
+
+        Call this method when a message from the peer arrives, or when this process itself was late.
         """
         self._last_heartbeat = now
 

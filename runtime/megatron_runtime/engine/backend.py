@@ -171,8 +171,9 @@ class BackendListener(Protocol):
         """
 
     def on_leave(self) -> None:
-        """Drain the engine and leave the coordinator. The backend calls this method when one of its processes gets
-        SIGTERM.
+        """Drain the engine and leave the coordinator.
+
+        The backend calls this method when one of its processes gets SIGTERM.
         """
 
 
@@ -208,8 +209,9 @@ class EngineBackend(Protocol):
         """Start threads and processes. Do not load weights yet, because the engine may join a suspended pool."""
 
     async def load(self) -> None:
-        """Load and verify the weights, and allocate the KV cache. If this method raises, the backend must release
-        both.
+        """Load and verify the weights, and allocate the KV cache.
+
+        If this method raises, the backend must release both.
         """
 
     async def stop(self, cause: BaseException | None = None) -> None:
@@ -288,8 +290,9 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def commit_weights(self) -> RankResults:
-        """Use the staged weights and their epoch from the next step on. Open requests keep the tokens generated so
-        far.
+        """Use the staged weights and their epoch from the next step on.
+
+        Open requests keep the tokens generated so far.
         """
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
@@ -338,7 +341,8 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("unloading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def profile(self, active: bool) -> RankResults:
-        """Start or stop recording by a CUDA profiler that is attached to this process. active: True starts
-        recording.
+        """Start or stop recording by a CUDA profiler that is attached to this process.
+
+        active: True starts recording.
         """
         raise UnsupportedVerbError("profiling", Capability.PROFILER, self.info.name)

@@ -48,8 +48,9 @@ _CHECK_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Grant:
-    """Permission to read one export. peer: the connection that has presented the ticket; None until a connection
-    does.
+    """Permission to read one export.
+
+    peer: the connection that has presented the ticket; None until a connection does.
     """
 
     export: int
@@ -177,8 +178,9 @@ class BlockServer:
             upload.requests.put_nowait((grant, offset, size))
 
     async def _send(self, peer: PeerId, upload: _Upload) -> None:
-        """Send the chunks that one connection requests. Close the connection if the importer stops requesting or
-        reading.
+        """Send the chunks that one connection requests.
+
+        Close the connection if the importer stops requesting or reading.
         """
         block_bytes, content, at, source = self._kv.block_bytes, b"", 0, None
         # content: bytes of `source` from `at` to the end of a block. One read is a window of chunks.
@@ -300,8 +302,9 @@ class BlockReceiver:
 
 
 def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
-    """Return the bytes of the expected chunk from a message. Raises TransferEndedError if the exporter has no such
-    chunk.
+    """Return the bytes of the expected chunk from a message.
+
+    Raises TransferEndedError if the exporter has no such chunk.
     """
     if isinstance(message, str):
         raise TransferEndedError(message)

@@ -244,8 +244,9 @@ class Lifecycle:
         return is_update and self.backend.info.loads_under_pause
 
     async def _load_staged(self, control: Control) -> str | None:
-        """Load the staged weights of this operation while paused. Return the error if loading failed, otherwise
-        None.
+        """Load the staged weights of this operation while paused.
+
+        Return the error if loading failed, otherwise None.
         """
         acknowledged = self._acknowledged
         if acknowledged is None or acknowledged.operation_id != control.operation_id:
@@ -307,8 +308,9 @@ class Lifecycle:
         return confirmed.error
 
     async def commit(self, commit: ControlCommit) -> None:
-        """Enter the state of the acknowledged operation, or discard the operation. A repeated or late commit changes
-        nothing.
+        """Enter the state of the acknowledged operation, or discard the operation.
+
+        A repeated or late commit changes nothing.
         """
         acknowledged = self._acknowledged
         is_known = acknowledged is not None and (acknowledged.operation_id or "-") == commit.operation_id

@@ -96,8 +96,9 @@ class OpenRequests:
             self.exchange.close()
 
     def receive(self, message: Dispatch | Abort | ReleaseBlocks | Prefill | Transfer) -> None:
-        """Execute a message about one request. An invalid request is answered with an error and never raises an
-        exception.
+        """Execute a message about one request.
+
+        An invalid request is answered with an error and never raises an exception.
         """
         match message:
             case Dispatch():
@@ -166,8 +167,9 @@ class OpenRequests:
         return request
 
     def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
-        """Compute the complete blocks of a prompt for another engine. If this fails, the other engine computes the
-        blocks.
+        """Compute the complete blocks of a prompt for another engine.
+
+        If this fails, the other engine computes the blocks.
         """
         exchange.begin(dispatch.dispatch_id)
         try:

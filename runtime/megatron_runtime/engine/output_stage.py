@@ -86,8 +86,9 @@ class StopMatcher:
         self._num_releasable = 0
 
     def append(self, token: int) -> None:
-        """Append a token without a search. Use this for tokens that were sent earlier and cannot complete a stop
-        text.
+        """Append a token without a search.
+
+        Use this for tokens that were sent earlier and cannot complete a stop text.
         """
         self._append(token)
 
@@ -442,8 +443,9 @@ class OutputStage:
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:
-    """Return `output` without tokens, with only the results for the prompt. Used for a request that generates no
-    tokens.
+    """Return `output` without tokens, with only the results for the prompt.
+
+    Used for a request that generates no tokens.
     """
     return replace(
         output,

@@ -81,8 +81,9 @@ class Call:
 
 
 def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
-    """Return a digest of a call's arguments. The ranks of an engine compare it, to verify that they make the same
-    call.
+    """Return a digest of a call's arguments.
+
+    The ranks of an engine compare it, to verify that they make the same call.
     """
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
@@ -257,8 +258,9 @@ class FollowedCalls:
         part.on_answers = self._take
 
     def begin(self) -> None:
-        """Arrange that this process waits for the first rank before it exits. The first rank loads the weights of all
-        ranks.
+        """Arrange that this process waits for the first rank before it exits.
+
+        The first rank loads the weights of all ranks.
         """
         atexit.register(self._wait)
 

@@ -104,8 +104,9 @@ class FrontEnd:
         return url_of(self._listener)
 
     async def start(self) -> None:
-        """Connect to the coordinator and start to serve. If the connection fails, close the socket and raise the
-        error.
+        """Connect to the coordinator and start to serve.
+
+        If the connection fails, close the socket and raise the error.
         """
         try:
             await self._client.start()

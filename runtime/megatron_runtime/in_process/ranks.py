@@ -111,8 +111,9 @@ class ProgramRanks:
             await asyncio.to_thread(dist.barrier, group=self.group)
 
     async def text_of_first(self, text: str) -> str:
-        """Return the `text` that the first rank passes, on every rank. A text longer than MAX_TEXT_BYTES is
-        truncated.
+        """Return the `text` that the first rank passes, on every rank.
+
+        A text longer than MAX_TEXT_BYTES is truncated.
         """
         if self.group is None:
             return text

@@ -86,8 +86,9 @@ class HttpProtocol(H11Protocol):
             self.reject(error)
 
     def reject(self, error: FramingError) -> None:
-        """Answer a malformed request and close the connection. If a response has already begun, only close the
-        connection.
+        """Answer a malformed request and close the connection.
+
+        If a response has already begun, only close the connection.
         """
         self.answer(error.status, str(error).encode(), {"content-type": "text/plain; charset=utf-8"})
         self.transport.close()

@@ -72,8 +72,9 @@ unpack() first checks that the bytes contain all elements.
 
 
 class MalformedMessageError(ValueError):
-    """The frames are not a message of this protocol. The error text names the field, its value and the allowed
-    values.
+    """The frames are not a message of this protocol.
+
+    The error text names the field, its value and the allowed values.
     """
 
 
@@ -258,8 +259,9 @@ def unpack_tokens(data: PackedTokens) -> bytes:
 
 
 def checked_tokens(tokens: list[Any]) -> bytes:
-    """Return `tokens` as little-endian int32. Raises MalformedMessageError unless each is an integer from 0 to 2**31 -
-    1.
+    """Return `tokens` as little-endian int32.
+
+    Raises MalformedMessageError unless each is an integer from 0 to 2**31 - 1.
     """
     try:
         packed = struct.pack(f"<{len(tokens)}I", *tokens)

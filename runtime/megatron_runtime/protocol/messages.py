@@ -498,8 +498,9 @@ class Error(ControlMessage):
 
 
 class PairState(ControlMessage):
-    """PAIR_STATE, the state of one coordinator of a pair. It is sent to the other one as a heartbeat and after each
-    change.
+    """PAIR_STATE, the state of one coordinator of a pair.
+
+    It is sent to the other one as a heartbeat and after each change.
     """
 
     header = Header.PAIR_STATE
@@ -696,8 +697,9 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """FINAL, the result of a request, with all generated tokens and the reply map. The coordinator forwards both
-    unchanged.
+    """FINAL, the result of a request, with all generated tokens and the reply map.
+
+    The coordinator forwards both unchanged.
     """
 
     dispatch_id: int

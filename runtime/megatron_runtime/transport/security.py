@@ -94,8 +94,9 @@ class PeerKeys:
         return cls(own, first, tuple(others), (directory, name, server))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes when the file of this side's key pair changes. Returns None for keys without
-        files.
+        """Return a value that changes when the file of this side's key pair changes.
+
+        Returns None for keys without files.
         """
         if self.source is None:
             return None

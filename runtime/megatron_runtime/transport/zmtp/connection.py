@@ -55,8 +55,9 @@ class Owner(Protocol):
         """Handle a message from a peer."""
 
     def flush_soon(self, connection: Connection) -> None:
-        """Arrange that the connection's flush() is called in this iteration of the event loop. It has messages to
-        send.
+        """Arrange that the connection's flush() is called in this iteration of the event loop.
+
+        It has messages to send.
         """
 
     def has_room(self, connection: Connection) -> None:
