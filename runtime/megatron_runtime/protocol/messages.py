@@ -500,7 +500,7 @@ class Error(ControlMessage):
 class PairState(ControlMessage):
     """PAIR_STATE, the state of one coordinator of a pair.
 
-    It is sent to the other one as a heartbeat and after each change.
+    The message is sent to the other coordinator as a heartbeat and after each change.
     """
 
     header = Header.PAIR_STATE

@@ -57,7 +57,7 @@ class Owner(Protocol):
     def flush_soon(self, connection: Connection) -> None:
         """Arrange that the connection's flush() is called in this iteration of the event loop.
 
-        It has messages to send.
+        The connection has messages to send.
         """
 
     def has_room(self, connection: Connection) -> None:
