@@ -1,4 +1,4 @@
-"""Build hook of the wheel. The wheel contains the library of the CPU kernels if this machine can compile it."""
+"""Build hook of the wheel. If the build machine has g++, the wheel contains the compiled library of the CPU kernels."""
 
 from __future__ import annotations
 

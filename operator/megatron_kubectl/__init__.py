@@ -1,1 +1,1 @@
-"""The command line for users, `kubectl megatron`, with its live views and its dashboard."""
+"""The plugin `kubectl megatron`: its commands, its live views and its dashboard."""

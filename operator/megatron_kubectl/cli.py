@@ -1,7 +1,7 @@
-"""The commands of `kubectl megatron`, which show and control resources and their pods.
+"""The commands of `kubectl megatron`, which show and control MegatronInference resources and their pods.
 
-kubectl looks for the program `kubectl-megatron` on PATH. A module that only one command needs is imported inside that
-command, because program start accounts for most of a command's run time.
+kubectl looks for the program `kubectl-megatron` on PATH. A module that only one command needs is imported inside the
+function of this command, because program start accounts for most of a command's run time.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _connection(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _names(context: click.Context, _parameter: click.Parameter, incomplete: str) -> list[str]:
-    """Return the names of resources for shell completion. The list is empty if no cluster answers."""
+    """Return the names of resources for shell completion. Returns an empty list if the API server does not answer."""
     where = {key: context.params.get(key) for key in ("namespace", "context")}
     try:
         with ResourceClient(**where) as client:
@@ -94,7 +94,10 @@ _timeout = click.option(
 
 @contextlib.contextmanager
 def _client(namespace: str | None, context: str | None) -> Iterator[ResourceClient]:
-    """Yield the client of a command. If the block raises ClusterError, the command exits with the error's message."""
+    """Yield a client for the requests of one command.
+
+    If the block raises ClusterError, print the error's message and exit.
+    """
     try:
         with ResourceClient(namespace=namespace, context=context) as client:
             yield client
@@ -131,7 +134,11 @@ def list_(*, namespace: str | None, context: str | None, all_namespaces: bool, o
 
 
 def _list_table(resources: list[dict[str, Any]], *, wide: bool, namespaces: bool) -> tuple[list[str], list[list[str]]]:
-    """Return the headers and rows of the table of resources."""
+    """Return the headers and rows of the table of resources.
+
+    wide:       add the columns of `-o wide`.
+    namespaces: add the column of the namespace.
+    """
     now = datetime.now(UTC)
     columns: dict[str, Callable[[dict[str, Any], dict[str, Any]], str]] = {
         **({"NAMESPACE": lambda _, view: view["namespace"]} if namespaces else {}),
@@ -334,9 +341,9 @@ def rollout_status(
 
 
 def _follow_rollout(client: ResourceClient, name: str, *, timeout: float, quiet: bool) -> dict[str, Any]:
-    """Print the progress of a rollout until it is complete.
+    """Print the progress of a rollout until the rollout is complete. Return the result of resource_view.rollout().
 
-    Raises ClusterError if it fails or does not complete in time.
+    Raises ClusterError if the rollout fails or does not complete in time.
     """
     shown = ""
     for resource in client.versions(name, timeout_seconds=timeout):
@@ -431,9 +438,10 @@ for _name in VERBS:
 
 
 def complete() -> None:
-    """Run the program `kubectl_complete-megatron`, by which kubectl completes the last argument of a command.
+    """Run the program `kubectl_complete-megatron`, which kubectl calls to complete the last argument of a command.
 
-    It writes one candidate per line, with its help after a tab, and a line that excludes file names.
+    The program writes one candidate per line, with its help after a tab. The last line disables the completion of file
+    names.
     """
     from click.shell_completion import ShellComplete
 

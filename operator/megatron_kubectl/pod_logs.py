@@ -62,7 +62,10 @@ def _component(pod: Mapping[str, Any]) -> str:
 
 
 def _states(pod: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the status of a pod's main container, which has the name of the component."""
+    """Yield the status of the pod's main container, if the pod has this status.
+
+    The main container has the name of the component.
+    """
     for state in (pod.get("status") or {}).get("containerStatuses") or ():
         if state["name"] == _component(pod):
             yield state
@@ -87,7 +90,12 @@ def selected_pods(client: ResourceClient, selection: Selection) -> list[Object]:
 def read_log(
     client: ResourceClient, pod: Mapping[str, Any], *, follow: bool, tail: int | None, previous: bool
 ) -> Iterator[Line]:
-    """Yield the lines of the main container of a pod. Raises ClusterError."""
+    """Yield the lines of the main container's log. Raises ClusterError.
+
+    follow:   continue with new lines until the container ends.
+    tail:     number of lines from the end of the log; None means all lines.
+    previous: read the log of the container's previous instance.
+    """
     name = pod["metadata"]["name"]
     query = {
         "container": _component(pod),
@@ -110,7 +118,7 @@ def merged(
 ) -> Iterator[Line]:
     """Yield the existing lines of all logs in chronological order.
 
-    Appends an error to `errors` for each unreadable log.
+    For each log that cannot be read, append an error to `errors`.
     """
 
     def lines(pod: Mapping[str, Any]) -> Iterator[Line]:
@@ -124,7 +132,7 @@ def merged(
 
 
 class LogFollower:
-    """A follower of the logs of a selection, including containers that start later."""
+    """A follower of the logs of the selected pods, including containers that start later."""
 
     def __init__(self, client: ResourceClient, selection: Selection, *, tail: int | None) -> None:
         self._client = client
@@ -149,10 +157,10 @@ class LogFollower:
             self._lines.put(error)
 
     def _watch(self) -> None:
-        """Follow each container once.
+        """Find the selected containers, and follow each of them once. This method never returns.
 
-        A container that already runs is followed from its last lines. A container that starts later is followed from
-        its first line.
+        For a container that already runs, begin with the last lines of its log. For a container that starts later,
+        begin with the first line.
         """
         path = POD.path(self._client.namespace)
         selector = f"{LABEL_INSTANCE}={self._selection.resource}"

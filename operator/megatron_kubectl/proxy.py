@@ -56,7 +56,7 @@ def _kubectl(context: str | None) -> list[str]:
 
 
 class ContextQuery:
-    """A query for a context of the kubeconfig, which runs in a child process while the caller continues."""
+    """A query for a context of the kubeconfig. kubectl runs it in a child process while the caller continues."""
 
     def __init__(self, context: str | None) -> None:
         command = [*_kubectl(context), "config", "view", "--minify", "-o", "json"]
@@ -133,13 +133,16 @@ class KubectlProxy:
                 say(text, err=True)
 
     def errors(self) -> str:
-        """Return the last lines that kubectl wrote to standard error. Call this method after kubectl has exited."""
+        """Return the last lines that kubectl wrote to standard error.
+
+        Call this method only after kubectl has exited.
+        """
         self._reading.join(timeout=1)  # not forever, because a running login plugin keeps standard error open
         return " ".join(self._last_errors).strip().removeprefix("error: ") or "it wrote no error"
 
     @property
     def output(self) -> IO[bytes]:
-        """The standard output of kubectl. kubectl writes no further output until it exits."""
+        """The standard output of kubectl. It has no further output until kubectl exits."""
         assert self._process.stdout is not None
         return self._process.stdout
 
@@ -197,7 +200,7 @@ class KubectlProxy:
         headers: Mapping[str, str] | None = None,
         seconds: float | None = None,
     ) -> Iterator[http.client.HTTPResponse]:
-        """Send one request, and yield the answer before its body has arrived, whatever the status of the answer is.
+        """Send one request, and yield the response as soon as its headers have arrived, whatever its status is.
 
         seconds: maximum time without a received byte; None means no limit.
 
@@ -222,9 +225,11 @@ class KubectlProxy:
 
 
 def rejection(code: int, text: bytes, *, about: str) -> ClusterError:
-    """Return the error for an answer with an error status.
+    """Return the error for a response with an error status.
 
-    The error's text is the API server's Status, or the proxy's text if the API server did not answer.
+    The error's text comes from the API server's Status object, or from the proxy if the API server did not answer.
+
+    about: name of the object for the message.
     """
     try:
         status = json.loads(text)

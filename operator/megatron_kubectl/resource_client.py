@@ -24,15 +24,17 @@ Object = dict[str, Any]
 
 
 def current_context(context: str | None) -> tuple[str, str]:
-    """Return the name and the namespace of a context of the kubeconfig. Raises ClusterError.
+    """Return the name and the namespace of a context of the kubeconfig.
 
     context: None means the current context.
+
+    Raises ClusterError if the context or the kubeconfig does not exist.
     """
     return ContextQuery(context).result()
 
 
 class ResourceClient:
-    """Access to the resources of one namespace with the user's kubeconfig, until the client is closed.
+    """Access to the MegatronInference resources of one namespace with the user's kubeconfig, until close() is called.
 
     Raises:
         ClusterError: kubectl is missing, or there is no usable kubeconfig.
@@ -76,7 +78,7 @@ class ResourceClient:
             raise
 
     def list_all(self, path: str, *, about: str, **query: Any) -> list[Object]:
-        """Return all objects of a collection."""
+        """Return all objects of the collection at `path`. about: name of the collection for messages."""
         items: list[Object] = []
         token: str | None = None
         while True:
@@ -87,7 +89,7 @@ class ResourceClient:
                 return items
 
     def resources(self, *, all_namespaces: bool) -> list[Object]:
-        """Return the resources of the client's namespace, or of all namespaces."""
+        """Return the MegatronInference resources of the client's namespace, or of all namespaces."""
         namespace = None if all_namespaces else self.namespace
         about = f"{CRD_NAME} in {'all namespaces' if all_namespaces else f'namespace {namespace}'}"
         return self.list_all(RESOURCE.path(namespace), about=about)
@@ -98,9 +100,9 @@ class ResourceClient:
         return self.list_all(POD.path(self.namespace), about=about, labelSelector=f"{LABEL_INSTANCE}={name}")
 
     def operator_problem(self) -> str | None:
-        """Return the problem if no operator serves this namespace, or if several do.
+        """Return the problem if no operator serves this namespace, or if several operators do.
 
-        Returns None if exactly one does.
+        Returns None if exactly one operator serves it.
         """
         # Use the time in the API server's answer, because the user's clock may differ from the operators' clocks.
         with self.api.open("GET", LEASE.path(None), seconds=30) as answer:
@@ -117,15 +119,15 @@ class ResourceClient:
         return self._call("GET", name)
 
     def patch_spec(self, name: str, **fields: Any) -> Object:
-        """Merge-patch fields of the spec, and return the resource."""
+        """Merge-patch fields of the spec, and return the changed resource."""
         return self._call("PATCH", name, {"spec": fields})
 
     def annotate(self, name: str, annotations: dict[str, str]) -> Object:
-        """Merge-patch annotations, and return the resource."""
+        """Merge-patch annotations, and return the changed resource."""
         return self._call("PATCH", name, {"metadata": {"annotations": annotations}})
 
     def watch(self, path: str, *, version: str, seconds: float, **query: Any) -> Iterator[Object]:
-        """Yield the events of a collection that follow a resource version, for at most `seconds`."""
+        """Yield the watch events of a collection after the resource version `version`, for at most `seconds`."""
         options = {"watch": "true", "resourceVersion": version, "timeoutSeconds": max(1, int(seconds))}
         with self.api.open("GET", path, query={**query, **options}, seconds=seconds + 30) as answer:
             if answer.status != 200:

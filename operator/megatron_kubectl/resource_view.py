@@ -51,7 +51,7 @@ def summary(resource: Mapping[str, Any]) -> Object:
 
 
 def label(item: Mapping[str, Any], name: str) -> str:
-    """Return a label of an object. Returns an empty string if the label is not set."""
+    """Return the value of the label `name` of an object. Returns an empty string if the label is not set."""
     return str((item["metadata"].get("labels") or {}).get(name, ""))
 
 
@@ -75,7 +75,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def rollout(resource: Mapping[str, Any]) -> Object:
-    """Return the progress of a rollout, as an object with three members.
+    """Return the progress of a rollout, as an object with three fields.
 
     done:   every engine has the current revision and serves, or the requested state is not Running.
     failed: reason why waiting does not help; empty if waiting may help.

@@ -137,7 +137,7 @@ def parse_page(text: str) -> PodMetrics:
 def quantile(counts: Mapping[float, float], share: float) -> float | None:
     """Return a quantile of a histogram, interpolated within its bucket as Prometheus does.
 
-    Returns None if there are no observations. Values above the highest finite bound count as this bound.
+    Returns None if there are no observations. An observation above the highest finite bound counts as this bound.
 
     counts: cumulative counts by upper bound.
     share:  the quantile, from 0 to 1.
@@ -157,7 +157,10 @@ def quantile(counts: Mapping[float, float], share: float) -> float | None:
 
 
 def _increase(new: float, old: float) -> float:
-    """Return the increase of a counter. A value below the earlier value means that the process restarted at 0."""
+    """Return the increase of a counter.
+
+    If `new` is lower than `old`, the process has restarted, and the counter started at 0 again.
+    """
     return new - old if new >= old else new
 
 
@@ -212,9 +215,9 @@ def make_sample(
 
 
 def metrics_key(pod: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the component and name to which a pod's metrics belong. Returns None for a pod that has no metrics.
+    """Return the component and the name under which a pod's metrics are shown. Returns None for a pod without metrics.
 
-    The first pod of an engine reports the metrics of all ranks of the engine.
+    The first pod of an engine has the metrics of all ranks of the engine. The other pods of the engine have none.
     """
     component, name = label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
     if component == ENGINE:
@@ -236,8 +239,8 @@ def sample_pods(
     """Return the sample of one interval, and the pages to pass as `before` for the next interval.
 
     Args:
-        pods:  component and name of each pod, from metrics_key().
-        pages: metrics page of each pod, by pod.
+        pods:  component and name of each pod, from metrics_key(), by the pod's name.
+        pages: metrics page of each pod, by the pod's name.
     """
     by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
     for pod, page in pages.items():

@@ -38,7 +38,7 @@ HEADERS = (
 
 
 class Sampler:
-    """A reader of the status of a resource and the metrics of its pods, one sample after another."""
+    """A reader of samples. Each sample combines the status of a resource and the metrics of its pods."""
 
     def __init__(self, client: ResourceClient, name: str) -> None:
         self._client = client
@@ -89,7 +89,8 @@ class Sampler:
 def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
     """Return the data that `top -o json` prints.
 
-    error: reason why the metrics of some pods are missing; empty if none are missing.
+    sample: metrics of the resource's pods.
+    error:  reason why the metrics of some pods are missing; empty if none are missing.
     """
     engines = [
         {
@@ -114,9 +115,9 @@ def view(resource: Mapping[str, Any], sample: Sample, error: str) -> Object:
 
 
 def imbalance(sample: Object) -> list[str]:
-    """Return a warning if the queues of prompt tokens differ widely between engines.
+    """Return a list with one warning if the queues of prompt tokens differ widely between engines.
 
-    Otherwise returns an empty list.
+    Returns an empty list otherwise.
 
     sample: result of Sampler.take().
     """
@@ -144,7 +145,7 @@ def _engine(sample: EngineSample, epoch: Any) -> Object:
 
 
 def lines(sample: Object) -> list[str]:
-    """Return the lines of text that show a view."""
+    """Return the lines of text that `top` shows. sample: result of Sampler.take()."""
     latencies = [
         f"{name} {_ms(sample[key]['p50'])}, p95 {_ms(sample[key]['p95'])}"
         for name, key in (("first token", "ttftSeconds"), ("between tokens", "interTokenSeconds"))

@@ -177,7 +177,7 @@ api_server_ranges = click.option(
 
 
 def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of the pod policy. `_settings` converts their values to a PodPolicy."""
+    """Add the options of the pod policy to a command. `_settings` converts their values to a PodPolicy."""
     for switch in reversed(Switch):
         kind: dict[str, Any] = {"is_flag": True, "help": switch.text}
         if switch is Switch.PROFILE:
@@ -189,7 +189,7 @@ def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def installation(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that affect rendered children. `_settings` converts their values to Settings."""
+    """Add the options that affect rendered children to a command. `_settings` converts their values to Settings."""
     for option in reversed(
         (
             *(runtime_image, vllm_runtime_image, coordinator_image, operator_namespace, image_pull_policy),
@@ -202,7 +202,7 @@ def installation(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
-    """Return the settings that the options describe, and the remaining options."""
+    """Return the Settings that some of the options describe, and the remaining options."""
 
     def of(kind: type[Settings | PodPolicy]) -> dict[str, Any]:
         return {field.name: options.pop(field.name) for field in fields(kind) if field.name in options}
@@ -376,7 +376,10 @@ def render(path: Path, output: str, **options: Any) -> None:
 
 
 def _present(new: ResourceFile, against: str | None, *, context: str | None) -> ResourceFile | None:
-    """Return the resource of `--against`. Returns None if it does not exist."""
+    """Return the resource that the option `--against` names. Returns None if this resource does not exist.
+
+    new: the resource of the file, whose name and namespace `--against cluster` uses.
+    """
     if against is None:
         return None
     if against != "cluster":
@@ -393,12 +396,15 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 
 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
-    """Return the effect of a file.
+    """Return the changes that applying the resource `new` over the resource `old` would cause.
 
-    The resource keeps the images of its release unless the command line names others.
+    The resource keeps the images of its release unless the command line names other images.
 
-    The options may reject the current resource. Its operator then runs with other options, so the preview ignores the
-    pod policy.
+    If the pod policy of the command line rejects the resource `old`, the resource's operator runs with another policy.
+    The preview then ignores the pod policy.
+
+    fixed: settings from the command line.
+    given: names of the settings that the command line sets.
     """
     if old is None:
         return preview(None, new.context(fixed))

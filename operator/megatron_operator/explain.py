@@ -23,8 +23,8 @@ def explanation(resource: Mapping[str, Any], operators: str | None = None) -> li
     The lines show the desired state, the backend, the current step and what it waits for, and then conditions, engines,
     adapters and transitions.
 
-    operators: the problem with the operators of its namespace (`operator_leases.operator_problem`); None if exactly one
-        operator runs.
+    operators: the problem with the operators of the resource's namespace, from `operator_leases.operator_problem`; None
+        if exactly one operator runs.
     """
     metadata, status = resource["metadata"], resource.get("status") or {}
     spec = resource.get("spec") or {}
@@ -87,7 +87,7 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], opera
 
 
 def _by_number(name: str) -> tuple[str, int]:
-    """Return a sort key that sorts engine-2 before engine-10."""
+    """Return a key for sorted(), with which engine-2 comes before engine-10."""
     base, _, number = name.rpartition("-")
     return (base, int(number)) if number.isdecimal() else (name, 0)
 

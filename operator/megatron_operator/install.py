@@ -118,7 +118,7 @@ def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Man
 def _cluster_name(namespace: str) -> str:
     """Return the name of the operator's cluster-scoped objects.
 
-    Operators in different namespaces have different names.
+    The name contains the namespace, so that operators in different namespaces do not share objects.
     """
     return f"{NAME}:{namespace}:{LABELS['app.kubernetes.io/instance']}"
 

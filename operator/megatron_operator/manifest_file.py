@@ -22,12 +22,15 @@ NO_UID = "00000000-0000-0000-0000-000000000000"
 
 
 class ResourceFileError(ValueError):
-    """A file contains no valid resource. The message names the file, the field and the remedy."""
+    """A file contains no valid custom resource. The message names the file, the field and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourceFile:
-    """One resource, read from a file. namespace, uid: empty if the file lacks them, as before the first apply."""
+    """One custom resource, read from a file.
+
+    namespace, uid: empty if the file lacks them, as before the first apply.
+    """
 
     name: str
     namespace: str
@@ -44,7 +47,7 @@ class ResourceFile:
         return self.context(settings if self.release is None else self.release.settings(settings))
 
     def applied_to(self, present: ResourceFile) -> ResourceFile:
-        """Return the resource that results when this file is applied to an existing resource.
+        """Return the resource that results if this file is applied to the resource `present`.
 
         Raises:
             ResourceFileError: the file describes another resource.
@@ -71,7 +74,7 @@ def read_resource(path: Path) -> ResourceFile:
     """Return the only MegatronInference in a YAML file.
 
     Raises:
-        ResourceFileError: the file has no resource, several resources, or an invalid one.
+        ResourceFileError: the file has no MegatronInference, several of them, or an invalid one.
     """
     try:
         documents = [entry for entry in yaml.safe_load_all(path.read_bytes()) if entry is not None]

@@ -38,7 +38,7 @@ class OperatorLease:
 
 
 def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
-    """Return the Leases of operators among all Leases of a cluster, sorted by name."""
+    """Return the Leases that belong to operators, sorted by name. items: all Leases of a cluster."""
     leases = []
     for item in items:
         metadata, spec = item["metadata"], item.get("spec") or {}
@@ -59,7 +59,9 @@ def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
 
 
 def operator_problem(leases: Sequence[OperatorLease] | None, namespace: str, now: datetime) -> str | None:
-    """Return the problem if no operator runs for a namespace, or if several do. Returns None if exactly one runs.
+    """Return the problem if no operator runs for a namespace, or if several operators do.
+
+    Returns None if exactly one operator runs.
 
     leases: Leases of all operators in the cluster; None if the user may not list them.
     now: current time of the API server.

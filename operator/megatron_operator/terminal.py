@@ -1,4 +1,4 @@
-"""Escaped output. All output of the commands goes through this module."""
+"""Writes the output of the commands, and escapes it. All output of the commands goes through this module."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def say(line: str, *, err: bool = False) -> None:
 
 
 def say_lines(lines: list[str]) -> None:
-    """Write lines. Line breaks within a line are escaped."""
+    """Write lines of text. Line breaks within a line are escaped."""
     for line in lines:
         say(line)
 
 
 def document(text: str) -> None:
-    """Write the output of as_yaml() or as_json()."""
+    """Write a document, which as_yaml() or as_json() returned, to standard output."""
     click.echo(text, nl=False)
 
 
@@ -63,7 +63,7 @@ def clear() -> None:
 
 
 def as_json(documents: list[dict[str, Any]]) -> str:
-    """Return ASCII JSON: one object, or a list of several objects."""
+    """Return ASCII JSON text: one object, or a list if there are several objects."""
     text = json.dumps(documents[0] if len(documents) == 1 else documents, indent=2)
     return text.replace("\x7f", "\\u007f") + "\n"
 
@@ -81,7 +81,7 @@ def as_yaml(documents: list[dict[str, Any]]) -> str:
 
 
 def fail(error: Exception, *, lines: bool = False) -> NoReturn:
-    """End the command with exit code 1 and the error's message.
+    """Raise the exception that ends the command with exit code 1 and prints the error's message.
 
     Args:
         lines: the message has several lines that this program has composed.

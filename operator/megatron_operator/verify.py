@@ -31,7 +31,7 @@ async def verify(
     api_key: str | None,
     timeout_seconds: float,
 ) -> None:
-    """Print one line for each successful check of the API, and of an operator and a server if their URLs are given.
+    """Check the API and, if their URLs are given, an operator and a server. Print one line for each successful check.
 
     Each check is repeated until it succeeds, or until `timeout_seconds` have passed since the start.
 
@@ -56,7 +56,7 @@ async def verify(
 def _session() -> aiohttp.ClientSession:
     """Return the session for requests to operator and server.
 
-    It follows no redirect, because requests can have the API key.
+    The session follows no redirect, because requests can contain the API key.
     """
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     return aiohttp.ClientSession(timeout=timeout, trust_env=True, trace_configs=[rejects_redirects()])
@@ -76,7 +76,10 @@ async def _until(end: float, what: str, remedy: str, check: Callable[[], Awaitab
 
 
 async def _served(api: KubeApi) -> str:
-    """Read the discovery document of the API version. Every account may read it, and it lists only established CRDs."""
+    """Check that the discovery document has the API version. Return the text of the successful check.
+
+    Every account may read this document, and it lists only established CRDs.
+    """
     found = await api.request("GET", f"/apis/{API_VERSION}")
     names = {entry["name"] for entry in found["resources"]}
     if missing := {PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"} - names:
@@ -93,7 +96,10 @@ async def _ready(http: aiohttp.ClientSession, url: str) -> str:
 
 
 async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -> str:
-    """Check that a server answers by requesting one token from its first model."""
+    """Check that a server answers, by requesting one token from its first model.
+
+    Return the text of the successful check.
+    """
     base, headers = f"{url.rstrip('/')}/v1", {"Authorization": f"Bearer {api_key}"} if api_key else {}
     async with http.get(f"{base}/models", headers=headers) as response:
         model = (await _json(response, expect=200))["data"][0]["id"]
@@ -104,7 +110,10 @@ async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -
 
 
 async def _json(response: aiohttp.ClientResponse, *, expect: int | None = None) -> dict[str, Any]:
-    """Return a JSON object. Raises VerificationError for another answer or status."""
+    """Return the JSON object of a response. Raises VerificationError for another status or content.
+
+    expect: expected HTTP status; None accepts every status.
+    """
     text = await response.text()
     if expect is not None and response.status != expect:
         raise VerificationError(f"{response.url} answered {response.status}: {text[:300]}")

@@ -2,8 +2,9 @@
 
 The page's files contain nothing secret. All other data travels over one WebSocket per page, because browsers do not
 count WebSockets against their limit of connections per server. The first message of a page contains the token of this
-process. The URL has the token in its fragment, which is sent to no server, log or Referer header. A page of another
-site does not know the token. The application also rejects other host names (Host) and origins (Origin).
+process. The URL has the token in its fragment, which browsers send to no server and in no Referer header. A page of
+another site does not know the token. The application also rejects requests with other host names (Host) and origins
+(Origin).
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def policy(port: int) -> str:
 
 
 class RejectedError(Exception):
-    """The error for a request of a page that is rejected. The message is for the user."""
+    """The error for a request that the dashboard rejects. The page shows the message to the user."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class DashboardSettings:
 
 
 class Guard:
-    """Middleware that checks Host and Origin of each request, and adds the security headers to each answer."""
+    """Middleware that checks Host and Origin of each request, and adds the security headers to each response."""
 
     def __init__(self, app: ASGIApp, *, settings: DashboardSettings) -> None:
         self._app = app
@@ -153,7 +154,10 @@ class Guard:
 
 
 class Dashboard:
-    """The handlers of the requests that pages can send. Each handler is an asynchronous generator of JSON values."""
+    """The handlers of the requests that pages can send.
+
+    Each handler is an asynchronous generator of the answers' values.
+    """
 
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:
         self._api = api
@@ -174,7 +178,7 @@ class Dashboard:
         }
 
     def session(self, token: Any) -> Object | None:
-        """Return the first message for a page, or None if the page's token is wrong."""
+        """Return the first message to a page, or None if the page's token is wrong."""
         settings = self.settings
         given = token.encode() if isinstance(token, str) else b""
         if hmac.compare_digest(given, self.single_use_token.encode()):
@@ -203,7 +207,7 @@ class Dashboard:
         await self._observers.close()
 
     async def list_resources(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield the resources of a namespace, or of all namespaces. The complete list comes first, then each change."""
+        """Yield the list of resources of a namespace, or of all namespaces, and then each change of the list."""
         namespace = _dns_name(request, "namespace") if request.get("namespace") else None
         async for change in watch(self._api, RESOURCE.path(namespace), {}):
             if change.error is not None:
@@ -212,7 +216,7 @@ class Dashboard:
                 yield {"kind": change.kind, "resources": [summary(each) for each in change.objects]}
 
     async def observe(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield the state, events, pods and metrics of one resource, then each change."""
+        """Yield the state, events, pods and metrics of one resource, and then each change of them."""
         async with contextlib.aclosing(self._observer(request).frames()) as frames:
             async for frame in frames:
                 yield frame
@@ -268,7 +272,10 @@ class Dashboard:
         return self._observers.get(*_names(request))
 
     async def patch(self, request: Request, body: Object) -> Object:
-        """Merge-patch the resource, and return its new generation. The request is cancelled if it times out."""
+        """Merge-patch the resource with `body`, and return an object with the resource's new generation.
+
+        A request that times out is cancelled.
+        """
         path, seconds = RESOURCE.path(*_names(request)), self.settings.verb_seconds
         query, merge = {"fieldManager": MANAGER}, "application/merge-patch+json"
         try:
@@ -301,7 +308,7 @@ def set_state(request: Request) -> Object:
 def scale(request: Request) -> Object:
     """Return the patch that sets spec.replicas.
 
-    The scale subresource is not used, because its answer has no generation.
+    The scale subresource is not used, because its response does not have the resource's generation.
     """
     replicas = request.get("replicas")
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 0:
@@ -317,9 +324,9 @@ def restart(request: Request) -> Object:
 class PageConnection:
     """The connection of one page, which sends requests as JSON over one WebSocket.
 
-    The page sends its token, as `{"token": ...}`, then requests: `{"id": NUMBER, "do": NAME, ...}`. Each answer to a
-    request contains the request's number. A request gets any number of `value` answers, then `done` or `error`. The
-    page ends a request with `{"id": NUMBER, "end": true}`.
+    The page first sends its token, as `{"token": ...}`, and then requests: `{"id": NUMBER, "do": NAME, ...}`. Each
+    answer contains the number of its request. This process answers a request with any number of `value` messages, and
+    then with `done` or `error`. The page cancels a request with `{"id": NUMBER, "end": true}`.
 
     A verb is executed only if the page confirms it. This process sends `ask`, and a page that still waits for the
     answer sends `{"id": NUMBER, "go": true}`. A verb that was delayed in a buffer is therefore not executed later.
@@ -359,7 +366,7 @@ class PageConnection:
                 await self._websocket.close(code, reason)
 
     async def _receive(self) -> Object:
-        """Return the next message.
+        """Return the next message from the page.
 
         Raises:
             ValueError: the message is not a JSON object.
@@ -382,7 +389,7 @@ class PageConnection:
             await self._send({})
 
     def _take(self, message: Request) -> None:
-        """Start, continue or end the request that a message names. Raises ValueError for a malformed message."""
+        """Start, continue or cancel the request that a message names. Raises ValueError for a malformed message."""
         number = message.get("id")
         if not isinstance(number, int):
             raise ValueError("id: is missing or not a number")
@@ -437,12 +444,15 @@ class PageConnection:
 
 
 def _names(request: Request) -> tuple[str, str]:
-    """Return the namespace and the name of the resource in a request. Raises RejectedError if either is invalid."""
+    """Return the namespace and the name of the resource that a request names.
+
+    Raises RejectedError if either is not a valid DNS name.
+    """
     return _dns_name(request, "namespace"), _dns_name(request, "name")
 
 
 def _dns_name(request: Request, field_name: str) -> str:
-    """Return the DNS name in a field of a request. A DNS name is safe in the path of an API request.
+    """Return the DNS name in the field `field_name` of a request. A DNS name is safe in the path of an API request.
 
     Raises:
         RejectedError: the field has no valid DNS name.
@@ -461,7 +471,7 @@ class PageProtocol(HttpProtocol):
 
 
 class DashboardServer(uvicorn.Server):
-    """A server of the dashboard on a bound socket until SIGINT or SIGTERM."""
+    """A server of the dashboard, which serves on a bound socket until SIGINT or SIGTERM."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         super().__init__(
@@ -479,7 +489,12 @@ class DashboardServer(uvicorn.Server):
 
 
 def behind(proxy_socket: Path) -> Configuration:
-    """Return the configuration of an API client that connects through `kubectl proxy`. Needs a running event loop."""
+    """Return the configuration of an API client that connects through `kubectl proxy`.
+
+    Call this function while an event loop runs.
+
+    proxy_socket: Unix socket of the proxy.
+    """
     configuration = Configuration()
     configuration.host = "http://localhost"
     connector = aiohttp.UnixConnector(str(proxy_socket), limit=0)

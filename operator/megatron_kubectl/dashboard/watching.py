@@ -1,7 +1,7 @@
 """Reads the data that the dashboard shows about a resource, and updates the data by watches.
 
-A `ResourceObserver` exists while a page shows its resource, and for 15 minutes afterwards, so that the charts have no
-gap when a page returns to the resource.
+A `ResourceObserver` exists while a page shows its resource, and for 15 minutes afterwards. If a page returns to the
+resource within this time, its charts have no gap.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_PAGE_BYTES = 4 << 20
 
 
 def detail(resource: Mapping[str, Any]) -> Object:
-    """Return the data of one resource for its page. The member `specText` is the spec as YAML, for the editor."""
+    """Return the data of one resource for its page. The field `specText` is the spec as YAML, for the editor."""
     spec = dict(resource.get("spec") or {})
     return {
         **summary(resource),
@@ -82,8 +82,8 @@ def _pod(pod: Mapping[str, Any]) -> Object:
 class ResourceObserver:
     """The data for the page of one resource, which the observer keeps up to date.
 
-    parts:  the shown values by part. The parts are resource, events, pods and explain.
-    errors: reasons why parts cannot be read, by part; `metrics` is a further part.
+    parts:  the shown data, by part: resource, events, pods and explain.
+    errors: reasons why data cannot be read, by part. In addition to the parts above, `metrics` can have an error.
     """
 
     def __init__(self, api: KubeApi, namespace: str, name: str, *, interval: float = INTERVAL_SECONDS) -> None:
@@ -132,7 +132,10 @@ class ResourceObserver:
         return pod in self._pods
 
     async def frames(self) -> AsyncGenerator[Object]:
-        """Yield each part as `{"part": ..., "value": ...}`, then every part that changes. The generator never ends."""
+        """Yield each part as `{"part": ..., "value": ...}`, then again every part that changes.
+
+        The generator never ends.
+        """
         self.viewers += 1
         sent: dict[str, Any] = {"samples": 0}
         try:

@@ -1,1 +1,1 @@
-"""All I/O with the API server: reads, guarded writes, the Lease, Events, keys, and the cache that decisions read."""
+"""All I/O with the API server: reads, guarded writes, the Lease, Events, keys, and the cache of observed objects."""

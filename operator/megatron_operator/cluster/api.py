@@ -1,7 +1,7 @@
 """Client of the API server. Objects are plain data.
 
-Every request has a deadline. Errors are raised as `KubeApiError` with the server's status code, reason and message. The
-module `writer` decides whether a write is allowed (leadership, ownership).
+Every request has a deadline. Errors are raised as `KubeApiError` with the server's status code, reason and message.
+This module does not decide whether a write is allowed; the module `writer` checks leadership and ownership.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 
 class KubeApiError(Exception):
-    """The API server rejected a request or is unreachable. `code` is the HTTP status, or 0 if there was no answer.
+    """The API server rejected a request or is unreachable. `code` is the HTTP status, or 0 if there was no response.
 
     retry_after: seconds of the Retry-After header, or 0 without the header.
     """
@@ -58,12 +58,12 @@ class KubeApiError(Exception):
 
     @property
     def conflict(self) -> bool:
-        """Whether the object has changed, was replaced by another object, or already exists."""
+        """Whether the object has changed since it was read, was replaced by another object, or already exists."""
         return self.code == 409
 
     @property
     def permanent(self) -> bool:
-        """Whether the same request would fail again until the object or the cluster's configuration changes."""
+        """Whether the same request will fail until the object or the cluster's configuration changes."""
         if self.code == 500:
             return MALFORMED_OBJECT in self.message or FAILED_WEBHOOK in self.message
         return self.code in (400, 403, 404, 405, 409, 413, 415, 422) and not self.namespace_ends
@@ -75,9 +75,10 @@ class KubeApiError(Exception):
 
 
 class KubeApi:
-    """The API verbs that the operator uses. The client follows no redirect.
+    """The API verbs that the operator uses. The client does not follow redirects.
 
-    Bodies are plain data. The official client's serialisation is skipped, because it takes longer than the request.
+    Request and response bodies are plain data. The serialisation of the official client is not used, because it takes
+    longer than the request.
     """
 
     def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
@@ -119,14 +120,21 @@ class KubeApi:
     async def list(
         self, kind: ObjectKind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
     ) -> list[Object]:
-        """Return all objects of a kind, read page by page. `fields` is a field selector."""
+        """Return all objects of a kind. The objects are read page by page.
+
+        selector: label selector.
+        fields:   field selector.
+        """
         items: list[Object] = []
         async for page in self.pages(kind.path(namespace), {"labelSelector": selector, "fieldSelector": fields}):
             items += page.get("items", [])
         return items
 
     async def pages(self, path: str, query: Mapping[str, Any], *, accept: str = JSON) -> AsyncIterator[Object]:
-        """Yield a collection as lists of PAGE_OBJECTS objects. All lists have the same resource version."""
+        """Yield the pages of a collection, as lists with up to PAGE_OBJECTS objects.
+
+        All pages have the same resource version.
+        """
         token: str | None = None
         while True:
             page = await self.request(
@@ -142,7 +150,10 @@ class KubeApi:
         return await self.request("POST", path, body=body, query={"fieldManager": manager})
 
     async def replace(self, kind: ObjectKind, body: Object, *, manager: str) -> Object:
-        """PUT the object. A `metadata.resourceVersion` in the body makes the write a compare-and-swap."""
+        """Replace the object by a PUT request, and return the new version.
+
+        If `body` has `metadata.resourceVersion`, the API server replaces only this version of the object.
+        """
         metadata = body["metadata"]
         path = kind.path(metadata["namespace"], metadata["name"])
         return await self.request("PUT", path, body=body, query={"fieldManager": manager})
@@ -157,7 +168,10 @@ class KubeApi:
         subresource: str | None = None,
         dry_run: bool = False,
     ) -> Object:
-        """Apply the object server-side. `metadata.uid` and `metadata.resourceVersion` in the body are preconditions."""
+        """Apply the object server-side, and return the new version.
+
+        If `body` has `metadata.uid` or `metadata.resourceVersion`, these values are preconditions.
+        """
         metadata = body["metadata"]
         return await self.request(
             "PATCH",
@@ -188,7 +202,7 @@ class KubeApi:
         grace_seconds: overrides a pod's own grace period. With 0 the API server does not wait for the pod's kubelet.
 
         Raises:
-            KubeApiError: 404 if the object does not exist, 409 if another object has the name now.
+            KubeApiError: 404 if the object does not exist, 409 if another object now has the name.
         """
         body = {
             "apiVersion": "v1",
@@ -210,10 +224,12 @@ class KubeApi:
         accept: str = JSON,
         expect_continue: bool = False,
     ) -> Object:
-        """Send one request. Raises KubeApiError for every failure, including a timeout.
+        """Send one request, and return the JSON object in the response.
 
-        expect_continue: send the body only when the receiver requests it. A stopped receiver then never executes a
-            request that has timed out.
+        expect_continue: send the body only when the receiver requests it. If the request times out while the receiver
+            is stopped, the receiver then cannot execute the request later.
+
+        Raises KubeApiError for every failure, including a timeout.
         """
         try:
             async with self._slots, asyncio.timeout(self.timeout):
@@ -262,7 +278,7 @@ class KubeApi:
 
 
 def rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
-    """Return the error for an answer from its Status object, or from the text of a proxy."""
+    """Return the error for a response with an error status, from its Status object or from the text of a proxy."""
     seconds = headers.get("Retry-After", "")
     retry_after = min(float(seconds), MAX_RETRY_AFTER_SECONDS) if seconds.isdigit() else 0.0
     try:

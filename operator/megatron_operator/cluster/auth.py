@@ -1,4 +1,4 @@
-"""Login at the API server with the service account in a pod, otherwise with a kubeconfig.
+"""Login at the API server: in a pod with the service account, otherwise with a kubeconfig.
 
 `KubeApi`, which writes, and kopf, which watches, use the same configuration.
 """
@@ -30,16 +30,14 @@ def in_cluster() -> bool:
 
 
 class RedirectedError(aiohttp.ClientConnectionError):
-    """A server answered with a redirect. This is a connection error, so that watches retry as after other failures."""
+    """A server answered with a redirect. This is a connection error, so that watches are retried after it."""
 
 
 def rejects_redirects() -> aiohttp.TraceConfig:
-    """Return a trace configuration for a session.
+    """Return a trace configuration for a session, with which redirected requests fail with RedirectedError.
 
-    Requests of the session that are redirected fail with RedirectedError.
-
-    A redirect of the API server may come from a pod behind its proxy. Such a redirect could choose what is read with
-    the user's credentials, or send the credentials to another server.
+    A redirect of the API server may come from a pod to which the API server forwards a request. The pod could choose
+    the URL that is read with the user's credentials, or let the credentials be sent to another server.
     """
 
     async def reject(_: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestRedirectParams) -> None:
@@ -58,7 +56,7 @@ async def load_configuration(*, kubeconfig: Path | None, context: str | None = N
     """Return the client configuration. An explicit kubeconfig takes precedence over the service account.
 
     Raises:
-        LoginError: neither is usable.
+        LoginError: neither a kubeconfig nor a service account is usable.
     """
     configuration = Configuration()
     # trust_env would look up proxies and ~/.netrc, which costs each request two thread switches.
@@ -80,9 +78,9 @@ async def load_configuration(*, kubeconfig: Path | None, context: str | None = N
 
 
 def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.AiohttpSession:
-    """Return a session for kopf with the same login, which follows no redirect.
+    """Return a session for kopf with the same login as KubeApi. The session follows no redirect.
 
-    kopf closes the session, and calls this function again when the credentials are rejected.
+    kopf closes the session, and calls this function again when the API server rejects the credentials.
 
     watches: records when each watch is established.
     """

@@ -1,7 +1,8 @@
-"""Cache of one resource's objects. It combines the objects in the watches with the answers to this process's writes.
+"""Cache of one resource's objects. It combines the objects in the watches with the responses to this process's writes.
 
-Invariant: the cache is never older than the last write. The answer to a write is used until the watch shows that
-version or a newer one. An object that is known to be deleted stays hidden even if the watch missed its deletion.
+Invariant: the cache is never older than the last write. The cache uses the response to a write until the watch shows
+the written version or a newer version. An object that is known to be deleted stays hidden even if the watch missed its
+deletion.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class _Written:
 
 
 class ResourceCache:
-    """The objects of one resource. Only the task of the resource uses this cache."""
+    """The custom resource and its children and pods. Only the task of the resource uses this cache."""
 
     def __init__(self, *, uid: str, key: Key, index: Index, clock: Callable[[], float] = time.monotonic) -> None:
         self._uid = uid
@@ -85,7 +86,7 @@ class ResourceCache:
     # --- reading ---
 
     def resource(self) -> SeenResource | None:
-        """Return the newest known version, or None if the resource is deleted."""
+        """Return the newest known version of the custom resource, or None if it is deleted."""
         seen = next(iter(self._index.resources.get(self._uid, ())), None)
         if self._resource_gone or seen is None:
             return None
@@ -95,7 +96,10 @@ class ResourceCache:
         return seen
 
     def child(self, ref: ChildRef) -> SeenChild | None:
-        """Return the newest known version of a child, regardless of its owner."""
+        """Return the newest known version of a child, whether or not the resource owns it.
+
+        Returns None without such a child.
+        """
         return self._merged().get(ref)
 
     def views(self) -> dict[ChildRef, ChildView]:
@@ -113,7 +117,7 @@ class ResourceCache:
     def _is_rolled_out(self, seen: SeenChild) -> bool:
         """Return whether the rollout of a workload is complete.
 
-        Another program's new annotation also changes the generation, but does not begin a rollout.
+        If another program adds an annotation, the workload's generation changes too, but no rollout begins.
         """
         view = seen.view
         kept = (seen.uid, view.hash, view.owned_fields)
@@ -126,7 +130,7 @@ class ResourceCache:
         return applied is not None and (applied.uid, applied.owned_fields) == (seen.uid, seen.view.owned_fields)
 
     def contests(self) -> dict[ChildRef, Contest]:
-        """Return the children that another program changes back each time the operator applies them."""
+        """Return the children for which another program reverts each apply of the operator."""
         now = self._clock()
         return {
             ref: Contest(
@@ -141,7 +145,9 @@ class ResourceCache:
         }
 
     def pods(self) -> tuple[PodView, ...]:
-        """Return the pods of the resource's children, and pods without a controller, which the children may adopt."""
+        """Return the pods of the resource's children, and the pods without a controller that these children may
+        adopt.
+        """
         pods = [
             replace(seen, deleting=True) if seen.uid in self._deleted else seen
             for seen in self._known_pods().values()
@@ -162,14 +168,14 @@ class ResourceCache:
                 return not kind or pod.owner == self._uid
 
     def _known_pods(self) -> dict[str, PodView]:
-        """Return the pods in the watch, plus pods that this process created and the watch does not show yet."""
+        """Return the pods in the watch, plus pods that this process created and that are not in the watch yet."""
         shown = {seen.uid: seen for seen in self._index.pods.get(self._key, ())}
         self._created = {uid: seen for uid, seen in self._created.items() if uid not in shown}
         return {**self._created, **shown}
 
     @property
     def behind_seconds(self) -> float:
-        """How long the watch has lacked an existing object, in seconds; 0 if no object is missing."""
+        """How long an object that exists has been missing in the watch, in seconds; 0 if no object is missing."""
         self._merged()
         self.resource()
         since = [written.since for written in self._written.values()]
@@ -178,7 +184,7 @@ class ResourceCache:
         return self._clock() - min(since) if since else 0.0
 
     def lagging(self) -> list[ChildRef]:
-        """Return the children that must be read again, because the watch still does not show their old writes."""
+        """Return the children that must be read again, because the watch still does not show earlier writes to them."""
         self._merged()
         limit = self._clock() - WATCH_LAG_SECONDS
         return [ref for ref, written in self._written.items() if written.at < limit]
@@ -205,9 +211,10 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """Record the answer to an apply.
+        """Record the response to an apply.
 
-        The answer is the current version of the child. It stays verified while the operator owns the same fields.
+        The response is the current version of the child. The child counts as verified as long as the operator owns the
+        same fields.
         """
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
@@ -231,7 +238,7 @@ class ResourceCache:
         """Record a direct read of a child.
 
         child:  the child, or None if it does not exist.
-        before: the version that was known before the read.
+        before: the version that was known before the read; None if no version was known.
         """
         if child is not None:
             self._remember(child)
@@ -239,18 +246,20 @@ class ResourceCache:
             self.gone(before.uid)
 
     def read_unwatched(self, ref: ChildRef, child: SeenChild | None) -> None:
-        """Record a child of a kind that is not watched (the keys Secret, OPTIONAL_KINDS), as read or created now."""
+        """Record that a child of a kind that is not watched (the keys Secret, OPTIONAL_KINDS) was read or created
+        now.
+        """
         if child is None:
             self._unwatched.pop(ref, None)
         else:
             self._unwatched[ref] = child
 
     def created(self, pod: PodView) -> None:
-        """Record the answer to the creation of a pod."""
+        """Record the response to the creation of a pod."""
         self._created[pod.uid] = pod
 
     def deleted(self, uid: str) -> None:
-        """Record an accepted deletion. The object counts as terminating until the watch shows the deletion."""
+        """Record an accepted deletion. The object counts as terminating until the watch shows that it is deleted."""
         unwatched = {ref for ref, child in self._unwatched.items() if child.uid == uid}
         for ref in unwatched:
             del self._unwatched[ref]
@@ -265,15 +274,18 @@ class ResourceCache:
                 del self._written[ref]
 
     def uids(self) -> frozenset[str]:
-        """Return the UIDs of all known objects. A listing that starts now passes them to audited() as `before`."""
+        """Return the UIDs of all known objects.
+
+        Call this before a full listing, and pass the result to audited() as `before`.
+        """
         return frozenset(seen.uid for seen in self._merged().values()) | self._pod_uids()
 
     def audited(self, children: Iterable[SeenChild], pods: Iterable[PodView], *, before: frozenset[str]) -> None:
-        """Record a full listing. A listing corrects what the watch missed while it was disconnected.
+        """Record a full listing, which corrects what the watches missed while they were disconnected.
 
-        before: the UIDs that were known when the listing started. If an object was known then and is not known now, it
-            was deleted during the listing. If an object was not known then, it may have been created during the
-            listing, so its absence from the listing proves nothing.
+        before: the UIDs from uids(), called before the listing. If an object was known before the listing and is not
+                known now, it was deleted during the listing. If an object was not known before the listing, it may have
+                been created during the listing, so its absence from the listing does not prove that it was deleted.
         """
         known = self._merged()
         listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}
@@ -301,7 +313,10 @@ class ResourceCache:
         return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
 
     def _forget(self, living: set[str]) -> None:
-        """Remove the marks of objects that are neither in the watch nor in the store."""
+        """Remove the records of objects that are neither in the watch nor in the store.
+
+        living: UIDs of the objects in the watch or in the store.
+        """
         indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed
         self._deleted &= indexed | living

@@ -1,9 +1,9 @@
-"""Decides which operator manages a resource. The status of a resource names the Lease of its manager.
+"""Decides which operator manages a resource. The status of a resource names the Lease of its operator.
 
 An operator does not change a resource while another operator renews the Lease that the resource names, or may still
 renew it. The operator takes over the resource after it has observed, by its own monotonic clock, that the Lease is not
-renewed. If two operators claim a new resource at the same time, both write its status on the same resource version. One
-of the writes fails, and the operator whose write failed then reads the claim of the other operator.
+renewed. If two operators claim a new resource at the same time, both write its status with the same resource version as
+a precondition. One of the writes fails. The operator whose write failed then reads the claim of the other operator.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Lease:
 
 
 class Claims:
-    """The observations of this operator about the Leases that resources name as their managers.
+    """The observations of this operator about the Leases that resources name in `status.manager`.
 
     own: namespace and name of this operator's Lease, as in `status.manager`.
     """
@@ -57,9 +57,11 @@ class Claims:
         self._reading = asyncio.Lock()
 
     async def other(self, manager: str) -> str:
-        """Return the Lease of another operator that manages, or may manage, a resource whose status names this Lease.
+        """Return why another operator manages, or may manage, a resource, as text for messages.
 
-        Returns an empty string if this operator may manage the resource.
+        Returns "" if this operator may manage the resource.
+
+        manager: the Lease that the status of the resource names.
 
         Raises:
             KubeApiError: the Lease cannot be read now.
@@ -80,7 +82,7 @@ class Claims:
         return f"it is managed by {lease.holder or 'an operator'} with Lease {manager}"
 
     async def _read(self, manager: str) -> _Lease | None:
-        """Read a Lease, and return all observations of it. Returns None if the Lease does not exist."""
+        """Read the Lease `manager`, and return all observations about it. Returns None if the Lease does not exist."""
         now, known = self._clock(), self._leases.get(manager)
         if known is not None and now - known.read < READ_SECONDS:
             return known

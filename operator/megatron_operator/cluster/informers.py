@@ -32,7 +32,10 @@ Entry = tuple[str, Key, T]
 
 
 class Store(Generic[T]):
-    """Projections of the objects of one kind, by resource. A store covers one namespace or all namespaces."""
+    """Projections of all objects of one kind, by the custom resource to which they belong.
+
+    A store covers one namespace or all namespaces.
+    """
 
     def __init__(self) -> None:
         self._keys: dict[tuple[str, str], Key] = {}
@@ -42,7 +45,7 @@ class Store(Generic[T]):
         self._objects: dict[Key, dict[str, T]] = {}
 
     def of(self, key: Key) -> list[T]:
-        """Return the objects of a resource."""
+        """Return the projections of all objects that belong to the custom resource `key`."""
         return list(self._objects.get(key, {}).values())
 
     def __iter__(self) -> Iterator[Key]:
@@ -69,7 +72,7 @@ class Store(Generic[T]):
 
 
 class _ByResource(Mapping[Key, list[Any]]):
-    """The objects of several stores, by resource."""
+    """The objects of several stores, as a map from the custom resource to the objects that belong to it."""
 
     def __init__(self) -> None:
         self._stores: dict[str | None, list[Store[Any]]] = {}
@@ -92,8 +95,8 @@ class Informers:
     """The watches of pods and of all kinds of children. run() starts the watches.
 
     namespaces: namespaces to watch; empty means all namespaces.
-    wake:       called with a resource when one of its objects has changed. Called with None when a kind can be watched
-                again, or can no longer be watched.
+    wake:       called with the key of a custom resource when one of its objects has changed. Called with None when a
+                kind can be watched again, or can no longer be watched.
     """
 
     def __init__(
@@ -129,11 +132,11 @@ class Informers:
                 group.create_task(self._follow(POD, namespace, POD_SELECTOR, self._pods, _project_pod))
 
     async def listed(self) -> None:
-        """Wait until every kind has been listed, or the API server has denied the list."""
+        """Wait until every kind has been listed, or the API server has denied the listing."""
         await asyncio.gather(*(event.wait() for event in self._settled.values()))
 
     def denied(self, namespace: str) -> dict[str, str]:
-        """Return the kinds that cannot be watched in a namespace, by API resource. Each value is the reason."""
+        """Return the reasons why kinds cannot be watched in a namespace, by API resource."""
         return {plural: why for (plural, where), why in self.watches.denied.items() if where in ("", namespace)}
 
     async def _follow(

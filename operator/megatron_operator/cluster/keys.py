@@ -1,7 +1,7 @@
-"""Creates, reads and rotates CURVE keys: the operator's admin pair, and the pairs of each resource.
+"""Creates, reads and rotates CURVE keys: the operator's admin pair, and the pairs of each custom resource.
 
-The secret half of the admin key is only in the operator's namespace. The operator reads a resource's Secret by name and
-never lists or watches Secrets.
+The secret half of the admin pair is only in the operator's namespace. The operator reads the keys Secret of a custom
+resource by its name, and never lists or watches Secrets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KeyFormatError(ValueError):
 
 
 async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, name: str = ADMIN_SECRET) -> KeyPair:
-    """Return the operator's admin pair. Creates the pair on first use."""
+    """Return the operator's admin key pair. If the Secret `name` does not exist, create it with a new pair."""
     secret = await api.get(SECRET, namespace, name)
     if secret is None:
         files = generate_key_files(roles=("admin",))
@@ -79,16 +79,16 @@ async def ensure_admin_keys(api: KubeApi, writer: Writer, *, namespace: str, nam
 
 
 def new_resource_keys(admin: KeyPair, *, has_trainer: bool = False) -> dict[str, str]:
-    """Return the entries of a new `NAME-keys`: three key pairs and the public admin key.
+    """Return the data of a new Secret `NAME-keys`: three key pairs and the public admin key.
 
-    With `has_trainer`, there is also the key pair of a trainer.
+    With `has_trainer`, the data also has the key pair of a trainer.
     """
     files = generate_key_files(roles=("server", "engine", "client", *((TRAINER,) if has_trainer else ())))
     return {**files, "admin.pub": admin.public.decode()}
 
 
 def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Manifest:
-    """Return a new `NAME-keys` with its seal."""
+    """Return a new Secret `NAME-keys` with its seal (see seal()). generation: number of its set of keys."""
     files = new_resource_keys(admin, has_trainer=ctx.spec.has_trainer)
     manifest = keys_secret(ctx, files, generation=generation, since=since)
     metadata = manifest["metadata"]
@@ -97,7 +97,7 @@ def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, sinc
 
 
 def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Object | None:
-    """Return the merge patch, with preconditions, that replaces unreadable keys by new keys.
+    """Return the merge patch, with preconditions, that replaces keys that cannot be read by new keys.
 
     Returns None if the keys can be read.
     """
@@ -112,29 +112,31 @@ def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generati
 
 
 def adoption_patch(secret: Object, ctx: RenderContext) -> Object:
-    """Return the merge patch, with preconditions, that makes a resource the owner of a Secret without an owner."""
+    """Return the merge patch, with preconditions, that makes the custom resource the owner of a Secret without an
+    owner.
+    """
     return {"metadata": {**_preconditions(secret), "ownerReferences": [owner_reference(ctx)]}}
 
 
 def seal(metadata: Object, data: Object, admin: KeyPair) -> str:
     """Return the annotation that proves that this operator wrote the data of `NAME-keys`.
 
-    The annotation is a keyed hash of the data and the Secret's name. Without it, a user who may create Secrets could
-    create the keys of a future resource in advance and pose as its coordinator.
+    The annotation is a keyed hash of the data and the Secret's name. Without this proof, a user who may create Secrets
+    could create the keys of a future resource in advance and pose as its coordinator.
     """
     text = json.dumps([metadata["namespace"], metadata["name"], sorted(data.items())])
     return hmac.new(admin.secret, text.encode(), hashlib.sha256).hexdigest()
 
 
 def is_sealed(secret: Object, admin: KeyPair) -> bool:
-    """Return whether this operator wrote the data of a resource's Secret."""
+    """Return whether this operator wrote the data of a keys Secret, as its seal proves."""
     metadata = secret["metadata"]
     stored = (metadata.get("annotations") or {}).get(ANNOTATION_SEAL, "")
     return hmac.compare_digest(stored.encode(), seal(metadata, secret.get("data") or {}, admin).encode())
 
 
 def keys_view(secret: Object, admin: KeyPair) -> KeysView:
-    """Return the public part of a resource's Secret, which decisions read.
+    """Return the public part of a keys Secret, which decisions read.
 
     Raises:
         KeyFormatError: an entry is missing, or an entry or annotation is not a valid key, number or stage.
@@ -164,13 +166,14 @@ def _keys_view(secret: Object, admin: KeyPair) -> KeysView:
 
 
 def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: str) -> Object | None:
-    """Return the merge patch, with preconditions, that moves a Secret to the stage of `action`.
+    """Return the merge patch, with preconditions, that moves a keys Secret to the stage of `action`.
 
     Returns None if the Secret is already at this stage.
 
     Raises:
         KeyFormatError: an entry is missing.
-        ValueError: the Secret is not at the previous stage, because the decision saw an older version of it.
+        ValueError: the Secret is not at the previous stage, because the decision was based on an older version of the
+            Secret.
     """
     view = keys_view(secret, admin)
     names = (*KEY_NAMES, *(TRAINER_KEY_NAMES if view.has_trainer else ()))
@@ -203,7 +206,7 @@ def _preconditions(obj: Object) -> Object:
 
 
 def admin_peer_keys(secret: Object, admin: KeyPair) -> PeerKeys:
-    """Return the keys for the connection to a resource's coordinator, from `NAME-keys`.
+    """Return the keys for the connection to the coordinator of a custom resource, from its keys Secret.
 
     Raises:
         KeyFormatError: an entry is missing, or the Secret has the admin key of another operator.

@@ -1,4 +1,4 @@
-"""Table of the API paths of the kinds that the operator uses. The table saves the requests of API discovery."""
+"""Table of the API paths of the kinds that the operator uses. With this table, the operator needs no API discovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron_operator.resource.names import (
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """A resource type of the API server."""
+    """An entry of the table: one kind of the API, with its API version and its plural name."""
 
     kind: str
     group: str
@@ -101,5 +101,5 @@ _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
 def kind_of(api_version: str, kind: str) -> ObjectKind:
-    """Return the ObjectKind of an API version and kind. Raises KeyError if the table lacks the combination."""
+    """Return the ObjectKind of an API version and a kind. Raises KeyError if the table does not have it."""
     return _BY_NAME[api_version, kind]

@@ -66,7 +66,10 @@ class LeaseSettings:
 
     @property
     def renew_deadline(self) -> float:
-        """Seconds for which a renewal is valid for its holder: `duration` minus more than the request timeout."""
+        """Seconds for which a renewal is valid for its holder.
+
+        The value is `duration` minus a margin that exceeds the request timeout.
+        """
         return self.duration * 2 / 3
 
     @property
@@ -75,7 +78,7 @@ class LeaseSettings:
 
 
 class Elector:
-    """Acquires, renews and releases one Lease."""
+    """A participant in the leader election, which acquires, renews and releases one Lease."""
 
     def __init__(self, api: KubeApi, settings: LeaseSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._api = api
@@ -104,7 +107,7 @@ class Elector:
         return left if self._former is None or not self._former.term else min(left, self._former.seconds_left)
 
     def require_leadership(self) -> None:
-        """Check leadership. Call this method before every write and signal.
+        """Raise an error if this process does not lead. Call this method before every write and signal.
 
         Raises:
             LeadershipLostError: the last renewal has expired.
@@ -115,7 +118,7 @@ class Elector:
             )
 
     def write_seconds(self) -> float:
-        """Check leadership, and return the timeout of a write: the seconds until another process may lead.
+        """Return the timeout of a write, in seconds. When it has passed, another process may lead.
 
         Raises:
             LeadershipLostError: the last renewal has expired.
@@ -161,7 +164,7 @@ class Elector:
             logger.warning("lease not released; it expires by itself", extra={"error": str(error)})
 
     async def _in_time(self, request: Awaitable[T]) -> T:
-        """Return the answer to a request. Raises KubeApiError if it takes longer than `request_timeout`."""
+        """Return the response to a request. Raises KubeApiError if the request takes longer than `request_timeout`."""
         try:
             async with asyncio.timeout(self._settings.request_timeout):
                 return await request
@@ -169,10 +172,10 @@ class Elector:
             raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
 
     async def _holds_former(self) -> bool:
-        """Acquire or renew the Lease that earlier releases used, if it exists.
+        """Acquire or renew the Lease that earlier releases used, if this Lease exists.
 
-        Return whether this process may lead. It may lead if it holds that Lease, or if the holder also has a Lease of
-        its own.
+        Return whether this process may lead. It may lead if it holds the earlier Lease. It may also lead if the earlier
+        Lease is held by an operator whose own Lease has another name.
         """
         former = self._former
         if former is None:
@@ -231,9 +234,9 @@ class Elector:
                 await self._reread()
 
     async def _reread(self) -> None:
-        """Check after a failed swap whether the lease is still ours.
+        """Read the Lease after a failed swap, and raise LeadershipLostError unless this process still holds the Lease.
 
-        This is possible because the answer to a successful write may be lost.
+        The swap may have succeeded although it failed for this process, because the response may have been lost.
         """
         lease = await self._get()
         holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
@@ -252,7 +255,10 @@ class Elector:
         return await self._in_time(self._api.get(LEASE, self._settings.namespace, self._settings.name))
 
     async def _write(self, *, term: int) -> None:
-        """Write this holder by compare-and-swap. The renewal is valid from the time at which the request was sent."""
+        """Make this process the holder by compare-and-swap.
+
+        The renewal is valid from the time when the request was sent.
+        """
         began = self._clock()
         renewing = self._lease is not None and term == self.term
         acquired = self._lease["spec"].get("acquireTime") if renewing and self._lease else _now()

@@ -1,8 +1,8 @@
 """Protection against JSON that is nested too deeply for Python's decoder.
 
-A user who may create one resource can nest its podTemplate 10,000 levels deep. One event of this resource would end the
-watch of all resources. Valid objects have about 30 levels. Values deeper than `MAX_LEVELS` are replaced by null, after
-which the validation of the spec rejects the resource.
+A user who may create one custom resource can nest its podTemplate 10,000 levels deep. Without protection, one watch
+event of this resource would end the watch of all resources. Valid objects have about 30 levels. Values deeper than
+`MAX_LEVELS` are replaced by null. The validation of the spec then rejects the resource.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ def shallow(text: bytes) -> bytes:
 
 
 def _is_deep(text: bytes) -> bool:
-    """Return whether the text is nested too deeply, without decoding it. Each round removes the innermost brackets."""
+    """Return whether the text is nested too deeply, without decoding it.
+
+    Each iteration removes the innermost brackets.
+    """
     brackets = _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
     for _ in range(MAX_LEVELS):
         if not brackets:
@@ -50,7 +53,7 @@ def _is_deep(text: bytes) -> bool:
 
 
 def decode(text: bytes | str) -> Any:
-    """Decode JSON of any depth. Raises ValueError if the text is not JSON."""
+    """Return the value of a JSON text, whatever its depth is. Raises ValueError if the text is not JSON."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -58,7 +61,9 @@ def decode(text: bytes | str) -> Any:
 
 
 class BoundedResponse(aiohttp.ClientResponse):
-    """An HTTP answer that contains one JSON document, or one per line, and limits the depth of each document."""
+    """An HTTP response that contains one JSON document, or one document per line, and limits the depth of each
+    document.
+    """
 
     async def start(self, connection: Any) -> BoundedResponse:
         await super().start(connection)

@@ -1,4 +1,6 @@
-"""Projection of watched objects: the fields that decisions read, and the fields that identify a version."""
+"""Projections of watched objects: the fields that decisions read, and the fields that identify a version of an
+object.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SeenChild:
-    """A child at one version."""
+    """The projection of one version of a child."""
 
     ref: ChildRef
     version: int
@@ -36,17 +38,17 @@ class SeenChild:
         return self.view.uid
 
     def may_be_of(self, owner_uid: str) -> bool:
-        """Return whether a resource owns the child, or may adopt it.
+        """Return whether the custom resource with this UID owns the child, or may adopt it.
 
-        A Secret with keys is adopted only if this operator created it (see `Observer`). Any other author of the keys
-        could pose as the coordinator.
+        A keys Secret is adopted only if this operator created it (see `Observer`). Any other author of the keys could
+        pose as the coordinator.
         """
         return self.owner_uid == owner_uid or (self.view.orphan and self.ref.kind != SECRET.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class SeenResource:
-    """The custom resource at one version."""
+    """The projection of one version of the custom resource."""
 
     name: str
     namespace: str
@@ -62,17 +64,22 @@ class SeenResource:
 
 
 def version_of(obj: Object) -> int:
-    """Return the resource version as a number. The versions of one object increase (KEP-5504)."""
+    """Return the resource version of an object as a number, which increases with each version of the object
+    (KEP-5504).
+    """
     return int(obj["metadata"].get("resourceVersion") or 0)
 
 
 def instance_of(obj: Object) -> str:
-    """Return the name of the resource in the labels of a child or pod."""
+    """Return the name of the custom resource to which a child or pod belongs, from its labels."""
     return str((obj["metadata"].get("labels") or {}).get(LABEL_INSTANCE, ""))
 
 
 def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
-    """Return the projection of a child. kind: kind of a list's object, which has neither `apiVersion` nor `kind`."""
+    """Return the projection of a child.
+
+    kind: kind of the child if `obj` comes from a list and has neither `apiVersion` nor `kind`.
+    """
     if kind is not None:
         obj = {**obj, "apiVersion": kind.api_version, "kind": kind.kind}
     owner = owner_uid(obj)
@@ -108,7 +115,7 @@ def project_resource(obj: Object) -> SeenResource:
 
 
 def _changed_by(metadata: Object) -> str:
-    """Return the field manager that owns `spec.desiredState`. If there are several, return the latest."""
+    """Return the field manager that owns `spec.desiredState`. If there are several, return the latest one."""
     owners = _owners(metadata, "f:desiredState")
     latest = max(owners, key=lambda entry: str(entry.get("time") or ""), default=None)
     return str(latest.get("manager", "")) if latest else ""
@@ -125,7 +132,7 @@ def _other_manager(metadata: Object) -> str:
 
 
 def _owners(metadata: Object, field: str) -> list[Object]:
-    """Return the entries of field managers that own a field of the spec."""
+    """Return the entries of `managedFields` whose managers own the field `field` of the spec."""
     return [
         entry
         for entry in metadata.get("managedFields") or ()

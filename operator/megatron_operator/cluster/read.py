@@ -1,5 +1,5 @@
-"""Reads of the commands: one resource and the objects that explain its status, with the login of the user or the
-pod.
+"""Reads one custom resource and the objects that explain its status, for the commands, with the user's or pod's
+login.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from megatron_operator.resource.names import CRD_NAME, LABEL_INSTANCE
 
 
 def _default_namespace(context: str | None) -> str:
-    """Return the namespace of the service account in a pod, otherwise the namespace of a context of the kubeconfig."""
+    """Return the namespace of the service account if this process runs in a pod, otherwise the namespace of a context.
+
+    context: context of the kubeconfig; None means the current context.
+    """
     if in_cluster():
         return Path(SERVICE_ACCOUNT, "namespace").read_text().strip()
     contexts, current = list_kube_config_contexts()
@@ -27,7 +30,7 @@ def _default_namespace(context: str | None) -> str:
 
 
 async def find_resource(name: str, *, namespace: str | None, context: str | None) -> Object | None:
-    """Return a resource. Returns None if it does not exist.
+    """Return a custom resource. Returns None if it does not exist.
 
     namespace: None means the namespace of the context.
     context:   None means the current context of the kubeconfig.
@@ -40,7 +43,7 @@ async def find_resource(name: str, *, namespace: str | None, context: str | None
 
 
 async def explain_resource(name: str, *, namespace: str | None, context: str | None) -> list[str]:
-    """Return the causes for which a resource waits, as `explain.causes` does.
+    """Return the causes for which a custom resource waits, one per line, as `explain.causes` does.
 
     namespace: None means the namespace of the context.
 

@@ -1,8 +1,8 @@
-"""Records for each watch when the API server last accepted it, and why the server rejects it.
+"""Records for each watch when the API server last accepted it, and why the API server rejects it.
 
-The server ends every watch after `watch_seconds`, and its client starts the next watch at the last seen version. A
+The API server ends every watch after `watch_seconds`, and its client starts the next watch at the last seen version. A
 watch that is not renewed in time is dead, for example because a proxy dropped its connection or the client stopped
-watching. A watch that the server rejects is denied, because a permission, the namespace or the kind is missing.
+watching. A watch that the API server rejects is denied, because a permission, the namespace or the kind is missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Watched = tuple[str, str]
 
 
 class WatchAges:
-    """The watches, by the path of their collection."""
+    """The times and errors of all watches, by the path of the watched collection."""
 
     def __init__(self, *, watch_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due = watch_seconds + GRACE_SECONDS
@@ -46,22 +46,25 @@ class WatchAges:
 
     @property
     def silent_seconds(self) -> float:
-        """How long the renewal of the oldest watch is overdue, in seconds; 0 if none is overdue.
+        """How long the renewal of the oldest watch is overdue, in seconds; 0 if no renewal is overdue.
 
-        Ignores denied watches.
+        Denied watches are ignored.
         """
         oldest = min((at for path, at in self._started.items() if path not in self._rejected), default=None)
         return 0.0 if oldest is None else max(0.0, self._clock() - oldest - self._due)
 
     @property
     def denied(self) -> Mapping[Watched, str]:
-        """The watches that the server rejects, and why."""
+        """The watches that the API server rejects, with the reason for each."""
         before = self._clock() - DENIED_SECONDS
         rejected = list(self._rejected.items())  # metrics read it on another thread
         return {watched(path): error for path, (since, error) in rejected if since <= before}
 
     def asked(self, path: str) -> None:
-        """Record the request of a watch. If the watch was never accepted, its age counts from its first request."""
+        """Record that a watch was requested.
+
+        If the watch is never accepted, its age is measured from its first request.
+        """
         self._started.setdefault(path, self._clock())
 
     def accepted(self, path: str) -> None:
@@ -70,7 +73,7 @@ class WatchAges:
             logger.info("watched again", extra={"path": path})
 
     def rejected(self, path: str, error: str) -> None:
-        """Record the server's answer to a list or watch."""
+        """Record that the API server rejected a list or watch request with `error`."""
         if path not in self._rejected:
             logger.warning("cannot be watched", extra={"path": path, "error": error})
         since, _ = self._rejected.get(path, (self._clock(), ""))
@@ -79,8 +82,8 @@ class WatchAges:
     def trace(self) -> aiohttp.TraceConfig:
         """Return a trace configuration that reports the requests of kopf's session to this object.
 
-        kopf exits if it may not list the resources of one namespace. This object therefore turns the rejection into a
-        connection error, after which kopf retries forever.
+        kopf exits if it may not list the resources of one namespace. This object therefore raises a connection error
+        instead of the rejection, after which kopf retries forever.
         """
         config = aiohttp.TraceConfig()
         config.on_request_start.append(self._asked)
@@ -110,7 +113,7 @@ class DeniedError(aiohttp.ClientConnectionError):
 
 
 def watched(path: str) -> Watched:
-    """Return the kind and the namespace that a watch of a collection path covers."""
+    """Return the kind and the namespace of the collection at `path`, which a watch covers."""
     *_, scope, namespace, plural = ["", *path.split("/")]
     return (plural, namespace) if scope == "namespaces" else (plural, "")
 

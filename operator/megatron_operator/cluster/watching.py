@@ -23,7 +23,7 @@ _GONE = 410
 
 @dataclass(frozen=True, slots=True)
 class CollectionChange:
-    """A change of a collection.
+    """A change of a collection, or of the state of its watch.
 
     kind:    "set": all objects; "put", "delete": one object; "open": the server has accepted a watch; "error": the
              request failed.
@@ -39,9 +39,11 @@ class CollectionChange:
 async def stream(
     api: KubeApi, path: str, *, query: Mapping[str, Any], silence_seconds: float, accept: str = JSON
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Send a GET request whose answer is read while it arrives, such as a watch or a log. Raises KubeApiError.
+    """Send a GET request, and yield its response, whose body is read while it arrives, such as a watch or a log.
 
     silence_seconds: time without a received byte after which the connection counts as broken.
+
+    Raises KubeApiError.
     """
     limits = aiohttp.ClientTimeout(total=None, sock_connect=api.timeout, sock_read=silence_seconds)
     try:
@@ -69,11 +71,11 @@ async def watch(
     """Yield all objects of a collection, then each change, forever.
 
     If a watch ends or loses its connection, the next watch continues at its resource version. If the server rejects
-    this version, the collection is read again. A failure is followed by a backoff.
+    this version, the collection is listed again. After a failure, the generator waits with a backoff.
 
-    project:       applied to each object while its page is read, so that a list costs the memory of one page.
+    project:       applied to each object while its page is read, so that a listing needs only the memory of one page.
     metadata_only: the server sends only the metadata of the objects.
-    listing:       context entered while the collection is read, to limit concurrent lists.
+    listing:       context manager that is entered during each listing, to limit concurrent listings.
     """
     failures, version = 0, ""
     while True:

@@ -1,6 +1,8 @@
-"""All writes to the API server. Only the leader writes, only to objects it owns, and only on versions it has seen.
+"""All writes to the API server. Only the leader writes, only to objects that its resources own, and only on known
+versions.
 
-Events of the custom resource are the exception. A repeated Event with the same text increases the count of one Event.
+Events of the custom resource are the exception. An Event with the same text as an earlier Event increases the count of
+the earlier Event.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ NO_VERSION = "1"
 
 
 class NotOwnedError(KubeApiError):
-    """An object of this name exists and has another owner. The object is not changed."""
+    """An object with this name exists and has another owner. The operator has not changed the object."""
 
     def __init__(self, ref: ChildRef, *, namespace: str) -> None:
         super().__init__(
@@ -39,7 +41,7 @@ class NotOwnedError(KubeApiError):
 
 
 class Writer:
-    """The operator's writes.
+    """The operator's writes to the API server.
 
     guard: called before every request. Returns the timeout of the request in seconds, so that the request does not take
         effect when another process leads. None means the default of the API client. Raises if this process is not
@@ -54,9 +56,9 @@ class Writer:
 
     @asynccontextmanager
     async def _leading(self, verb: str | None, kind: str) -> AsyncIterator[None]:
-        """Context manager that cancels its body, a request, when another process may lead.
+        """Return a context manager whose block, a request, is cancelled when another process may lead.
 
-        It counts a request that succeeds. verb: None for a dry run.
+        A request that succeeds is counted. verb: None for a dry run, which is not counted.
         """
         try:
             async with asyncio.timeout(self._guard()):
@@ -67,7 +69,7 @@ class Writer:
             self._count(verb, kind)
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
-        """Apply a child server-side, and return the result.
+        """Apply a child server-side, and return its new version.
 
         The apply is forced only on the object `known`, which the resource must own or may adopt. If `known` is None,
         the child is created if no object has its name.
@@ -97,7 +99,7 @@ class Writer:
     async def _hand_over_replicas(self, kind: ObjectKind, manifest: Manifest, known: SeenChild) -> None:
         """Make another field manager own the current number of replicas.
 
-        Without an owner, the number would be reset to 1.
+        The operator no longer applies this number. Without another owner, the API server would reset it to 1.
         """
         metadata = {name: manifest["metadata"][name] for name in ("name", "namespace")}
         metadata["resourceVersion"] = str(known.version)
@@ -125,7 +127,7 @@ class Writer:
             await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
-        """Replace `.status`, only on the version that the decision was based on.
+        """Replace `.status`, with the version of the resource on which the decision was based as a precondition.
 
         Raises:
             KubeApiError: conflict if the resource has changed or was replaced; 404 if it does not exist.
@@ -146,7 +148,7 @@ class Writer:
         return project_resource(answer)
 
     async def create(self, manifest: Manifest) -> Object:
-        """Create an object.
+        """Create an object, and return it.
 
         Raises:
             KubeApiError: the server rejected the request; it reports a conflict if the object exists.
@@ -156,7 +158,9 @@ class Writer:
             return await self._api.create(kind, manifest, manager=FIELD_MANAGER)
 
     async def patch(self, kind: ObjectKind, name: str, *, namespace: str, body: Object) -> Object:
-        """Merge-patch an object. `metadata.uid` and `metadata.resourceVersion` in the body are preconditions.
+        """Merge-patch an object, and return its new version.
+
+        If `body` has `metadata.uid` or `metadata.resourceVersion`, these values are preconditions.
 
         Raises:
             KubeApiError: the API server rejects the patch.
@@ -184,14 +188,14 @@ class Writer:
 
 
 def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
-    """Return the manifest with the UID and version of `known` as preconditions."""
+    """Return the manifest with the UID and resource version of `known` as preconditions."""
     return {**manifest, "metadata": {**manifest["metadata"], "uid": known.uid}}
 
 
 def _onto_nothing(manifest: Manifest) -> Manifest:
-    """Return the manifest with the precondition that no such object exists.
+    """Return the manifest with the precondition that no object has its name.
 
-    If one exists, the server reports a conflict.
+    If such an object exists, the server reports a conflict.
     """
     return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}
 
@@ -203,7 +207,10 @@ MAX_NOTE = 1000
 
 
 class Recorder:
-    """A writer of Events. A failure is logged and not retried, because Events are not state."""
+    """A writer of Events.
+
+    If a write fails, the failure is logged and not retried, because decisions do not read Events.
+    """
 
     def __init__(self, api: KubeApi, *, instance: str) -> None:
         self._api = api

@@ -57,7 +57,7 @@ T = TypeVar("T")
 async def _at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines with limited concurrency, and return their results.
 
-    If any coroutine fails, raise the first failure after all coroutines have ended.
+    If a coroutine fails, the other coroutines still run to their end. The first failure is then raised.
     """
     room = asyncio.Semaphore(AT_ONCE)
 
@@ -95,7 +95,7 @@ class Actor:
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
         """Execute the actions in sequence.
 
-        Return whether the next pass should follow immediately, because something changed.
+        Return True if the next pass should follow immediately, because an action changed something.
 
         Raises:
             KubeApiError: a possibly transient failure; the caller repeats the pass after a backoff.
@@ -120,7 +120,7 @@ class Actor:
         return changed
 
     async def _in_order(self, actions: Iterable[Action], resource: SeenResource) -> bool:
-        """Execute actions until one fails. Return whether all were executed."""
+        """Execute actions until one of them fails. Return whether all actions were executed."""
         for action in actions:
             going_on = True
             match action:
@@ -156,9 +156,9 @@ class Actor:
         return True
 
     async def _accepted(self, write: Awaitable[bool], ref: ChildRef, manifest_hash: str = "") -> bool:
-        """Return whether a write took place.
+        """Await a write. Return whether the write took place.
 
-        If the write fails with a permanent error, record the error as a rejection.
+        If the write fails with a permanent error, record the error as the child's rejection.
         """
         try:
             done = await write
@@ -252,7 +252,7 @@ class Actor:
         return await self._patch_keys(patch, action.name, resource)
 
     async def _patch_keys(self, patch: Object | None, name: str, resource: SeenResource) -> bool:
-        """Return whether the Secret has the data that the patch sets."""
+        """Apply a patch of the keys Secret. Return whether the Secret has the data that the patch sets."""
         if patch is None:
             return True
         logger.info("changing keys", extra={"secret": name})

@@ -1,13 +1,15 @@
-"""One run of kopf, which watches the resources. Contains kopf's handlers and settings, and a shutdown with a timeout.
+"""One run of kopf, which watches the custom resources. Contains kopf's handlers and settings, and a shutdown with a
+timeout.
 
-The handler only stores the projection of a resource and wakes its task. There are no create, update or delete handlers,
-daemons, timers or indexes, so kopf adds no finalizers or annotations and writes nothing. An index of kopf would make
-every start wait for every object in turn, even in namespaces that cannot be read. Children are therefore watched by
-`cluster.informers`, and the resources are listed before kopf starts.
+The handler only stores the projection of a resource and wakes the task of this resource. There are no create, update or
+delete handlers, daemons, timers or indexes, so kopf adds no finalizers or annotations and writes nothing. An index of
+kopf would make every start wait for every object in turn, even in namespaces that cannot be read. Children are
+therefore watched by `cluster.informers`, and the resources are listed before kopf starts.
 
 kopf fails when a watched kind is deleted, and its shutdown may then hang. The cause is a watch that is renewing its
 login at that moment, because such a watch treats its cancellation as the end of a pause and continues. This module
-therefore stops kopf in an orderly way when a watched kind is gone, and abandons a kopf that does not stop in time.
+therefore stops kopf in an orderly way when a watched kind is gone, and abandons a run of kopf that does not stop in
+time.
 """
 
 from __future__ import annotations
@@ -51,9 +53,9 @@ def build_registry(
 
 
 class _NoDifferences(kopf.DiffBaseStorage):
-    """A storage that disables the computation of differences.
+    """A storage that disables kopf's computation of differences between versions of an object.
 
-    For a difference kopf would copy each object twice per event.
+    For a difference, kopf would copy each object twice per event.
     """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
@@ -67,10 +69,10 @@ class _NoDifferences(kopf.DiffBaseStorage):
 
 
 def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
-    """Return kopf's settings, with every relevant setting explicit.
+    """Return kopf's settings. Every relevant setting has an explicit value.
 
-    watch_seconds: duration of a watch. The server sends a bookmark shortly before its end, so the next watch continues
-        without a listing. A dead watch is detected and replaced within the same time.
+    watch_seconds: duration of a watch. The server sends a bookmark shortly before the watch ends, so the next watch
+        continues without a listing. A dead watch is detected and replaced within the same time.
     """
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -97,7 +99,10 @@ class WatchesEndedError(Exception):
 
 
 class KopfRun:
-    """One run of kopf with the watches of the operator. show: see build_registry()."""
+    """One run of kopf, which watches the operator's resources.
+
+    show: see build_registry().
+    """
 
     def __init__(
         self,
@@ -123,7 +128,7 @@ class KopfRun:
         self._stop.set()
 
     async def run(self) -> None:
-        """Run until end() is called, kopf receives a signal or a watched kind vanishes.
+        """Run until end() is called, kopf receives a signal, or a watched kind is deleted.
 
         Raises:
             WatchesEndedError: kopf has failed or does not stop, or the API server no longer serves a watched kind.

@@ -1,7 +1,7 @@
-"""The operator process. It logs in, becomes the leader, watches resources and runs their tasks.
+"""The operator process. It logs in, becomes the leader, watches custom resources and runs one task for each.
 
 The process runs until SIGTERM or until it loses its leadership. The exit code is 0 after a signal, and 1 after the loss
-of leadership. The kubelet restarts the process.
+of leadership. The kubelet then restarts the process.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from megatron_runtime.transport.security import KeyPair
 
 
 def default_identity() -> str:
-    """Return the identity of this process.
+    """Return the name by which the Lease identifies this process as its holder.
 
-    In a pod, the identity consists of the pod's name and UID, so that a restarted container takes over immediately.
-    Outside a pod, it is a unique name.
+    In a pod, the name consists of the pod's name and UID, so that a restarted container takes over immediately. Outside
+    a pod, it is a unique name.
     """
     name, uid = os.environ.get("POD_NAME"), os.environ.get("POD_UID")
     return f"{name}_{uid}" if name and uid else f"{socket.gethostname()}_{secrets.token_hex(8)}"
@@ -58,7 +58,7 @@ def default_identity() -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of `run`."""
+    """Options of `megatron-operator run`."""
 
     settings: Settings
     namespaces: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ async def serve_probes(
     host: str | None,
     port: int,
 ) -> HealthServer:
-    """Start the HTTP server of the probes. Raises OperatorStartError if its address is in use.
+    """Start the HTTP server of the probes, and return it. Raises OperatorStartError if its address is in use.
 
     GET /livez, /healthz  200 with the heartbeat as JSON; 503 if a pass hangs or a watch is dead
     GET /readyz           200 if this process leads and watches, or is a standby; otherwise 503 with what is missing,
@@ -147,7 +147,7 @@ async def serve_probes(
 
 
 class OperatorProcess:
-    """One operator process."""
+    """The operator process, from its login to its exit."""
 
     def __init__(self, options: RunOptions) -> None:
         self._options = options
@@ -192,7 +192,10 @@ class OperatorProcess:
             await probes.stop()
 
     def _handle_signals(self) -> None:
-        """Install the signal handlers. They are installed again after kopf has replaced them at its start."""
+        """Install the signal handlers.
+
+        Call this again after kopf has started, because kopf replaces them at its start.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
@@ -275,7 +278,7 @@ class OperatorProcess:
     async def _list(self, api: KubeApi, informers: Informers, supervisor: TaskSupervisor) -> None:
         """Read all children and resources, then start the tasks of the resources.
 
-        No task decides before all resources are known.
+        No task starts before all resources are known.
         """
         self._phase = "listing"
         await informers.listed()
@@ -289,9 +292,9 @@ class OperatorProcess:
             supervisor.wake_resource(seen.uid, (seen.namespace, seen.name))
 
     async def _list_resources(self, api: KubeApi, namespace: str | None) -> list[SeenResource]:
-        """Return the resources of a namespace.
+        """Return the resources of a namespace, or of all namespaces if `namespace` is None.
 
-        Returns an empty list if the namespace cannot be read. kopf then retries it.
+        Returns an empty list if this process may not list the resources. kopf then retries the listing.
         """
         while True:
             try:
@@ -314,7 +317,8 @@ class OperatorProcess:
     ) -> None:
         """List and then watch the resources, and run their tasks, until the process is stopped.
 
-        others: tasks whose end ends this process.
+        listing: coroutine that reads all children and resources (see _list()). kopf starts when it has completed.
+        others:  tasks whose end ends this process.
 
         Raises:
             WatchesEndedError: kopf has ended and can be restarted.
@@ -413,9 +417,9 @@ class OperatorProcess:
         return ResourceTask(uid=uid, key=key, woken=woken, parts=parts)
 
     async def _await_crd(self, api: KubeApi) -> None:
-        """Wait until the API server serves the kind.
+        """Wait until the API server serves the kind of the custom resource.
 
-        kopf only watches kinds that exist at its start, unless it may watch CRDs.
+        kopf only watches kinds that exist at its start, unless kopf may watch CRDs.
         """
         self._phase = "waiting for the CRD"
         has_logged = False
@@ -436,9 +440,9 @@ class OperatorProcess:
             await asyncio.sleep(CRD_RETRY_SECONDS)
 
     async def _detect_openshift(self, api: KubeApi) -> None:
-        """Detect once whether the cluster has OpenShift's security API, unless an option says whether it has.
+        """Detect once whether the cluster has OpenShift's security API. Do nothing if an option gives the answer.
 
-        Pods depend on the answer, so the detection is retried after an error.
+        The rendered pods depend on the result, so the detection is retried after an error.
         """
         self._phase = "detecting the platform"
         while self._options.settings.openshift is None:
@@ -484,7 +488,7 @@ class OperatorProcess:
 
     @property
     def _denied(self) -> dict[Watched, str]:
-        """The watches that the API server denies, with the reasons."""
+        """The watches that the API server denies, with the reason for each."""
         return {name: why for watches in self._watches() for name, why in watches.denied.items()}
 
     def _missing(self) -> list[str]:

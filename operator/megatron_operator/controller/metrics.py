@@ -18,7 +18,7 @@ VERB_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The state of one resource after its last decision."""
+    """The state of one resource after its last decision, as metrics export it."""
 
     namespace: str
     name: str
@@ -31,7 +31,7 @@ class Reading:
 
 
 class Metrics:
-    """The metrics of this process, in a registry of their own."""
+    """The metrics of this process, in a Prometheus registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -90,7 +90,7 @@ class Metrics:
 
 
 class VerbClock:
-    """A clock that measures the time from each operation's intent to its phases, as this process observes them."""
+    """A clock that measures the time from the intent of each operation to its phases, as this process observes them."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics, self._clock = metrics, clock
@@ -98,7 +98,10 @@ class VerbClock:
         self._began: float | None = None
 
     def look(self, lifecycle: Mapping[str, Any]) -> None:
-        """Record the lifecycle state of a decision before the decision is persisted."""
+        """Record the times of the operation in `status.lifecycle`.
+
+        Call this before the decision's status is persisted.
+        """
         operation, phase = lifecycle.get("operationId"), lifecycle.get("phase")
         if not operation or not phase or (operation, phase) == self._seen:
             return

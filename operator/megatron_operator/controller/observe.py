@@ -106,7 +106,10 @@ class ObserverSettings:
 
 
 class Cached(Generic[K, T]):
-    """A cache, by key, of values that are read from the API server. empty: the value of a key before its first read."""
+    """A cache, by key, of values that are read from the API server.
+
+    empty: the value of a key that was never read.
+    """
 
     def __init__(self, empty: T) -> None:
         self._empty = empty
@@ -116,7 +119,7 @@ class Cached(Generic[K, T]):
         return self._read[key][1] if key in self._read else self._empty
 
     def age(self, key: K) -> float:
-        """Return the seconds since a key was read. Returns infinity if the key was never read."""
+        """Return the seconds since the value of a key was read. Returns infinity if it was never read."""
         return time.monotonic() - self._read[key][0] if key in self._read else math.inf
 
     def put(self, key: K, value: T) -> None:
@@ -133,7 +136,10 @@ class Cached(Generic[K, T]):
                 self.put(key, self._empty)
 
     async def read(self, key: K, read: Callable[[], Awaitable[T]], *, seconds: float) -> T:
-        """Return the cached value of a key. If the value is older than `seconds`, it is read first."""
+        """Return the cached value of a key.
+
+        If the value is at least `seconds` old, call `read` first and cache its result.
+        """
         if self.age(key) >= seconds:
             self.put(key, await read())
         return self.get(key)
@@ -143,9 +149,9 @@ class Registrations:
     """A clock that measures for how long engines with pods have not been registered with their coordinator.
 
     The time starts when the coordinator has recovered. If a coordinator replaced another one, the pod of the old
-    coordinator may still exist and be reported as ready. The node of that pod, and engines on it, may then be lost.
-    Live engines register during the recovery. Engines that have not registered by its end therefore count as missing
-    for an infinite time.
+    coordinator may still exist and be reported as ready. The node of that pod, and engines on this node, may then be
+    lost. Live engines register during the recovery. Engines that have not registered by the end of the recovery
+    therefore count as missing for an infinite time.
     """
 
     def __init__(self) -> None:
@@ -159,7 +165,10 @@ class Registrations:
         self._taken_over = False
 
     def missing(self, coordinator: CoordinatorSnapshot, pods: Sequence[PodView], *, now: float) -> Mapping[str, float]:
-        """Return the seconds by engine name. now: seconds on a monotonic clock, which all calls must share."""
+        """Return the seconds for which engines have not been registered, by engine name.
+
+        now: seconds on a monotonic clock, which all calls must share.
+        """
         if not coordinator.reachable:
             self._since = {}
             return {}
@@ -210,9 +219,9 @@ class Observer:
         self._audits.put("", None)
 
     async def resource(self) -> SeenResource | None:
-        """Return the resource after reading the objects that the watch may have missed.
+        """Return the custom resource. First read the objects that the watch may have missed.
 
-        Returns None if it is deleted.
+        Returns None if the resource is deleted.
         """
         resource = self._cache.resource()
         if resource is None:
@@ -223,7 +232,7 @@ class Observer:
         return self._cache.resource()
 
     async def reread_resource(self) -> None:
-        """Read the resource again after a rejected write."""
+        """Read the custom resource again. Call this after a rejected write to the resource."""
         seen = self._cache.resource()
         if seen is None:
             return
@@ -234,7 +243,7 @@ class Observer:
             self._cache.wrote_resource(project_resource(obj))
 
     async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
-        """Read a child again after a rejected write."""
+        """Read a child again. Call this after a rejected write to the child."""
         if ref.kind in {kind.kind for kind in OPTIONAL_KINDS}:
             self._optional.keep(())
             return
@@ -243,7 +252,10 @@ class Observer:
         self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
 
     async def read_pod(self, name: str, *, namespace: str) -> PodView | None:
-        """Return a pod. The pod is read by a list, so that the operator's role does not need `get` for pods."""
+        """Return a pod, or None if it does not exist.
+
+        The pod is read by a list request, so that the operator's role does not need `get` for pods.
+        """
         found = await self._api.list(POD, namespace, fields=f"metadata.name={name}")
         return reduce_pod(found[0]) if found else None
 
@@ -256,6 +268,10 @@ class Observer:
         vetted: Mapping[ChildRef, str],
     ) -> World:
         """Return a snapshot of everything that a decision reads.
+
+        term:       term of this leader.
+        rejections: last rejection of each child.
+        vetted:     hash of the manifest of each child that passed a dry run.
 
         Raises:
             pydantic.ValidationError: this version cannot parse the stored spec.
@@ -306,7 +322,7 @@ class Observer:
         return {kind.kind: denied[kind.plural] for kind in (*CHILD_KINDS, POD) if kind.plural in denied}
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
-        """Read the keys Secret again, if this resource owns it."""
+        """Read the keys Secret again, and return it. Returns None if this resource does not own it."""
         self._keys.keep(())
         return await self._read_keys(resource)
 
@@ -320,7 +336,7 @@ class Observer:
             return None
 
     def remember_keys(self, obj: Object) -> None:
-        """Record the keys Secret after it was written."""
+        """Record the keys Secret. Call this after the Secret was written."""
         self._keys.put("", obj)
         seen = project_child(obj, SECRET)
         self._cache.read_unwatched(seen.ref, seen)
@@ -352,7 +368,7 @@ class Observer:
     async def _download(self) -> Download | None:
         """Return the progress of the pod that downloads the model. Returns None if no pod downloads it.
 
-        The progress is read from the pod every few seconds, because pods have no permission to write to the API server.
+        The pod is queried every few seconds, because pods have no permission to write to the API server.
         """
         pods = sorted(
             (pod for pod in self._cache.pods() if pod.fetching_at and not pod.deleting), key=lambda pod: pod.name
@@ -371,10 +387,11 @@ class Observer:
         return await self._downloads.read("", read, seconds=DOWNLOAD_SECONDS)
 
     def _load(self) -> Loading | None:
-        """Return the last known progress of the first engine that loads its weights, while no engine is ready.
+        """Return the last known progress of the first engine that loads its weights. Returns None once an engine is
+        ready.
 
-        The progress is read outside the passes, so that a pod that does not answer delays no pass. The first read waits
-        for some seconds, so that an engine that loads quickly is never read.
+        The progress is read outside the passes, so that a pod that does not answer delays no pass. The first read
+        happens after some seconds, so that an engine that loads quickly is never read.
         """
         engines = [pod for pod in self._cache.pods() if pod.component == ENGINE and not pod.deleting]
         pods = sorted((pod for pod in engines if pod.loading_at), key=lambda pod: pod.name)
@@ -394,7 +411,7 @@ class Observer:
         self._loading = next((loading for loading in found if loading is not None), None)
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
-        """Return the reasons why StatefulSets cannot create all their pods.
+        """Return, by name of the StatefulSet, the reasons why StatefulSets cannot create all their pods.
 
         Events are read at most every few seconds.
         """
@@ -410,16 +427,19 @@ class Observer:
         return {name: note for name in incomplete[:1] if (note := self._creations.get(name))}
 
     async def _failed_creation(self, name: str, resource: SeenResource) -> str:
-        """Return the last Event that explains why a StatefulSet cannot create a pod.
+        """Return the last Event that explains why the StatefulSet `name` cannot create a pod.
 
-        The result is empty if there is no such Event.
+        Returns an empty string if there is no such Event.
         """
         selector = f"reason=FailedCreate,regarding.kind=StatefulSet,regarding.name={name}"
         latest = max(await self._events(resource, selector), key=_seen_at, default=None)
         return "" if latest is None else str(latest.get("note") or "")
 
     async def _events(self, resource: SeenResource, selector: str) -> list[Object]:
-        """Return the matching Events. They are used only for explanations, so without permission the list is empty."""
+        """Return the Events that match `selector`. Returns an empty list if the operator may not list Events.
+
+        Events are used only for explanations, so no decision needs them.
+        """
         try:
             return await self._api.list(EVENT, resource.namespace, fields=selector)
         except KubeApiError as error:
@@ -429,7 +449,7 @@ class Observer:
             return []
 
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
-        """Return the pods. Pods that have no reason get one from Events.
+        """Return `pods`, in which pods without a reason have a reason from Events.
 
         Each pass reads Events for at most one pod of each component, the pod that has waited longest.
         """
@@ -448,9 +468,9 @@ class Observer:
         )
 
     async def _pod_event(self, pod: PodView, resource: SeenResource) -> tuple[str, str]:
-        """Return reason and message of the last Event that explains why a pod's containers are not created.
+        """Return reason and message of the last Event that explains why the containers of `pod` are not created.
 
-        If there is no such Event now, return the last result for the pod.
+        If there is no such Event now, return the previous result for this pod.
         """
         fields = f"type=Warning,regarding.kind=Pod,regarding.name={pod.name}"
         events = [
@@ -465,7 +485,7 @@ class Observer:
         return str(latest["reason"]), str(latest.get("note") or "")
 
     async def _lost_nodes(self, limit: int) -> Mapping[str, datetime | None]:
-        """Return the lost nodes of the engines' pods whose deletion has been overdue for `limit` seconds.
+        """Return the lost nodes of engine pods whose deletion has been overdue for `limit` seconds.
 
         See `World.lost_nodes`. A node counts as lost only if it was read in this pass. A node that is ready, or that
         the operator may not read, is read again after some seconds.
@@ -492,11 +512,11 @@ class Observer:
         return found
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
-        """Return the keys Secret.
+        """Return the keys Secret, or None if the resource does not own such a Secret.
 
-        The Secret is read by name until it exists and belongs to the resource, and then at every resync. While it may
-        be missing, it is read every few seconds. It may be missing if a pod cannot mount it, or if a ready coordinator
-        does not answer.
+        Until the Secret exists and belongs to the resource, each pass reads it. Afterwards, it is read at every resync.
+        If it may have been deleted, it is read every few seconds. This is the case if a pod cannot mount it, or if the
+        coordinator does not answer.
         """
         pods = self._cache.pods()
         unmounted = any(pod.unexplained or pod.reason in MISSING_SECRET for pod in pods if not pod.deleting)
@@ -517,7 +537,7 @@ class Observer:
     async def objects(
         self, refs: Collection[ChildRef], *, namespace: str, seconds: float
     ) -> Mapping[ChildRef, frozenset[str] | None]:
-        """Return the keys of objects (see `World.objects`).
+        """Return, for each object, the names of its data entries (see `World.objects`).
 
         An object is read again if its last read is `seconds` old.
         """
@@ -526,7 +546,10 @@ class Observer:
         return dict(zip(refs, await asyncio.gather(*reads), strict=True))
 
     async def _read_object(self, ref: ChildRef, namespace: str) -> frozenset[str] | None:
-        """Return the names of the entries of an object that are not empty. The values never leave this function."""
+        """Return the names of the data entries of an object that are not empty. Only these names leave this function.
+
+        Returns None if the object does not exist.
+        """
         kind = kind_of(ref.api_version, ref.kind)
         try:
             obj = await self._api.get(kind, None if kind in CLUSTER_KINDS else namespace, ref.name)
@@ -540,10 +563,10 @@ class Observer:
         return None if obj is None else frozenset(key for key, value in entries.items() if value)
 
     async def _read_optional(self, resource: SeenResource, *, seconds: float) -> None:
-        """Read the children whose kinds a cluster may lack.
+        """Read the children of kinds that a cluster may lack, such as HTTPRoutes.
 
-        They are read even if the spec lacks their field, because an earlier spec may have had the field. They are read
-        at the start, after a rejected write, and when the last read is `seconds` old.
+        They are also read if the spec does not request them, because an earlier spec may have requested them. They are
+        read at the start, after a rejected write, and when the last read is `seconds` old.
         """
         reads = (
             self._optional.read(kind, partial(self._read_optional_child, kind, resource), seconds=seconds)
@@ -554,9 +577,8 @@ class Observer:
     async def _read_optional_child(self, kind: ObjectKind, resource: SeenResource) -> None:
         """Read one optional child.
 
-        A child that the resource does not own, or that the operator cannot read, counts as absent.
-
-        The apply of such a child then reports the error.
+        A child that the resource does not own, or that the operator cannot read, counts as absent. When the operator
+        then applies the child, the API server reports the error.
         """
         ref = ChildRef(kind.kind, resource.name, kind.api_version)
         try:
@@ -569,7 +591,7 @@ class Observer:
         self._cache.read_unwatched(ref, seen if seen is not None and seen.owner_uid == resource.uid else None)
 
     async def _audit(self) -> None:
-        """List all objects of this resource, because an interrupted watch may have missed deletions."""
+        """List all objects of this resource, and correct the cache. An interrupted watch may have missed deletions."""
         resource = self._cache.resource()
         if resource is None or self._options.denied():
             return
@@ -602,7 +624,7 @@ def _seen_at(event: Object) -> str:
 def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
     """Return the progress that the init container `fetch` of a pod reports.
 
-    Returns None if the progress cannot be read, or if the pod waits for another pod that downloads.
+    Returns None if the progress cannot be read, or if this pod waits for the download of another pod.
     """
     values = _progress_of(pod.fetching_at, port)
     numbers = [_count(values.get(name)) for name in ("bytes", "totalBytes", "bytesPerSecond")]
@@ -611,9 +633,9 @@ def read_progress(pod: PodView, *, port: int = PORT_HEALTH) -> Download | None:
 
 
 def read_loading(pod: PodView, *, port: int = PORT_HEALTH) -> Loading | None:
-    """Return the loading stage that the engine of a pod reports, and its progress.
+    """Return the loading stage that the engine of a pod reports, and the progress of this stage.
 
-    Returns None if it cannot be read.
+    Returns None if the stage cannot be read.
     """
     values = _progress_of(pod.loading_at, port)
     if values.get("stage") not in STAGES:
@@ -624,7 +646,7 @@ def read_loading(pod: PodView, *, port: int = PORT_HEALTH) -> Loading | None:
 
 
 def _progress_of(address: str, port: int) -> dict[str, Any]:
-    """Return the page /progress of a pod. Returns an empty object if the page cannot be read.
+    """Return the content of the page /progress of a pod. Returns an empty object if the page cannot be read.
 
     An operator outside the cluster cannot reach pods. No decision depends on the page.
     """

@@ -52,9 +52,8 @@ class UpdateLimit:
     take the same slot.
 
     limit: number of slots.
-    resources: all resources that the watch has shown, by UID. A resource counts until its task has decided for the
-        first
-        time, because a new leader continues the updates that have begun.
+    resources: returns all resources that the watch has shown, by UID. Until the task of a resource has decided for the
+        first time, the phase in its status counts, because a new leader continues the updates that have begun.
     """
 
     def __init__(self, limit: int, resources: Callable[[], Mapping[str, Iterable[SeenResource]]]) -> None:
@@ -77,7 +76,7 @@ class UpdateLimit:
     def decided(self, uid: str, status: Mapping[str, object], *, wake: Callable[[], None]) -> None:
         """Record the status that was decided for a resource.
 
-        wake: called when a slot becomes free, if the resource waits.
+        wake: wakes the resource's task. If the resource waits for a slot, it is called when a slot becomes free.
         """
         phase = _phase(status)
         if phase == UpdatePhase.WAITING:
@@ -87,7 +86,7 @@ class UpdateLimit:
         self._changed(uid, phase)
 
     def ended(self, uid: str) -> None:
-        """Record that a resource was deleted, or that its task has ended."""
+        """Release the slot of a resource that was deleted or whose task has ended."""
         self._waiting.pop(uid, None)
         self._changed(uid, "")
         self._phases.pop(uid, None)
@@ -106,7 +105,7 @@ def _phase(status: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Dependencies of a task."""
+    """The dependencies of a resource's task."""
 
     cache: ResourceCache
     observer: Observer
@@ -126,7 +125,7 @@ class Parts:
 
 
 class ResourceTask:
-    """The task of one resource. Code on the event loop may call `wake` at any time."""
+    """The task of one custom resource. Code on the event loop may call `wake` at any time."""
 
     def __init__(self, *, uid: str, key: Key, woken: asyncio.Event, parts: Parts) -> None:
         self.uid = uid
@@ -152,7 +151,7 @@ class ResourceTask:
 
     @property
     def reading(self) -> Reading:
-        """The resource as exported by metrics."""
+        """The state of the resource, as metrics export it."""
         return Reading(
             *self.key,
             status=self._status,
@@ -163,14 +162,14 @@ class ResourceTask:
 
     @property
     def coordinator(self) -> tuple[bool | None, frozenset[str]]:
-        """The result of CoordinatorLink.silent, and the nodes of the coordinator's pods."""
+        """A pair: the value of CoordinatorLink.silent, and the nodes of the coordinator's pods."""
         pods = self._parts.cache.pods()
         nodes = frozenset(pod.node for pod in pods if pod.component in (COORDINATOR, STANDBY) and not pod.deleting)
         return self._parts.link.silent, nodes
 
     @property
     def behind_seconds(self) -> float:
-        """How long the watch has lacked an existing object, in seconds; 0 if no object is missing."""
+        """How long an object that exists has been missing in the watch, in seconds; 0 if no object is missing."""
         return self._parts.cache.behind_seconds
 
     async def run(self) -> None:
@@ -235,7 +234,10 @@ class ResourceTask:
         return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
     async def _is_managed_elsewhere(self, resource: SeenResource) -> bool:
-        """Return whether another operator manages, or may manage, the resource. This operator then changes nothing."""
+        """Return whether another operator manages, or may manage, the resource.
+
+        If so, this operator changes nothing.
+        """
         manager = str(resource.status.get("manager") or "")
         other = await self._parts.claims.other(manager)
         if bool(other) is not bool(self._manager):
@@ -284,7 +286,7 @@ class ResourceTask:
         return decision
 
     async def _persisted_or_healed(self, resource: SeenResource, decision: Decision) -> bool:
-        """Persist the status. If that fails, create missing objects, which does not require a persisted status.
+        """Persist the status of a decision. If this fails, create the missing objects, which is safe without it.
 
         Return whether the other actions of the decision may follow.
 
@@ -325,7 +327,10 @@ class ResourceTask:
         return 0.0 if self._eager <= EAGER_PASSES else 1.0
 
     async def _sleep(self, pause: float, *, fixed: float) -> None:
-        """Sleep for `pause` seconds. A wake-up shortens the pause to its `fixed` part, the backoff after a failure."""
+        """Sleep for `pause` seconds. A wake-up ends the sleep early, but not before `fixed` seconds.
+
+        fixed: the backoff after a failure, in seconds.
+        """
         unconditional = min(pause, fixed)
         if unconditional:
             await asyncio.sleep(unconditional)
@@ -362,7 +367,7 @@ class ResourceTask:
 
 
 def _first(error: ValidationError) -> str:
-    """Return the first error of a spec, with the path of its field."""
+    """Return the first error of an invalid spec, with the path of its field."""
     entry = error.errors()[0]
     path = ".".join(str(part) for part in ("spec", *entry["loc"]))
     return f"{path}: {entry['msg']}"
@@ -396,12 +401,14 @@ class TaskSupervisor:
 
     @property
     def behind_seconds(self) -> float:
-        """How long the watch of any resource has lagged behind, in seconds; 0 if none lags."""
+        """How long an object that exists has been missing in the watch of any resource, in seconds; 0 if none is
+        missing.
+        """
         return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
 
     @property
     def isolated(self) -> bool:
-        """Whether this process is the likely cause of the silence of its coordinators."""
+        """Whether a fault of this process's own network is the likely reason why its coordinators are silent."""
         coordinators = [task.coordinator for task, _ in self._tasks.values()]
         silent = [nodes for is_silent, nodes in coordinators if is_silent]
         answering = sum(is_silent is False for is_silent, _ in coordinators)
@@ -412,9 +419,9 @@ class TaskSupervisor:
         return [task.reading for task, _ in list(self._tasks.values())]
 
     def wake_resource(self, uid: str, key: Key, *, exists: bool = True) -> None:
-        """Wake the task of a resource that was created, changed or deleted.
+        """Wake the task of a resource that was created, changed or deleted. If the resource is new, start its task.
 
-        The task of a deleted resource ends itself.
+        After the deletion of the resource, its task ends without further calls.
         """
         if uid not in self._tasks and not exists:
             return
@@ -427,7 +434,7 @@ class TaskSupervisor:
         self._tasks[uid][0].wake()
 
     def wake_instance(self, key: Key) -> None:
-        """Wake the task of the resource of this name, because one of its objects has changed."""
+        """Wake the task of the resource `key`, because one of the resource's objects has changed."""
         uid = self._by_key.get(key)
         if uid is not None:
             self._tasks[uid][0].wake()
@@ -437,7 +444,7 @@ class TaskSupervisor:
             task.wake()
 
     async def stop(self) -> None:
-        """Cancel all tasks. The next start continues from the persisted state."""
+        """Cancel all tasks. When tasks are started again, they continue from the persisted state."""
         runners = [runner for _, runner in self._tasks.values()]
         for runner in runners:
             runner.cancel()

@@ -14,7 +14,7 @@ from megatron_runtime.protocol.adapters import Adapter
 
 @dataclass(frozen=True, slots=True)
 class CreateKeys:
-    """An action that creates the Secret `NAME-keys` with new CURVE pairs, or replaces unreadable keys.
+    """An action that creates the Secret `NAME-keys` with new CURVE pairs, or replaces keys that cannot be read.
 
     See `render.keys.keys_secret`.
     """
@@ -25,7 +25,7 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class AdoptKeys:
-    """An action that makes the resource the owner of `NAME-keys`.
+    """An action that makes the resource the owner of the Secret `NAME-keys`.
 
     The operator created this Secret for an earlier resource of the same name.
     """
@@ -35,10 +35,10 @@ class AdoptKeys:
 
 @dataclass(frozen=True, slots=True)
 class RotateKeys:
-    """An action that moves `NAME-keys` from the previous stage of a rotation to this stage of this generation.
+    """An action that moves the Secret `NAME-keys` to `stage` of the rotation to `generation`.
 
-    The action also makes this operator's admin key the only accepted admin key and, with `has_trainer`, adds a key pair
-    for a trainer. It does nothing if the Secret is already in this state.
+    The Secret must be at the previous stage. The action also makes this operator's admin key the only accepted admin
+    key and, with `has_trainer`, adds a key pair for a trainer. It does nothing if the Secret is already in this state.
     """
 
     name: str
@@ -49,7 +49,7 @@ class RotateKeys:
 
 @dataclass(frozen=True, slots=True)
 class OnManifest:
-    """An action with the manifest of a child."""
+    """Base class of the actions that have the manifest of a child."""
 
     manifest: Manifest
 
@@ -76,9 +76,8 @@ class ApplyChild(OnManifest):
 class VetChild(OnManifest):
     """An action that applies a manifest in a dry run.
 
-    It prevents that an engine is drained for a template that the API server rejects.
-
-    The next World has the answer in `vetted` or `rejections`.
+    The operator does this before it drains an engine, so that no engine is drained for a template that the API server
+    rejects. The next World has the answer in `vetted` or `rejections`.
     """
 
 
@@ -97,9 +96,9 @@ class DeleteChild:
 
 @dataclass(frozen=True, slots=True)
 class DeletePods:
-    """An action that deletes pods together.
+    """An action that deletes several pods at the same time.
 
-    Each pod's UID is a precondition. Their StatefulSet or Deployment creates them again.
+    Each pod's UID is a precondition. The StatefulSet or Deployment of the pods creates them again.
     """
 
     owner: str
@@ -115,8 +114,8 @@ class DeletePods:
 class Signal:
     """An action that sends one control signal.
 
-    A coordinator handles each operation id once, so the signal can safely be sent again. A repeated `Signal` does
-    nothing while the id is unanswered on this process's link.
+    A coordinator executes each operation id once, so the signal can safely be sent again. If the signal was already
+    sent on this process's link and the answer is missing, the action does nothing.
     """
 
     kind: SignalKind
@@ -142,7 +141,7 @@ class Signal:
 class AskCanary:
     """An action that sends a canary completion to one engine and checks its answer.
 
-    The action is idempotent, because a repeated `AskCanary` does nothing while the canary is unanswered.
+    While the canary is unanswered, a repeated action does nothing. The action is therefore idempotent.
     """
 
     engine: str

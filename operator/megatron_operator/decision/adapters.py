@@ -1,4 +1,6 @@
-"""The adapters of a resource. Compares the spec's list with the coordinator's, and reports errors in the status."""
+"""The LoRA adapters of a resource. Compares the spec's list with the coordinator's list, and reports errors in the
+status.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ class AdapterView:
 
     @cached_property
     def _failure(self) -> Operation | None:
-        """The last operation, if it failed to set a list of adapters; otherwise None."""
+        """The last operation if it set a list of adapters and failed; otherwise None."""
         last = self.operation
         if last is None or last.signal is not SignalKind.SET_ADAPTERS or last.phase is not LifecyclePhase.FAILED:
             return None
@@ -82,12 +84,10 @@ class AdapterView:
 
     @cached_property
     def _causes(self) -> Mapping[Adapter, str | None]:
-        """The error of each adapter in the list that the last operation failed to set.
+        """The errors of the adapters in the list that the last operation failed to set.
 
-        None means that the adapter has no error.
-
-        If the engines reported no error for any adapter, each adapter that is not loaded has the error of the
-        operation.
+        The value of an adapter without an error is None. If the engines reported no error for any adapter, each adapter
+        that is not loaded has the error of the operation.
         """
         failed = self._failure
         tried = adapter_lists(self.world, self._recorded).get((failed and failed.adapters) or "")
@@ -108,7 +108,10 @@ class AdapterView:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until a failed list is set again, or None if no list failed, or if the list may be set now."""
+        """Seconds until a failed list may be set again.
+
+        The value is None if no list failed, or if the time has passed.
+        """
         times = [entry["failedAt"] for entry in self.entries if "error" in entry]
         if not times:
             return None
@@ -117,9 +120,10 @@ class AdapterView:
 
     @cached_property
     def due(self) -> str | None:
-        """Digest of the list that SET_ADAPTERS should set now, or None if the list is already set, or has just failed.
+        """Digest of the list that SET_ADAPTERS should set now.
 
-        The list is the list of the spec, or this list without the adapters that cannot be loaded.
+        The list is the spec's list, or the spec's list without the adapters that cannot be loaded. The value is None if
+        this list is already set, has just failed, or cannot be set now.
         """
         coordinator, failed = self.world.coordinator, self._failure
         if coordinator.adapters is None or not any(engine.serving for engine in coordinator.engines):
@@ -135,7 +139,7 @@ class AdapterView:
 
     @cached_property
     def finding(self) -> tuple[Reason, str] | None:
-        """The first adapter with an error, as reason and message."""
+        """Reason and message of the first adapter with an error, or None if no adapter has one."""
         for entry in self.entries:
             if "error" in entry:
                 return _REASONS[entry["reason"]], f"spec.model.adapters: {entry['name']}: {entry['error']}"

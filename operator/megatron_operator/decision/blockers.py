@@ -17,7 +17,7 @@ from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER, STANDB
 
 @dataclass(frozen=True)
 class Blockers:
-    """The conditions that each component of a World waits for, as reasons and messages."""
+    """The reasons why components of a World are not ready, and messages about them."""
 
     world: World
     ctx: RenderContext
@@ -27,7 +27,11 @@ class Blockers:
     losses: Losses
 
     def rejection(self, *, name: str | None = None) -> Finding | None:
-        """Return the first rejected child. name: consider only the child of this name; None means all children."""
+        """Return why a child cannot be rendered, or why the API server rejected it. Returns None if there is no such
+        child.
+
+        name: consider only the child with this name; None means all children.
+        """
         unrendered = self.rendered.template_error if name is None else self.rendered.shared[1].get(name)
         if unrendered is not None:
             return unrendered
@@ -46,7 +50,7 @@ class Blockers:
         return self.rendered.engine_manifest(engine.index, role=engine.role, pods=self.engines.pods_for(engine))
 
     def component(self, component: str) -> Finding | None:
-        """Return why the pods of a coordinator, its standby or the servers fail or cannot be created."""
+        """Return why the pods of the coordinator, its standby or the servers fail or cannot be created, or None."""
         pods = self.world.component_pods(component)
         diagnosis = first_diagnosis(pods, self.references)
         if diagnosis is not None:
@@ -113,7 +117,7 @@ class Blockers:
     def desired_engines(self, *roles: str) -> Finding:
         """Return why desired engines do not serve, as a reason and a description of what the operator waits for.
 
-        roles: consider only engines of these roles; without roles, all engines.
+        roles: consider only engines of these roles; without `roles`, consider all engines.
         """
         if self.rendered.engine_error is not None:
             reason, message = self.rendered.engine_error

@@ -12,7 +12,7 @@ from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """One engine in the coordinator's list. The list has no engines whose connection is dead."""
+    """One registered engine, as the coordinator reports it. Engines whose connections are dead are not reported."""
 
     name: str
     """`NAME-engine-I`, from the engine's command line."""
@@ -99,7 +99,7 @@ class FailedRequestReport:
 
 @dataclass(frozen=True, slots=True)
 class AdapterReport:
-    """One adapter in the coordinator's list."""
+    """One adapter, as the coordinator reports it."""
 
     name: str
     source: str
@@ -112,9 +112,9 @@ class AdapterReport:
 
 @dataclass(frozen=True, slots=True)
 class FormatsReport:
-    """The formats of tool calls and reasoning that the OpenAI servers parse, by name.
+    """The names of the formats of tool calls and reasoning that the OpenAI servers parse.
 
-    An empty name means that the format is unknown or that there is none.
+    An empty name means that the format is unknown or that there is no format.
     """
 
     tool_calls: str = ""

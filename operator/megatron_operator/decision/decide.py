@@ -85,7 +85,7 @@ def decide(world: World) -> Decision:
 def _object_seconds(scene: Scene) -> float:
     """Return the interval in seconds at which the objects that pods need are read.
 
-    It is shorter if one may be missing.
+    The interval is shorter if such an object may be missing.
     """
     unmounted = any(pod.unexplained or pod.reason == UNCONFIGURED for pod in scene.world.pods)
     lacking = unmounted or any(scene.rendered.missing(manifest) for manifest in scene.rendered.workloads)
@@ -93,7 +93,10 @@ def _object_seconds(scene: Scene) -> float:
 
 
 def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> float | None:
-    """Return the seconds until the decision may change without an event, or None if only an event can change it."""
+    """Return the seconds until the decision can change without an event.
+
+    Returns None if only an event can change it.
+    """
     world = scene.world
     times = (
         verdict.requeue_after,
@@ -118,7 +121,8 @@ def _requeue_after(scene: Scene, verdict: Verdict, object_seconds: float) -> flo
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
     """Return the actions with at most one action per child.
 
-    A policy's action replaces the upkeep's action on the same child.
+    If several actions concern one child, the last one is kept. A policy's action therefore replaces the upkeep's
+    action.
     """
     last = {action.ref: index for index, action in enumerate(actions) if isinstance(action, ApplyChild | DeleteChild)}
     return tuple(
@@ -166,7 +170,9 @@ def _is_established(coordinator: PodView, world: World) -> bool:
 def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bool = False) -> list[EmitEvent]:
     """Return one Event for each state transition, each new error, and each request that crashes engines.
 
-    replaced: the coordinator's pod is being replaced, so its absence is expected. Its crash has an Event of its own.
+    before, after: the stored status and the new status.
+    replaced: whether the coordinator's pod is being replaced, so that its absence is expected. Its crash has an Event
+              of its own.
     """
     events: list[EmitEvent] = []
     if before.get("state") != after["state"]:
@@ -198,7 +204,10 @@ def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, A
 
 
 def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
-    """Return the decision for a spec that this version cannot parse. It reports the error and changes nothing else."""
+    """Return the decision for a spec that this version cannot parse.
+
+    The decision only reports the error. It changes no child.
+    """
     values = {ConditionType.READY: "False", ConditionType.PROGRESSING: "Unknown", ConditionType.DEGRADED: "True"}
     return _unchanged(
         {**status, "state": "Pending", "observedGeneration": generation},
@@ -213,7 +222,7 @@ def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: 
 def _unobserved(world: World) -> Decision:
     """Return the decision if a kind of object that decisions need cannot be read.
 
-    It reports this and changes nothing else.
+    The decision only reports this error. It changes no child.
     """
     unknown = (
         ConditionType.READY,
@@ -243,8 +252,9 @@ def _unchanged(
     before: Mapping[str, Any],
     now: datetime,
 ) -> Decision:
-    """Return the decision that changes only the status, in which these conditions report this finding.
+    """Return a decision that changes only the status. The conditions `values` report `finding`.
 
+    step:   the current step, and what the step waits for.
     before: the stored status.
     """
     reason, message = finding[0], printable(finding[1])
@@ -272,8 +282,8 @@ def quotable(world: World) -> World:
     """Return the World without the messages of containers whose images may not be quoted.
 
     Only images of the repositories that the installation lists may be quoted. A container of any other image can read
-    Secrets and files and write them to its termination message, or send them to its coordinator as an error. A user who
-    may read the status could then read them without access to the pods' logs.
+    Secrets and files, and write their contents to its termination message or send them to the coordinator as an error.
+    Without this filter, a user who may only read the status could read these contents.
     """
     quotes = world.settings.quotes
     pods = tuple(
@@ -301,7 +311,7 @@ def _images(spec: MegatronInferenceSpec) -> Iterator[str]:
 
 
 def _without_words(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
-    """Return the snapshot without texts. Numbers and states stay, because decisions depend on them."""
+    """Return the snapshot without texts. Numbers and states are kept, because decisions depend on them."""
     operations = {name: _without_message(report) for name, report in snapshot.operations.items()}
     canaries = {name: _without_message(report) for name, report in snapshot.canaries.items()}
     engines = tuple(replace(engine, digest="", recomputes=None) for engine in snapshot.engines)

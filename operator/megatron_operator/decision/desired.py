@@ -22,7 +22,7 @@ engines. The pods are then removed anyway, because Stopped must not depend on a 
 
 @dataclass(frozen=True)
 class Desired:
-    """The desired state of a World."""
+    """The desired state of the resource of a World."""
 
     world: World
 
@@ -30,8 +30,8 @@ class Desired:
     def state(self) -> DesiredState:
         """The effective desired state.
 
-        It is `spec.desiredState`, except that zero replicas mean Suspended, and that a request that wakes the resource
-        means Running.
+        The state is `spec.desiredState`, with two exceptions. Zero replicas mean Suspended. If a request has woken the
+        resource, the state is Running.
         """
         spec = self.world.resource.spec
         if spec.num_engines == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
@@ -40,10 +40,10 @@ class Desired:
 
     @cached_property
     def woken(self) -> bool:
-        """Whether a request has woken the suspended resource, and the resource has not been idle since.
+        """Whether a request has woken the suspended resource, and the resource has not been idle since then.
 
-        Only desiredState, zero replicas and wakeOnRequest end this state before the resource is idle. Other changes of
-        the spec do not, because an autoscaler changes the spec too.
+        Before the resource is idle, only changes of desiredState, zero replicas and wakeOnRequest set this value to
+        False. Other changes of the spec do not, because an autoscaler also changes the spec.
         """
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
@@ -64,9 +64,9 @@ class Desired:
 
     @cached_property
     def idle_in(self) -> float | None:
-        """Seconds until a woken resource is suspended again, if it has no queued requests and no requests in flight.
+        """Seconds until a woken resource is suspended again if no request arrives.
 
-        The value is None while this is unknown.
+        The value is None while it is unknown.
         """
         coordinator, limit = self.world.coordinator, self.world.resource.spec.lifecycle.suspend.idle_seconds
         if not coordinator.reachable:
@@ -82,7 +82,7 @@ class Desired:
 
     @cached_property
     def releases_pods(self) -> bool:
-        """Whether the engine pods are removed while the resource is suspended."""
+        """Whether the engine pods are removed while the resource is suspended (ReleasePods)."""
         spec = self.world.resource.spec
         if self.state is not DesiredState.SUSPENDED:
             return False
@@ -93,7 +93,7 @@ class Desired:
 
     @cached_property
     def escalation_in(self) -> float | None:
-        """Seconds until a suspended resource also releases its pods, or None if it keeps them."""
+        """Seconds until a suspended resource also releases its pods, or None if the resource keeps its pods."""
         after = self.world.resource.spec.lifecycle.suspend.escalate_after_seconds
         history = self.world.resource.status.get("history") or []
         if after is None or not history or history[-1]["to"] != ResourceState.SUSPENDED.value:
@@ -104,7 +104,7 @@ class Desired:
     def operation(self) -> Operation | None:
         """The persisted operation, updated from this World.
 
-        The value is None if there is none, or if another state is desired.
+        The value is None if no operation is persisted, or if its goal is no longer the desired state.
         """
         return operations.resolve(operations.from_status(self.world.resource.lifecycle), self.world, self.state)
 
@@ -119,7 +119,7 @@ class Desired:
 
     @cached_property
     def stopped(self) -> bool:
-        """Whether the engines need no further signal, so that their pods may be removed."""
+        """Whether the engines need no further signal before their pods are removed."""
         if self.state is not DesiredState.STOPPED:
             return False
         overdue = self.overdue_in
@@ -127,7 +127,8 @@ class Desired:
 
     @cached_property
     def overdue_in(self) -> float | None:
-        """Seconds until a stalled stop continues without the coordinator.
+        """Seconds until a stop that makes no progress continues without the coordinator; negative if this time has
+        passed.
 
         The value is None if the resource is not being stopped.
         """
@@ -140,13 +141,15 @@ class Desired:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of a World."""
+    """The generations of the CURVE keys of a World."""
 
     world: World
 
     @cached_property
     def server_generation(self) -> int:
-        """Generation of the coordinator's own key, from the Secret or for the Secret that will be created."""
+        """Generation of the coordinator's own key, from the Secret or, without a Secret, from the Secret to be
+        created.
+        """
         if self.world.keys is not None:
             return self.world.keys.server_generation
         if ChildRef("Secret", f"{self.world.resource.name}-keys") in self.world.children:
@@ -162,9 +165,9 @@ class Keys:
 
     @cached_property
     def wanted_generation(self) -> int | None:
-        """The desired generation of the keys, from the spec or the age of the current keys. It never decreases.
+        """The desired generation of the keys, from the spec or from the age of the current keys.
 
-        The value is None if there are no keys.
+        The value never decreases. It is None if there are no keys.
         """
         spec, keys = self.world.resource.spec.keys, self.world.keys
         if keys is None:

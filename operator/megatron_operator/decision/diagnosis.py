@@ -1,6 +1,6 @@
-"""Diagnoses a pod from the messages of the kubelet or scheduler, as a reason and a sentence with a remedy.
+"""Diagnoses a pod from the messages of the kubelet or scheduler. A diagnosis is a reason and a sentence with a remedy.
 
-A message about a missing object is explained with the field of the spec that names the object.
+If a message is about a missing object, the remedy includes the field of the spec that names the object.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MissingObject:
     key: str = ""
 
     def remedy(self, references: References, *, component: str) -> str:
-        """Return the remedy, including the field of the spec. component: component of the pod."""
+        """Return the remedy, including the field of the spec that names the object. component: component of the pod."""
         field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
@@ -61,7 +61,7 @@ _SECTIONS = {CHECK: ENGINE, STANDBY: COORDINATOR}
 
 
 def pod_template(component: str) -> str:
-    """Return the path of the spec field with the podTemplate of a component's pods."""
+    """Return the path of the spec field with the podTemplate of a component."""
     return f"spec.{_SECTIONS.get(component, component)}.podTemplate"
 
 
@@ -97,7 +97,10 @@ _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 
 
 def references(spec: Mapping[str, Any]) -> References:
-    """Return the objects that a spec references outside podTemplates. spec: the spec as stored in the API."""
+    """Return the objects that a spec references outside podTemplates, with the fields that name them.
+
+    spec: the spec as stored in the API.
+    """
     names: dict[tuple[str, str], str] = {}
     for kind, section, key, shown in _FIELDS:
         value: Any = spec
@@ -131,7 +134,7 @@ _TERMINATION_MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class _Termination:
-    """A termination message. Our own processes write one line of JSON; other processes can write any text."""
+    """A termination message. The project's processes write one line of JSON; other processes can write any text."""
 
     text: str
     reason: str = ""
@@ -141,7 +144,7 @@ class _Termination:
     def quoted(self, cause: Cause | None) -> str:
         """Return the text of the message. A long text is truncated.
 
-        The part that is kept starts at the match of `cause`. If nothing matches, the end of the text is kept.
+        The kept part starts at the text that matches `cause`. If nothing matches, the kept part is the end of the text.
         """
         text = " ".join(self.text.split())
         spare = len(text) - _TERMINATION_MESSAGE
@@ -168,7 +171,10 @@ def _termination_message(pod: PodView) -> _Termination:
 
 
 def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reason, str] | None:
-    """Return the error of a pod, or None while the pod starts or runs. references: the objects that the spec names."""
+    """Return the error of a pod, or None while the pod starts or runs without an error.
+
+    references: the objects that the spec names.
+    """
     if pod.deleting or pod.ready:
         return None
     detail = f": {pod.message}" if pod.message else ""
@@ -201,7 +207,10 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
 
 
 def _without_repetition(message: str) -> str:
-    """Remove sentences that repeat the end of an earlier sentence, as in `claim "a" not found. not found`."""
+    """Return the message without sentences that repeat the end of an earlier sentence, as in `claim "a" not found.
+
+    not found`.
+    """
     kept: list[str] = []
     for part in message.split(". "):
         sentence = part.rstrip(".; ")
@@ -211,7 +220,7 @@ def _without_repetition(message: str) -> str:
 
 
 def termination(pod: PodView) -> tuple[Reason, str]:
-    """Return the reason and a message for the last container of a pod that terminated."""
+    """Return the reason and a message for the container of a pod that terminated last."""
     if pod.exit_reason == "OOMKilled":
         remedy = f"raise the limit of container {pod.ended} in {pod_template(pod.component)}"
         if pod.component == ENGINE and pod.ended == ENGINE:
@@ -244,7 +253,7 @@ def is_device_failure(pod: PodView) -> bool:
 
 
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:
-    """Return the diagnosis of the first pod, by name, that has one."""
+    """Return the diagnosis of the first pod, by name, that has a diagnosis, or None."""
     for pod in sorted(pods, key=lambda pod: pod.name):
         finding = diagnose(pod, references)
         if finding is not None:
@@ -253,7 +262,11 @@ def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Re
 
 
 def creation_error(what: str, error: str, *, component: str) -> tuple[Reason, str]:
-    """Return why pods of a component cannot be created, from the API server's message. what: name of the pods."""
+    """Return why pods of a component cannot be created, as a reason and a message.
+
+    what:  name of the pods.
+    error: message of the API server.
+    """
     cause = find_cause(error, CREATION)
     remedy = f"; {cause.remedy.format(pod_template=pod_template(component))}" if cause else ""
     return (cause.reason if cause else Reason.CHILD_REFUSED), f"{what} cannot be created: {error}{remedy}"

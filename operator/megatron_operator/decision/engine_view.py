@@ -1,4 +1,4 @@
-"""One engine, as policies see it."""
+"""The view of one engine that policies read."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class EngineView:
     def serving_revision(self) -> str:
         """Revision of the serving process.
 
-        The value is empty if no process serves, or if its revision differs from the StatefulSet's.
+        The value is empty if no process serves, or if its revision differs from the revision of the StatefulSet.
         """
         if not self.serving or self.statefulset is None or self.report is None:
             return ""
@@ -60,7 +60,7 @@ class EngineView:
 
     @property
     def superseded(self) -> bool:
-        """Whether the coordinator still reports a process of an earlier revision than the StatefulSet's."""
+        """Whether the coordinator reports a process with an earlier revision than the revision of the StatefulSet."""
         reported = self.report.revision if self.report is not None else ""
         return not self.stale and self.statefulset is not None and reported not in ("", self.statefulset.revision)
 
@@ -76,13 +76,15 @@ class EngineView:
 
     @property
     def starting(self) -> bool:
-        """Whether the engine has or will get pods, does not serve, and has pods that are not ready."""
+        """Whether the engine is starting: it has pods or will get pods, some of them are not ready, and it does not
+        serve.
+        """
         found = self.statefulset
         return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas
 
     @property
     def empty(self) -> bool:
-        """Whether the engine has no pods and should have none."""
+        """Whether the engine has no pods and its StatefulSet requests none."""
         return self.scaled == 0 and not self.pods
 
     @property
@@ -94,6 +96,6 @@ class EngineView:
 
     @property
     def stale_pods(self) -> tuple[PodView, ...]:
-        """Pods that were created from a former template of their StatefulSet. Some may be terminating."""
+        """Pods that were created from an earlier template of their StatefulSet. Some may be terminating."""
         revision = self.statefulset.revision if self.statefulset else ""
         return tuple(pod for pod in self.pods if pod.revision not in ("", revision))

@@ -1,4 +1,4 @@
-"""The engines of a resource. Joins StatefulSets, pods and the coordinator's reports, and computes a common state."""
+"""The engines of a resource. Combines StatefulSets, pods and the coordinator's reports, and computes a common state."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Engines:
 
     @cached_property
     def empty(self) -> bool:
-        """Whether no engine has a pod, and no engine will get a pod without a further write."""
+        """Whether no engine has a pod, and no engine will get a pod unless the operator writes to the API server."""
         return all(engine.empty for engine in self.all)
 
     @cached_property
@@ -145,7 +145,7 @@ class Engines:
     def retry_in(self) -> float | None:
         """Seconds until the next engine with an exhausted restart budget is started again.
 
-        The value is None if no budget is exhausted.
+        The value is None if no such start is planned.
         """
         times = [engine.budget.retry_at for engine in self.wanted if engine.budget.exhausted is not None]
         return min((-seconds_since(time, self.world.now) for time in times if time is not None), default=None)
@@ -171,7 +171,7 @@ class Engines:
     def may_surge(self, role: str, index: int) -> bool:
         """Return whether an index belongs to a surge engine.
 
-        A rollout adds surge engines beyond the number of engines of the role.
+        During a rollout, surge engines have the indexes that follow the indexes of the role's configured engines.
         """
         count = self.ctx.spec.engines_of(role)
         return role in self.ctx.roles and count <= index < count + self.ctx.spec.rollout.max_surge
@@ -200,7 +200,7 @@ class Engines:
         return recent and engine.whole and state in REPORTED_STATES
 
     def pods_for(self, engine: EngineView) -> int:
-        """Return how many pods an engine should have. The number is either 0 or the number of all its pods."""
+        """Return how many pods an engine should have. The result is either 0 or the number of all its pods."""
         full = self.ctx.spec.pods_per_engine
         if engine.budget.exhausted is not None:
             return 0
@@ -248,8 +248,8 @@ class Engines:
     def _is_held(self, revision: str) -> bool:
         """Return whether engines keep this revision until the resource is updated.
 
-        They keep a revision if it differs from the desired revision only because this version of the operator renders
-        pods differently.
+        This is the case if the revision differs from the desired revision only because this version of the operator
+        renders pods differently.
         """
         if not self.update.available:
             return False
@@ -257,10 +257,9 @@ class Engines:
         return record is not None and record.data is not None and has_inputs(self.ctx, record.data)
 
     def _canary(self, role: str, index: int, name: str) -> dict[str, Any]:
-        """Return the canary fields of an engine.
+        """Return the fields of EngineView about the canary.
 
-        A canary is due when a StatefulSet with pods changes its revision, and when an engine is added beyond the number
-        of engines of its role.
+        A canary is due when a StatefulSet with pods changes its revision, and when a surge engine is added.
         """
         before = self.world.resource.engine_status(name)
         statefulset = self.world.children.get(ChildRef("StatefulSet", name, APPS))
@@ -324,7 +323,7 @@ class Observed:
     def state_with(self, operation: Operation | None) -> ResourceState:
         """Return the value of `status.state`.
 
-        It names the verb that `operation` executes, or otherwise the observed state.
+        If `operation` executes a verb, the value names this verb. Otherwise the value is the observed state.
         """
         if self.state in (ResourceState.STOPPED, ResourceState.FAILED):
             return self.state

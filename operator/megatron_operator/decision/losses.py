@@ -1,8 +1,8 @@
 """Detects lost engines, coordinators and nodes, and replaces pods earlier than Kubernetes would. Pure functions.
 
-Kubernetes marks a node as lost after 50 s, and its servers stay ready for 30 s. The operator deletes the pod of a lost
-coordinator earlier, so that its Deployment creates another pod. If the node is alive, its kubelet ends the old process
-as after any deletion.
+Kubernetes marks a node as lost after 50 s, and servers on this node count as ready for 30 s. The operator deletes the
+pod of a lost coordinator earlier, so that its Deployment creates another pod. If the node is alive, its kubelet ends
+the old process as after any deletion.
 
 A StatefulSet re-creates a pod only after the kubelet has confirmed the deletion of the old pod. The kubelet of a lost
 node never confirms it. The operator force-deletes such pods of engines if the node is not ready or does not exist. It
@@ -48,7 +48,7 @@ class Losses:
     engines: Engines
 
     def is_lost(self, engine: EngineView) -> bool:
-        """Return whether an engine is no longer registered although none of its pods is being replaced."""
+        """Return whether an engine is lost: it is no longer registered although none of its pods is being replaced."""
         world = self.world
         if not world.membership_known or engine.report is not None or self.desired.state is DesiredState.STOPPED:
             return False
@@ -60,7 +60,11 @@ class Losses:
         return known or world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
 
     def is_unknown(self, engine: EngineView) -> bool:
-        """Return whether an engine has served and its pods still run, but no coordinator has known it for a while."""
+        """Return whether it is unknown if an engine serves.
+
+        This is the case if the engine has served and its pods still run, but no coordinator has known the engine for a
+        while.
+        """
         if self.world.membership_known or engine.serving or self.engines.serves(engine) or not engine.whole:
             return False
         return self.world.resource.engine_status(engine.name).get("state") in (*REPORTED_STATES, UNKNOWN)
@@ -75,7 +79,7 @@ class Losses:
     def unknown_in(self) -> float | None:
         """Seconds until the last reported states of engines expire after the loss of their coordinator.
 
-        The value is None if there are none.
+        The value is None if no engine has such a state.
         """
         if self.world.membership_known or not any(self.engines.serves(engine) for engine in self.engines.all):
             return None
@@ -92,7 +96,7 @@ class Losses:
     def finding(self) -> Finding | None:
         """The error about a lost coordinator, until a new coordinator knows the engines.
 
-        The value is None if the coordinator may still recover automatically.
+        The value is None if the coordinator is not lost, or may still recover automatically.
         """
         if self.world.membership_known:
             return None
@@ -123,10 +127,10 @@ def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
 
 
 def replacement(world: World, ctx: RenderContext) -> list[Action]:
-    """Return the deletion of a lost coordinator's pod and the Event about it.
+    """Return the actions that delete a lost coordinator's pod and write an Event.
 
-    Returns an empty list while the coordinator may recover automatically. If a coordinator of a pair is lost, so is the
-    other, because otherwise the other would have become active. Both pods are then deleted.
+    Returns an empty list while the coordinator may recover automatically. If a pair of coordinators is lost, both pods
+    are deleted. If only one of them were lost, the other would have become active.
     """
     pods, lost = _lost_pods(world), world.coordinator.lost_seconds
     if not pods or lost is None or lost < REPLACE_SECONDS or world.isolated:
@@ -146,10 +150,10 @@ def replacement_in(world: World) -> float | None:
 
 
 def _lost_pods(world: World) -> list[PodView]:
-    """Return the coordinator pods that this operator was connected to and whose kubelets still report them as ready.
+    """Return the coordinator pods to which this operator was connected and that their kubelets still report as ready.
 
     If a pod is not ready, its kubelet is alive and restarts the container. A pod that has never answered since its
-    creation is not replaced. The cause is then not its node, and another pod would not answer either.
+    creation is not replaced, because its node is not the cause, and another pod would not answer either.
     """
     lost = world.coordinator.lost_seconds
     if lost is None:
@@ -160,10 +164,10 @@ def _lost_pods(world: World) -> list[PodView]:
 
 
 def crashed_servers(world: World, ctx: RenderContext) -> list[Action]:
-    """Return the deletions of server pods that have served and now wait in the kubelet's back-off, with their Events.
+    """Return the actions that delete server pods that have served and now wait in the kubelet's backoff, with Events.
 
-    The Deployment starts another pod immediately. A pod that crashes while it starts is not deleted, because the next
-    pod would crash too.
+    The Deployment starts another pod immediately. A pod that crashes while it starts is not deleted, because its
+    replacement would crash too.
     """
     actions: list[Action] = []
     for pod in world.component_pods(SERVER):
@@ -184,7 +188,7 @@ def overdue_in(pod: PodView, world: World) -> float | None:
 
 
 def forced_deletions(world: World) -> list[Action]:
-    """Return the forced deletions, with Events, of pods whose deletion is overdue and whose nodes are lost."""
+    """Return the actions that force-delete pods whose deletion is overdue and whose nodes are lost, with Events."""
     actions: list[Action] = []
     for pod in world.pods:
         if _forced_in(pod, world) == 0:
@@ -197,7 +201,7 @@ def forced_deletions(world: World) -> list[Action]:
 
 
 def forced_in(world: World) -> float | None:
-    """Return the seconds until a pod may be force-deleted or its node is read again.
+    """Return the seconds until a pod can be force-deleted or its node is read again.
 
     Returns None if no pod is being deleted.
     """

@@ -1,4 +1,4 @@
-"""One operation, which is a signal whose intent is persisted before it is sent, and whose result survives a restart.
+"""One operation: a signal whose intent is persisted before it is sent, and whose result survives an operator restart.
 
     Pending --persisted, then sent--> Submitted --coordinator remembers--> Confirmed | Failed
                                          |  ^
@@ -46,7 +46,7 @@ UNSETTLED = frozenset({CoordinatorState.RECOVERING, CoordinatorState.STOPPING})
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The operation of `status.lifecycle`."""
+    """The operation that `status.lifecycle` records."""
 
     id: str
     signal: SignalKind
@@ -72,7 +72,10 @@ class Operation:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether the operation is this signal to this engine, and its effect is complete."""
+        """Return whether the operation is this signal to this engine, and has ended.
+
+        A rejected signal does not count.
+        """
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
 
@@ -100,10 +103,7 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
 
 
 def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str | None = None) -> Operation:
-    """Return a new operation in phase Pending.
-
-    The next decision that finds the operation persisted sends its signal.
-    """
+    """Return a new operation in phase Pending. The next decision sends its signal, after the operation is persisted."""
     return Operation(
         id=world.new_operation_id,
         signal=signal,
@@ -118,7 +118,7 @@ def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str |
 def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
     """Return the persisted operation, updated from this snapshot.
 
-    Returns None if it no longer serves the current goal.
+    Returns None if the operation no longer serves the goal `desired`.
     """
     if operation is None:
         return None
@@ -144,10 +144,10 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
 
 
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
-    """Return the lists that SET_ADAPTERS may set now, by digest.
+    """Return the lists of adapters that SET_ADAPTERS may set now, by digest.
 
-    These are the list of the spec, and the same list without the adapters that have an error. In the second list, an
-    adapter that the coordinator already has under the same name stays as the coordinator has it.
+    There are two lists: the list of the spec, and the same list without the adapters that have an error. If the
+    coordinator already has another source under the name of such an adapter, the second list keeps this source.
 
     entries: `status.adapters`.
     """
@@ -160,7 +160,7 @@ def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[st
 
 
 def _has_other_adapters(operation: Operation, world: World) -> bool:
-    """Return whether the operation sets an obsolete list of adapters."""
+    """Return whether the operation sets a list of adapters that is no longer desired."""
     return operation.adapters is not None and operation.adapters not in _current_lists(world)
 
 
@@ -190,7 +190,11 @@ def _ask(operation: Operation, world: World) -> Operation | None:
 
 
 def _forgotten(operation: Operation, world: World) -> Operation | None:
-    """Return the operation if the coordinator does not know its id, because the signal was lost or it has restarted."""
+    """Return the operation, updated for a coordinator that does not know its id.
+
+    The coordinator does not know the id if the signal was lost or the coordinator has restarted. Returns None if the
+    operation is to be dropped.
+    """
     coordinator, now = world.coordinator, stamp(world.now)
     if coordinator.state in UNSETTLED:
         return replace(operation, phase=Phase.UNKNOWN)

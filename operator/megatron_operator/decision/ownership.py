@@ -1,7 +1,7 @@
-"""Determines whether server-side apply would change a child, from the child's fields that the operator owns. Pure.
+"""Determines if server-side apply would change a child, from the child's fields that the operator owns. Pure.
 
 If another program changes or removes a field, the field is no longer in the operator's entry in `managedFields`. A
-child is therefore unchanged if its hash is current and the owned fields include all fields of the manifest.
+child therefore needs no apply if its hash is current and the owned fields include all fields of the manifest.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ def covers(owned_fields: str, manifest: Manifest) -> bool:
 
 
 def _covers(owned: Fields, value: Any) -> bool:
-    """Compare one level of `fieldsV1`. Scalars, and maps and lists that are owned as a whole, have no subfields."""
+    """Return whether all fields of `value` are owned.
+
+    Scalars, and atomic maps and lists, have no subfields in `fieldsV1`.
+    """
     if not owned:
         return True
     if isinstance(value, Mapping):
@@ -40,7 +43,7 @@ def _covers(owned: Fields, value: Any) -> bool:
 def _has_item(owned: Fields, item: Any) -> bool:
     """Return whether an item of a list is owned.
 
-    An item that is a map is named by its keys, which may have defaults.
+    An item that is a map is identified by its key fields, which can have default values.
     """
     if not isinstance(item, Mapping):
         return f"v:{json.dumps(item)}" in owned

@@ -39,7 +39,11 @@ Object = Mapping[str, Any]
 
 
 def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> ChildView:
-    """Return the view of a child. The object must have `apiVersion` and `kind`, which objects of a list lack."""
+    """Return the view of a child.
+
+    The object must have `apiVersion` and `kind`. The objects in the response to a list request do not have these
+    fields.
+    """
     metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
     annotations = metadata.get("annotations") or {}
     template = spec.get("template") or {}
@@ -76,7 +80,7 @@ def _is_orphan(metadata: Object) -> bool:
 
 
 def _owned_fields(metadata: Object) -> str:
-    """Return the fields that this operator owns through its applies. Children of one kind share the same string."""
+    """Return the fields that this operator owns through its applies, as text. Children of one kind share one string."""
     for entry in metadata.get("managedFields") or ():
         applied = entry.get("operation") == "Apply" and not entry.get("subresource")
         if applied and entry.get("manager") == FIELD_MANAGER:
@@ -87,8 +91,8 @@ def _owned_fields(metadata: Object) -> str:
 def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
     """Return whether all replicas of a workload are ready.
 
-    With `updated`, which is for Deployments, they must also have the current template. The operator itself replaces the
-    pods of a StatefulSet and compares their revisions.
+    With `updated`, which is for Deployments, the replicas must also have the current template. StatefulSets do not need
+    this check, because the operator itself replaces their pods and compares the pods' revisions.
     """
     wanted = int(spec.get("replicas", 1))
     names = ("replicas", "readyReplicas", *(["updatedReplicas"] if updated else []))
@@ -96,7 +100,7 @@ def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
 
 
 def offer(pod: Object) -> tuple[str, str]:
-    """Return the scheme and the model name of the OpenAI server in a pod spec. Both are empty for other pods."""
+    """Return the scheme and the model name of the OpenAI server in a pod spec. Both are empty for other pod specs."""
     container = next((entry for entry in pod.get("containers") or () if entry.get("name") == SERVER), None)
     if container is None:
         return "", ""
@@ -117,13 +121,16 @@ def _creation_error(status: Object) -> str:
 
 
 def _revision_data(obj: Object) -> Mapping[str, Any] | None:
-    """Return the data of a ControllerRevision that the operator created, or None for one that a StatefulSet created."""
+    """Return the data of a ControllerRevision if the operator created it. Returns None if a StatefulSet created it."""
     ours = obj["kind"] == REVISION_KIND and ANNOTATION_HASH in (obj["metadata"].get("annotations") or {})
     return obj.get("data") if ours else None
 
 
 def owner_uid(obj: Object) -> str:
-    """Return the UID of the MegatronInference among the owner references. The result is empty if there is none."""
+    """Return the UID of the MegatronInference in the owner references.
+
+    Returns an empty string without such an owner.
+    """
     for reference in obj["metadata"].get("ownerReferences") or ():
         if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
             return str(reference.get("uid", ""))
@@ -167,7 +174,7 @@ def _containers(status: Object) -> list[Object]:
 
 
 def _ready(status: Object) -> bool:
-    """Return whether a pod is ready if the containers that the operator did not render are ignored."""
+    """Return whether a pod is ready. Containers that the operator did not render are ignored."""
     ready = _condition(status, "Ready")
     if ready is None or ready.get("status") == "True":
         return ready is not None
@@ -188,7 +195,10 @@ def _phase(status: Object, component: str) -> str:
 
 
 def _waiting(status: Object) -> tuple[str, str]:
-    """Return reason and message of the first waiting container, otherwise of the scheduler or the pod."""
+    """Return reason and message of the first waiting container.
+
+    If no container waits, return the reason and message of the scheduler or the pod.
+    """
     for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
@@ -218,7 +228,10 @@ def _succeeded(container: Object) -> bool:
 
 
 def _last_end(status: Object) -> Object | None:
-    """Return the most recent termination of any container, or None if no container has terminated."""
+    """Return the most recent termination of a container, or None if no container has terminated.
+
+    Terminations of init containers that have succeeded later are ignored.
+    """
     ends: list[Object] = []
     # Init containers end normally; after their success, earlier terminations are irrelevant.
     before = [entry for entry in status.get("initContainerStatuses") or () if not _succeeded(entry)]
@@ -231,7 +244,7 @@ def _last_end(status: Object) -> Object | None:
 
 
 def _time(value: object) -> datetime | None:
-    """Return a time of the API as a datetime, or None if the API has no time."""
+    """Return a timestamp of the API as a datetime. Returns None if `value` is not a timestamp."""
     try:
         return parse(str(value))
     except ValueError:

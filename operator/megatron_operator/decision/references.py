@@ -69,7 +69,7 @@ def _claims(pod: Manifest) -> Iterator[PodReference]:
 def _references(node: dict[str, Any] | list[Any]) -> Iterator[PodReference]:
     """Yield the references in a part of a pod.
 
-    The part can have any structure, because a podTemplate may have set it.
+    A podTemplate may have set this part, so it can have any structure.
     """
     for field, value in node.items() if isinstance(node, dict) else enumerate(node):
         if field in _KINDS:

@@ -42,9 +42,10 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The children that all engines share: the rendered manifests, and by name the errors of the other children.
+        """The children that all engines share: a list of the rendered manifests, and the errors of the other children
+        by name.
 
-        The operator leaves a child that cannot be rendered unchanged.
+        If a child cannot be rendered, the operator leaves the existing child unchanged.
         """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
@@ -63,9 +64,10 @@ class Rendered:
 
     @cached_property
     def front_door_waits(self) -> bool:
-        """Whether existing servers differ from the spec in scheme or model name while no matching server is ready.
+        """Whether the operator must not change the objects by which clients reach the servers.
 
-        While this is true, the operator does not change the objects by which clients reach the servers.
+        This is the case while existing servers differ from the spec in scheme or model name, and no server that matches
+        the spec is ready.
         """
         wanted = (self.ctx.scheme, self.ctx.model_name)
 
@@ -110,7 +112,7 @@ class Rendered:
 
     @cached_property
     def workloads(self) -> list[Manifest]:
-        """The desired Deployments and engines. Their pods refer to all objects that the spec names.
+        """The desired Deployments and StatefulSets. Their pods refer to all objects that the spec names.
 
         If all engines of a role refer to the same objects, the list has only the first engine of the role.
         """
@@ -148,7 +150,7 @@ class Rendered:
     def _server_ctx(self) -> RenderContext:
         """The render context of the OpenAI servers.
 
-        It keeps the template of running servers if only the weights changed.
+        If only the weights changed, the context keeps the pod template of running servers unchanged.
         """
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
         view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
@@ -161,7 +163,10 @@ class Rendered:
         return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))
 
     def engine_manifest(self, index: int, *, role: str = DECODE, pods: int | None = None) -> Manifest | None:
-        """Return the StatefulSet of an engine. With `pods=0`, an invalid podTemplate does not make it fail."""
+        """Return the StatefulSet of an engine, or None if it cannot be rendered.
+
+        pods: number of pods. With 0, the StatefulSet can also be rendered with an invalid podTemplate.
+        """
         count = self.ctx.spec.pods_per_engine if pods is None else pods
         key = role, index, count
         if key not in self._engine_manifests:
@@ -179,8 +184,8 @@ class Rendered:
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
         """Return the manifest of an engine with its current revision, rendered from the revision's recorded inputs.
 
-        The engine has either no pods, or all pods of that revision. Return None if the inputs are unknown, or if this
-        operator renders them to another revision. The engine is then left unchanged.
+        The manifest has either no pods, or all pods of that revision. Returns None if the inputs are unknown, or if
+        this operator renders them to another revision. The caller then leaves the engine unchanged.
         """
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
@@ -188,9 +193,9 @@ class Rendered:
         return self.recorded_manifest(engine, found.revision if found is not None else before, pods=pods)
 
     def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
-        """Return the manifest of an engine with the given revision, as own_manifest() does.
+        """Return the manifest of an engine with the revision `revision`, as own_manifest() does.
 
-        Also return None if the revision has no engines of this role.
+        Also returns None if the revision has no engines of this role.
         """
         stored = self._stored_context(revision)
         if stored is None or engine.role not in stored.roles:
@@ -236,7 +241,7 @@ class Rendered:
 
     @cached_property
     def template_error(self) -> Finding | None:
-        """The error of a podTemplate that cannot be merged or is not allowed. The value is None if there is none."""
+        """The error of a podTemplate that cannot be merged or is not allowed, or None if there is no error."""
         return next(iter(self.shared[1].values()), self.engine_error)
 
     @cached_property
@@ -251,15 +256,15 @@ class Rendered:
         return None
 
     def rejected(self, manifest: Manifest) -> Finding | None:
-        """Return why a manifest cannot be applied.
+        """Return why a manifest cannot be applied, or None if it can be applied.
 
-        Either an object that its pods need is missing, or the API server rejected the manifest.
+        The reason is an object that its pods need and that is missing, or a rejection by the API server.
         """
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
         return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)
 
     def rejected_by_server(self, manifest: Manifest) -> Finding | None:
-        """Return the API server's last rejection of exactly this manifest."""
+        """Return the API server's last rejection if it concerns exactly this manifest, otherwise None."""
         ref = ChildRef.of(manifest)
         rejection = self.world.rejections.get(ref)
         if rejection is None or rejection.hash != manifest_hash(manifest):
@@ -274,10 +279,10 @@ class Rendered:
         return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
-        """Return whether `manifest` may be applied, because it was not rejected or its retry is due.
+        """Return whether `manifest` may be applied now.
 
-        An existing Deployment is not updated while an object that its pods need is missing. A new Deployment may be
-        created before such objects exist.
+        A rejected manifest may be applied again only after a wait. An existing Deployment is not updated while an
+        object that its pods need is missing. A new Deployment may be created before such objects exist.
         """
         ref = ChildRef.of(manifest)
         if ref.kind == "Deployment" and ref in self.world.children and self.missing(manifest) is not None:
@@ -285,7 +290,7 @@ class Rendered:
         return self.rejected_by_server(manifest) is None or self.just_rejected(ref) is None
 
     def just_rejected(self, ref: ChildRef) -> ApplyRejection | None:
-        """Return the last rejection of a child, or None once the child may be applied again."""
+        """Return the last rejection of a child, or None if the child may be applied again."""
         rejection = self.world.rejections.get(ref)
         if rejection is None or (self.world.now - rejection.at).total_seconds() >= REJECTION_RETRY_SECONDS:
             return None
@@ -301,7 +306,7 @@ class Rendered:
 def former_scheme(world: World) -> str:
     """Return the scheme of servers that still exist from an earlier spec.
 
-    The result is empty if the spec has the same scheme.
+    Returns an empty string if the spec has the same scheme.
     """
     wanted = "http" if world.resource.spec.server.tls is None else "https"
     return next((scheme for scheme, _ in sorted(_offers(world)) if scheme not in ("", wanted)), "")
@@ -310,7 +315,7 @@ def former_scheme(world: World) -> str:
 def former_downloads(world: World) -> bool:
     """Return whether any recorded revision of the engines downloads its model.
 
-    Records are deleted with their engines.
+    The record of a revision is deleted when no engine has the revision.
     """
     found = (view.data for ref, view in world.children.items() if ref.kind == revision_render.KIND and view.owned)
     return any(revision_render.downloads(data) for data in found if data is not None)

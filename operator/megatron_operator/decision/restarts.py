@@ -129,7 +129,9 @@ def engine_budget(
 
 
 def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """Return the fields of EngineBudget for the nodes that an engine still avoids, from its entry in the status."""
+    """Return the EngineBudget fields with the nodes that an engine still avoids, from the engine's entry in the
+    status.
+    """
     until = parse(entry.get("avoidedUntil"))
     if until is None or until <= now:
         return {}
@@ -137,9 +139,10 @@ def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
-    """Return the budget of an engine whose budget was exhausted.
+    """Return the budget of an engine whose budget is exhausted in the status.
 
-    If the engine is due to start again, the returned budget lets it start, and the next incident exhausts it.
+    If the engine is due to start again, the returned budget lets it start. The next incident then exhausts the budget
+    again.
     """
     retry_at, retries = parse(before.get("retryAt")), before.get("retries", 0)
     if retry_at is None or world.now < retry_at:
@@ -164,7 +167,7 @@ def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> Engine
 
 
 def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineBudget, incidents: int) -> EngineBudget:
-    """Return the budget after further incidents."""
+    """Return the budget after this number of further incidents."""
     limit, now = world.resource.spec.lifecycle.restart_budget, world.now
     forgiven_at = parse(budget.forgiven_at)
     fresh = forgiven_at is None or forgiven_at <= now
@@ -196,7 +199,7 @@ def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineB
 
 
 def _forgiving(limit: RestartBudget) -> timedelta:
-    """Return the time after which one restart is forgiven."""
+    """Return the time after which the budget forgives one restart."""
     return timedelta(seconds=limit.window_seconds / max(1, limit.restarts))
 
 
@@ -204,7 +207,7 @@ def _cause(pods: tuple[PodView, ...]) -> tuple[str, bool]:
     """Return the diagnosis of the pods, and whether only the infrastructure is the cause.
 
     A rank that exited because another rank was lost does not show the cause. If all ranks exited for this reason, the
-    pod of the lost rank is gone, for example together with its node, so the infrastructure is the cause.
+    pod of the lost rank is gone, for example together with its node. The infrastructure is then the cause.
     """
     lost = [pod for pod in pods if is_rank_lost(pod)]
     found = [(pod, diagnosis) for pod in pods if pod not in lost and (diagnosis := diagnose(pod)) is not None]
@@ -253,7 +256,7 @@ class Restarts:
         return {"component": self.component, "count": self.count, **(incident if self.since is not None else {})}
 
     def report_in(self, now: datetime) -> float | None:
-        """Return the seconds until the incident is reported, or None if there is nothing to report."""
+        """Return the seconds until the incident is reported. Returns None if there is no incident to report."""
         if self.since is None or self.reported:
             return None
         return REPORT_SECONDS - seconds_since(self.since, now)
@@ -310,7 +313,7 @@ def crash_events(
 def _ended_together(pods: list[PodView]) -> list[PodView]:
     """Return the pods of the last incident in the order in which they ended.
 
-    The times are from the clocks of nodes, and are never compared with the operator's clock.
+    The times are from the clocks of nodes. They are only compared with each other, not with the operator's clock.
     """
     last = max((pod.ended_at for pod in pods if pod.ended_at is not None), default=None)
     if last is None:

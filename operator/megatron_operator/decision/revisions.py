@@ -42,7 +42,7 @@ class Rollout:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles in rollout order. Prefill engines come first, because they generate no answers."""
+        """The roles of engines in rollout order. Prefill engines come first, because they generate no answers."""
         return tuple(reversed(self.engines.ctx.roles))
 
     @cached_property
@@ -57,7 +57,10 @@ class Rollout:
 
     @cached_property
     def verified(self) -> tuple[str, ...]:
-        """The most recent revisions whose check has passed or with which an engine has served. The newest is last."""
+        """The most recent verified revisions, with the newest last.
+
+        A revision is verified if its check has passed or an engine has served with it.
+        """
         recent = {pod.revision for pod in self.check_pods if pod.phase == "Succeeded"}
         recent |= {engine.serving_revision for engine in self.engines.all} - {""}
         recorded = self.world.resource.status.get("verifiedRevisions") or ()
@@ -85,9 +88,8 @@ class Rollout:
     def former(self) -> str:
         """Revision for an engine that starts before the desired revision may be used.
 
-        The value is empty if there is no such revision.
-
-        It is the revision of the other engines or, if there are no engines, the last verified revision.
+        It is the revision of the other engines or, if there are no other engines, the last verified revision. The value
+        is empty if there is no such revision.
         """
         if self.outdated:
             last = max(self.outdated, key=lambda engine: (engine.serving, engine.index)).statefulset
@@ -114,9 +116,9 @@ class Rollout:
         return self.check_due or self.paused
 
     def keeps_server(self, view: ChildView | None) -> bool:
-        """Return whether the servers' Deployment must wait.
+        """Return whether an update of the servers' Deployment must wait.
 
-        It waits while an engine has or will get a model that differs from the spec's.
+        The update waits while an engine has, or will get, a model that differs from the model of the spec.
         """
         if view is None or view.ref.kind != "Deployment" or view.model_hash in ("", self.rendered.model_hash):
             return False
@@ -124,7 +126,7 @@ class Rollout:
 
     @cached_property
     def extras(self) -> tuple[EngineView, ...]:
-        """Engines that exceed the number of engines of their role, and that a rollout added or needs."""
+        """Surplus engines of a role that a rollout added or still needs."""
         engines = self.engines
         added = [
             engine
@@ -169,7 +171,7 @@ class Rollout:
     def facts(self, engine: EngineView) -> EngineFacts:
         """Return the rollout planner's view of an engine.
 
-        Its process counts only if it runs the StatefulSet's revision.
+        The engine's process counts as serving only if it runs the revision of the StatefulSet.
         """
         report = engine.report
         return EngineFacts(
@@ -214,7 +216,8 @@ class RevisionCheck:
     def obsolete_pods(self) -> list[PodView]:
         """Check pods that are no longer needed.
 
-        Their revision is not the desired one, is verified, or all engines have it.
+        A check pod is no longer needed if its revision is not the desired revision, is already verified, or is the
+        revision of all engines.
         """
         rollout = self.rollout
         needed = rollout.check_due or (rollout.revision not in rollout.verified and bool(rollout.outdated))
@@ -251,7 +254,8 @@ class RevisionCheck:
     def retry_in(self, pod: PodView) -> float:
         """Return the seconds until a failed check is repeated. The time between two checks doubles.
 
-        The time equals the rollout's waiting time at the start of this check, so no number of tries needs to be stored.
+        The time between the checks is the time for which the rollout had waited when this check started, so the number
+        of checks need not be stored.
         """
         if pod.created_at is None:
             return RETRY_MAX_SECONDS

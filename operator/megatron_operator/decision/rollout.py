@@ -64,12 +64,12 @@ class EngineFacts:
 
     @property
     def unproven(self) -> bool:
-        """Whether the engine has the desired revision and has not yet proven that this revision works."""
+        """Whether the engine has the desired revision, but has not yet proven that this revision works."""
         return self.current and (not self.serving or self.leftover or self.canary in (Canary.PENDING, Canary.FAILED))
 
     @property
     def done(self) -> bool:
-        """Whether the rollout of this engine is complete and the engine is available."""
+        """Whether the engine has completed the rollout and is available."""
         return self.current and self.available and not self.unproven
 
 
@@ -89,14 +89,14 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Recreate:
-    """Step: complete an interrupted Replace by deleting the pods of these engines that have an earlier template."""
+    """Step: delete the pods of these engines that have an earlier template. This completes an interrupted Replace."""
 
     names: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Surge:
-    """Step: add an engine of the desired revision before the named engine is drained."""
+    """Step: add a surge engine with the desired revision before the engine `name` is drained."""
 
     name: str
 
@@ -139,7 +139,7 @@ Step = Check | Replace | Recreate | Surge | Drain | Prove | Await | Halt | Finis
 
 
 def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
-    """Return whether an engine keeps the template and the number of pods of its own revision until a Replace step.
+    """Return whether an engine keeps the template and number of pods of its revision until a Replace step.
 
     Args:
         current: the engine's StatefulSet has the desired revision.
@@ -152,14 +152,14 @@ def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
 def kept_extras(
     engines: Sequence[EngineFacts], extras: Sequence[EngineFacts], *, max_unavailable: int
 ) -> tuple[str, ...]:
-    """Return the names of the engines in excess of `replicas` that must not be removed now.
+    """Return the names of the surplus engines that must not be removed now.
 
     Surge engines stay until every desired engine is done. A surge engine whose canary failed stays too. Engines of
-    another revision stay while `replicas - maxUnavailable` engines are available only with them.
+    another revision stay if fewer than `replicas - maxUnavailable` engines would be available without them.
 
     Args:
         engines: every desired engine, by index.
-        extras: the engines in excess of them, by index.
+        extras: the surplus engines, by index.
     """
     unfinished = not all(engine.done for engine in engines)
     available = sum(engine.available for engine in (*engines, *extras))
@@ -199,7 +199,7 @@ class Situation:
 
     @cached_property
     def half_replaced(self) -> list[EngineFacts]:
-        """Engines with pods of two revisions."""
+        """Engines that still have pods of another revision than the revision of their StatefulSet."""
         return [
             engine
             for engine in self.engines
@@ -208,7 +208,7 @@ class Situation:
 
     @cached_property
     def interrupted(self) -> tuple[str, ...]:
-        """Engines whose template was applied and whose old pods are not being deleted."""
+        """Engines whose new template was applied, but whose old pods are not being deleted."""
         return _names(engine for engine in self.half_replaced if not engine.leaving)
 
     @cached_property
@@ -265,9 +265,9 @@ class Situation:
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
-        """Engines that a rollout waits for.
+        """Engines for which a rollout waits.
 
-        These are engines that do not serve; if all serve, engines that are unavailable.
+        The value has the engines that do not serve. If all engines serve, it has the engines that are unavailable.
         """
         absent = _names(engine for engine in self.every if not engine.serving)
         return absent or _names(engine for engine in self.every if not engine.available)
@@ -334,11 +334,11 @@ RULES = (
 
 
 def rule_for(situation: Situation) -> RolloutRule:
-    """Return the first rule that applies."""
+    """Return the first rule of a rollout that applies."""
     return next(rule for rule in RULES if rule.when(situation))
 
 
 def next_step(engines: Sequence[EngineFacts], **options: Any) -> Step:
-    """Return the next single step. engines, options: fields of `Situation`."""
+    """Return the single next step of a rollout. engines, options: fields of `Situation`."""
     situation = Situation(engines=engines, **options)
     return rule_for(situation).step(situation)

@@ -1,4 +1,6 @@
-"""A World, divided into the topics that policies read. Each topic is a frozen value from a module of its own."""
+"""A World, divided into the topics that policies read. Each topic is a frozen object of a class in a module of its
+own.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from megatron_operator.render.context import RenderContext
 
 @dataclass(frozen=True)
 class Scene:
-    """The topics of a World. Each topic is computed when it is first read, and depends only on topics above it."""
+    """The topics of a World.
+
+    Each topic is computed when it is first read, and depends only on topics that are defined above it.
+    """
 
     world: World
 
@@ -63,9 +68,8 @@ class Scene:
     def ctx(self) -> RenderContext:
         """The render context.
 
-        It has the spec with the current weights of the engines instead of the desired weights.
-
-        Its settings are the settings of the installation with the release of the resource.
+        Its spec has the current weights of the engines instead of the desired weights. Its settings are the settings of
+        the installation, with the release of the resource.
         """
         resource = self.world.resource
         spec, revision = resource.spec, self._confirmed_weights.revision

@@ -55,10 +55,10 @@ ConditionFinding = tuple[str, Reason, str]
 
 
 def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, changing: str = "") -> dict[str, Any]:
-    """Return the status.
+    """Return the new `.status` of the resource.
 
     operation: the operation to record.
-    changing: description of a child's change that the decision makes; empty if it makes none.
+    changing: description of the change that the decision makes to a child; empty if the decision changes no child.
     """
     world, ctx = scene.world, scene.ctx
     state = scene.observed.state_with(operation)
@@ -107,14 +107,14 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
 
 
 def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
-    """Return the number of engines. Each role counts at most the number of engines that the spec has for the role."""
+    """Return the number of engines in `engines`. A role counts at most the number of engines that the spec requests."""
     counts = [sum(engine.role == role for engine in engines) for role in scene.ctx.roles]
     limits = map(scene.ctx.spec.engines_of, scene.ctx.roles)
     return sum(map(min, counts, limits))
 
 
 def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Return the number of engines of each role. The result is empty if the spec has no roles."""
+    """Return the numbers of engines of each role. Returns an empty list if the spec has no roles."""
     return [
         {
             "name": role,
@@ -127,7 +127,10 @@ def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
-    """Return the formats of answers that the servers parse. Without a report, return the last recorded formats."""
+    """Return the answer formats that the servers parse.
+
+    Before a coordinator reports them, return the recorded formats.
+    """
     formats = scene.world.coordinator.formats
     if formats is None:
         return scene.world.resource.status.get("formats")
@@ -147,7 +150,7 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 
 def _loading(scene: Scene) -> dict[str, Any] | None:
-    """Return the progress of the first engine that loads, or None as soon as an engine serves."""
+    """Return the progress of the first engine that loads its weights. Returns None when an engine serves."""
     loading = scene.world.loading
     if loading is None or not scene.world.loads:
         return None
@@ -160,7 +163,10 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return each limit as the minimum over the serving engines. Without a report, return the last recorded limits."""
+    """Return each limit as the minimum over the serving engines.
+
+    If no engine reports one, return the recorded limits.
+    """
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
     for field, name in LIMITS.items():
@@ -173,7 +179,7 @@ def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
 def _revision(scene: Scene) -> str:
     """Return the revision that engines should have.
 
-    While an update is held, return the revision of the first engine.
+    If engines keep their revision until the resource is updated, return the revision of the first engine.
     """
     if not scene.engines.wanted:
         return str(scene.world.resource.status.get("revision", ""))
@@ -204,9 +210,10 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
 def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
     """Return `status.weights`.
 
-    It is first recorded when the first engine serves. Only updates in place then change it.
+    The weights are first recorded when the first engine serves. After that, only updates in place change them.
 
-    While engines of an earlier model serve, the status keeps their weights, because the change may be reverted.
+    While engines of an earlier model serve, the status keeps their weights, because the change of the model may be
+    reverted.
     """
     wanted = scene.world.resource.spec.weights
     if wanted is None:
@@ -228,7 +235,10 @@ def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | 
 
 
 def _keys(scene: Scene) -> Mapping[str, Any] | None:
-    """Return the keys. They are kept after the Secret is deleted, so that new keys get another generation."""
+    """Return `status.keys`, or None if there are no keys.
+
+    If the Secret was deleted, the recorded value is kept, so that new keys get another generation.
+    """
     keys = scene.world.keys
     if keys is None:
         return scene.world.resource.status.get("keys")
@@ -284,13 +294,17 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
 
 
 def _last_revision(scene: Scene, engine: EngineView) -> str:
-    """Return the revision of an engine. A deleted StatefulSet is created again with its last revision."""
+    """Return the revision that an engine has or last had.
+
+    If its StatefulSet was deleted, the StatefulSet is created again with this revision.
+    """
     return "" if engine.surplus else str(scene.world.resource.engine_status(engine.name).get("revision", ""))
 
 
 def _engines(scene: Scene) -> list[dict[str, Any]]:
-    """Return the entries of all engines. The size of their texts is limited, because etcd accepts objects of 1.5
-    MiB.
+    """Return the entries of all engines.
+
+    The length of their texts is limited, because etcd limits objects to 1.5 MiB.
     """
     entries = [_engine(scene, engine) for engine in scene.engines.all]
     texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]
@@ -388,7 +402,7 @@ def _conditions(
 def condition(
     kind: ConditionType, finding: ConditionFinding, *, generation: int, before: dict[str, Any] | None, now: str
 ) -> dict[str, Any]:
-    """Return a condition. Its transition time changes only with its status."""
+    """Return a condition. Its lastTransitionTime changes only if its status differs from the status in `before`."""
     status, reason, message = finding
     kept = before["lastTransitionTime"] if before is not None and before["status"] == status else now
     return {
@@ -432,8 +446,9 @@ def _is_reached(scene: Scene, state: ResourceState) -> bool:
 def _is_ready(scene: Scene, state: ResourceState) -> bool:
     """Return whether the desired state is reached and a server is ready.
 
-    If the desired state is Running, an engine must also respond. Otherwise, the coordinator must have no error. Tools
-    that compute a health from Ready, such as kstatus, must not wait for a resource that is paused on request.
+    If the desired state is Running, an engine must also respond. Otherwise, the coordinator must have no error. A
+    resource that is paused on request is therefore ready, so that tools such as kstatus, which derive a health from the
+    condition Ready, do not wait for it.
     """
     if not _is_reached(scene, state) or scene.blockers.server() is not None:
         return False
@@ -443,7 +458,10 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 
 
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
-    """Return the condition Ready. If there is an error, its reason is used, because the list of resources shows it."""
+    """Return the condition Ready.
+
+    If there is an error, the condition has its reason, because lists show this reason.
+    """
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):
         waits = scene.blockers.server()
@@ -478,7 +496,10 @@ def _engines_ready(scene: Scene) -> ConditionFinding:
 
 
 def _without_engines(scene: Scene) -> ConditionFinding | None:
-    """Return the finding for a condition about engines if no engine is requested, or if the engines are unknown."""
+    """Return the finding for conditions about engines if no engine is requested, or if the engines are unknown.
+
+    Returns None otherwise.
+    """
     if scene.observed.state is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.desired.releases_pods and scene.engines.empty:
@@ -540,8 +561,8 @@ def _progress(scene: Scene, verdict: Verdict, changing: str) -> tuple[Reason, st
 def _unfinished(scene: Scene) -> str:
     """Return a description of a child that differs from the spec, or whose pods are outdated or not ready.
 
-    The result is empty if there is no such child. Children that wait for an update of the resource, or for engines with
-    another model, do not count. Engines of another revision, which wait for their rollout, do not count either.
+    Returns an empty string if there is no such child. Children that wait for an update of the resource, or for engines
+    with another model, do not count. Engines of another revision, which wait for their rollout, do not count either.
     """
     rendered = scene.rendered
     for manifest in (*rendered.shared[0], *rendered.engine_policies):
@@ -569,8 +590,8 @@ def _unfinished(scene: Scene) -> str:
 def _progressing(scene: Scene, verdict: Verdict, progress: tuple[Reason, str, str] | None) -> ConditionFinding:
     """Return the condition Progressing.
 
-    It is False only if every child matches the spec. Like the condition of a paused Deployment, it is Unknown while
-    changes of the spec wait.
+    The condition is False only if every child matches the spec. Like the condition of a paused Deployment, it is
+    Unknown while changes of the spec wait.
     """
     if progress is not None:
         reason, step, on = progress
@@ -638,7 +659,7 @@ def unwatched(world: World) -> Finding:
 
 
 def _overdue(scene: Scene, progress: tuple[Reason, str, str] | None) -> Finding | None:
-    """Return the finding that the operator has waited too long in one step, or None if it has not."""
+    """Return the finding that the operator has waited too long in one step, or None if this is not the case."""
     world = scene.world
     if progress is None or world.downloads or world.waiting_seconds < WAIT_SECONDS:
         return None

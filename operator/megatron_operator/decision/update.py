@@ -1,4 +1,4 @@
-"""The update of a resource to the release of its operator (see `resource.release`).
+"""The update of a custom resource to the release of its operator (see `resource.release`).
 
 An upgrade of the operator restarts nothing. While the resource has an earlier release, its pods are rendered with the
 images of that release. If this operator renders a Deployment or an engine differently, the child stays unchanged until
@@ -37,7 +37,7 @@ class Update:
 
     @cached_property
     def recorded(self) -> Release | None:
-        """The release of the resource, from its status or else from a Deployment.
+        """The release of the resource, from its status or, if the status has no release, from a Deployment.
 
         The value is None for a new resource.
         """
@@ -84,7 +84,7 @@ class Update:
 
     @cached_property
     def available(self) -> bool:
-        """Whether the operator has another release, and no update to it has begun."""
+        """Whether the operator has another release than the resource, and no update to this release has begun."""
         return self.release != self.offered
 
     @cached_property
@@ -95,7 +95,7 @@ class Update:
     def holds(self, manifest: Manifest, view: ChildView | None) -> bool:
         """Return whether a Deployment waits for the update.
 
-        It waits if the operator's release changes it and the spec does not.
+        It waits if this operator renders the Deployment differently although its part of the spec has not changed.
         """
         if not self.available or view is None or manifest["kind"] != "Deployment":
             return False

@@ -55,7 +55,7 @@ def _due(scene: Scene, manifest: Manifest) -> bool:
 
 
 def upkeep(scene: Scene) -> list[Action]:
-    """Return the applies and deletions that are independent of the policy that decides."""
+    """Return the applies and deletions of children. They do not depend on the policy that decides."""
     actions: list[Action] = []
     actions += _keys(scene)
     # Apply these before the shared policies, which allow no connections within an engine.
@@ -76,10 +76,10 @@ def upkeep(scene: Scene) -> list[Action]:
 
 
 def _keys(scene: Scene) -> list[Action]:
-    """Return the actions that create, adopt or repair the Secret with the keys.
+    """Return the actions that create, adopt or repair the keys Secret.
 
-    They replace keys that cannot be read, make the Secret accept this operator's current admin key, and add a trainer's
-    keys.
+    To repair the Secret, the actions replace keys that cannot be read, make the Secret accept this operator's current
+    admin key, and add a trainer's keys.
     """
     name, keys = scene.ctx.keys_name, scene.world.keys
     if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
@@ -98,7 +98,7 @@ def _keys(scene: Scene) -> list[Action]:
 
 
 def _try_again(scene: Scene) -> list[Action]:
-    """Repeat the dry run of a rejected template periodically, because the cause of the rejection may be gone."""
+    """Return the actions that repeat the dry run of a rejected template, because the cause may be gone."""
     rendered = scene.rendered
     stale = [engine for engine in scene.engines.wanted if engine.stale]
     waiting = [rendered.engine_manifest(engine.index, role=engine.role) for engine in stale]
@@ -130,8 +130,8 @@ def _may_apply(scene: Scene, manifest: Manifest) -> bool:
 
     A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
     another model waits until no engine has or gets the old model, and until the check of the new model has passed. Of a
-    pair of coordinators, one is replaced at a time, so the first waits until the second is ready. The objects by which
-    clients reach the servers wait for a ready server that matches the spec.
+    pair of coordinators, only one is replaced at a time, so the first waits until the second is ready. The objects by
+    which clients reach the servers wait for a ready server that matches the spec.
     """
     ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
@@ -170,7 +170,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
-    """Re-create waiting pods that avoid a node that the engine no longer avoids."""
+    """Return the actions that re-create pods that are not scheduled and avoid a node that the engine may use again."""
     avoided = {*scene.rendered.avoided(engine.name)}
     pods = [pod for pod in engine.pods if not (pod.node or pod.deleting) and {*pod.avoided.split(",")} - avoided - {""}]
     if not pods:
@@ -182,12 +182,13 @@ def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
-    """Return the StatefulSet of an engine.
+    """Return the StatefulSet of an engine, or None if it must stay unchanged.
 
-    If the engine has the desired revision or has no pods, it gets the template and number of pods of this revision.
-    Otherwise, or if the desired template is not allowed or cannot be merged, the engine keeps its own revision. Special
-    rules apply before the desired revision has passed its check, and while its rollout is paused. An engine that loses
-    its pods then keeps its revision, and an engine that gets pods gets the revision of the other engines.
+    If the engine has the desired revision or has no pods, it gets the template and number of pods of the desired
+    revision. Otherwise, or if the desired template is not allowed or cannot be merged, the engine keeps its own
+    revision. Special rules apply before the desired revision has passed its check, and while its rollout is paused. An
+    engine that loses its pods then keeps its revision, and an engine that gets pods gets the revision of the other
+    engines.
     """
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:
@@ -220,13 +221,13 @@ def _deletions(views: Iterable[ChildView | None], reason: str) -> list[Action]:
 
 
 def _children(scene: Scene, kind: str) -> list[ChildView]:
-    """Return the children of a kind, by name."""
+    """Return the children of a kind, sorted by name."""
     views = scene.world.children.values()
     return sorted((view for view in views if view.ref.kind == kind), key=lambda view: view.ref.name)
 
 
 def _leftover_revisions(scene: Scene) -> list[Action]:
-    """Delete the records of revisions that no engine has or will get, and that no engine last had."""
+    """Return the deletions of recorded revisions that no engine has, will get, or last had."""
     if scene.rendered.template_error is not None:
         return []
     kept = {engine.rendered_revision for engine in scene.engines.all}
@@ -240,7 +241,7 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
 
 
 def _leftover_objects(scene: Scene) -> list[Action]:
-    """Delete a second coordinator, Ingress, HTTPRoute or InferencePool that the spec no longer has."""
+    """Return the deletions of a second coordinator, Ingress, HTTPRoute or InferencePool that the spec no longer has."""
     ctx, server = scene.ctx, scene.ctx.spec.server
     single = "spec.coordinator.replicas is 1"
     objects = (
@@ -270,7 +271,7 @@ def _leftover_checks(scene: Scene) -> list[Action]:
 
 
 def _leftover_config(scene: Scene) -> list[Action]:
-    """Delete ConfigMaps with earlier contents that no pod uses."""
+    """Return the deletions of ConfigMaps with earlier contents that no pod uses."""
     changing = scene.update.available or scene.rollout.keeps_former
     changing |= any(engine.stale or engine.stale_pods for engine in scene.engines.all)
     if scene.rendered.template_error is not None or changing:

@@ -2,7 +2,7 @@
 
 A verb is a path in the graph of the coordinator's states. An exhaustive test verifies three invariants. All signals are
 in LEGAL_SIGNALS. A signal is sent only while the coordinator and all serving engines are in the same settled state. The
-goal is reached from every state by a shortest path.
+desired state is reached from every state by a shortest path.
 
     RUNNING --PAUSE--> PAUSED --SUSPEND--> SUSPENDED        RUNNING --DRAIN, PAUSE, STOP--> (RUNNING, no engines)
     RUNNING <-UNPAUSE- PAUSED <--RESUME--- SUSPENDED
@@ -54,14 +54,16 @@ def next_step(
     stopped: bool = False,
     engines_expected: bool = True,
 ) -> Step:
-    """Return the next single step towards `desired`.
+    """Return the single next step towards `desired`.
 
     Args:
+        coordinator: state of the coordinator.
         engines: name and state of every serving engine.
         drained: a DRAIN of all engines for this goal is complete or past its deadline.
         all_draining: a DRAIN of all engines is in effect; only UNPAUSE ends it.
         stopped: STOP for this goal is complete.
-        engines_expected: engine pods exist or should exist, so an empty list means that no engine has registered yet.
+        engines_expected: engine pods exist or should exist. An empty list `engines` then means that no engine has
+            registered yet.
     """
     if desired is D.STOPPED and stopped:
         return Reached()

@@ -26,9 +26,9 @@ _EQUAL_FILES = "make the files of the weights equal on all nodes"
 
 @dataclass(frozen=True)
 class ConfirmedWeights:
-    """The weights that every engine last confirmed.
+    """The weights to which the engines last confirmed an update.
 
-    operation: the resolved operation.
+    operation: the persisted operation, updated from the World.
     """
 
     world: World
@@ -52,8 +52,8 @@ class ConfirmedWeights:
     def revision(self) -> str | None:
         """Revision of the weights that engines serve.
 
-        The value is None with a trainer. It is also None before the first engine has served, when pods use the revision
-        of the spec.
+        The value is None with a trainer. It is also None before the first engine has served; pods then load the
+        revision of the spec.
         """
         if self.world.resource.spec.has_trainer:
             return None
@@ -78,10 +78,10 @@ class ConfirmedWeights:
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a World.
+    """The weights that the engines of a World serve, compared with the spec.
 
     ctx: render context with the confirmed weights.
-    operation: the resolved operation.
+    operation: the persisted operation, updated from the World.
     """
 
     world: World
@@ -91,11 +91,12 @@ class Weights:
     engines: Engines
 
     def of(self, engine: EngineView) -> str | None:
-        """Return the revision of the weights that a serving engine reports, or None if the revision is unknown.
+        """Return the revision of an engine's weights. Returns None if the engine is not serving or the revision is
+        unknown.
 
-        The result is empty if the weights have a source other than the spec's. An engine that was not updated in place
-        has the weights for which its pod was created. The same is true if its container restarts while no coordinator
-        remembers the update.
+        Returns "" if the engine reports another source than the source of the spec. An engine that was not updated in
+        place has the weights for which its pod was created. The same is true if its container restarts while no
+        coordinator remembers the update.
         """
         report, revision = engine.report, self.confirmed.revision
         if report is None or not report.serving or revision is None:
@@ -116,7 +117,7 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Digests of weights that differ between engines of one revision, which loaded different files.
+        """Weights digests that differ although the engines have the same revision, because they loaded different files.
 
         With a trainer, only engines of the same epoch are compared, because an update reaches their reports at
         different times.
@@ -133,7 +134,7 @@ class Weights:
 
     @cached_property
     def mixed_after_update(self) -> tuple[str, ...]:
-        """The digests that still differ after the weights were loaded again. The value is empty if none differ."""
+        """Weights digests that still differ after the weights were loaded again; empty if none differ."""
         last, stored = self.operation, (self.world.resource.status.get("weights") or {}).get("differentDigests")
         updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
         recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
@@ -141,9 +142,9 @@ class Weights:
 
     @cached_property
     def due(self) -> str | None:
-        """Revision of the weights that engines should load in place, or None if they serve this revision.
+        """Revision of the weights that engines should load in place. The value is None if no update is due.
 
-        Different digests cause an update only if an earlier update has shown that the engines can update.
+        Different digests cause an update only if an earlier update has shown that the engines can update their weights.
         """
         wanted, revision = self.world.resource.spec.weights, self.confirmed.revision
         if wanted is None or revision is None:
@@ -153,10 +154,9 @@ class Weights:
 
     @cached_property
     def published(self) -> Mapping[str, Any]:
-        """Source, epoch and digest of published weights.
+        """Source, epoch and digest of the trainer's weights that all serving engines have, or last had.
 
-        These are the weights that all serving engines have, or the last weights that they had. The value is empty if
-        there were none for this model.
+        The value is empty if the engines have had no such weights of this model.
         """
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         found = {(report.source, report.epoch, report.digest) for report in reports}
@@ -170,7 +170,9 @@ class Weights:
 
     @cached_property
     def _lost(self) -> Finding | None:
-        """The error if engines serve the weights of the model's source again after a trainer has published weights."""
+        """The error if engines serve the weights of spec.model.source again although a trainer has published
+        weights.
+        """
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]
         names = ", ".join([report.name for report in reports if report.source == ""][:8])
@@ -183,7 +185,7 @@ class Weights:
 
     @cached_property
     def finding(self) -> Finding | None:
-        """The error if engines serve weights other than requested, or weights that differ between engines."""
+        """The error if engines serve other weights than requested, or weights that differ between engines, or None."""
         if self.world.resource.spec.has_trainer and self._lost is not None:
             return self._lost
         if self.wrong:

@@ -99,13 +99,13 @@ class ResourceSnapshot:
         return self.status.get("lifecycle") or {}
 
     def engine_status(self, name: str) -> Mapping[str, Any]:
-        """Return the persisted status of an engine, or an empty one."""
+        """Return the persisted status of an engine. Returns an empty mapping if there is none."""
         return next((entry for entry in self.status.get("engines") or () if entry["name"] == name), {})
 
 
 @dataclass(frozen=True, slots=True)
 class ChildRef:
-    """Reference of a child in the resource's namespace."""
+    """A reference to a child in the resource's namespace."""
 
     kind: str
     name: str
@@ -113,7 +113,7 @@ class ChildRef:
 
     @classmethod
     def of(cls, obj: Mapping[str, Any]) -> ChildRef:
-        """Return the reference of an object or manifest."""
+        """Return the reference to an object or manifest."""
         return cls(obj["kind"], obj["metadata"]["name"], obj["apiVersion"])
 
     def __str__(self) -> str:
@@ -182,7 +182,7 @@ DOWNLOAD_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Download:
-    """Progress of a download to spec.model.cache, as the init container `fetch` reports it."""
+    """Progress of a download to spec.model.cache, as the init container `fetch` of a pod reports it."""
 
     pod: str
     bytes: int
@@ -194,7 +194,7 @@ class Download:
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """Progress of an engine that does not serve yet, as its probes report it. None means unknown."""
+    """Progress of an engine that loads its weights, as its probes report it. A value of None is unknown."""
 
     pod: str
     stage: str
@@ -308,7 +308,7 @@ class ApplyRejection:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """A conflict with another program over a child, in which each overwrites the changes of the other."""
+    """A conflict with another program over a child. The operator and the program overwrite each other's changes."""
 
     uid: str
     hash: str
@@ -321,7 +321,7 @@ class Contest:
     """Seconds until the next apply."""
 
     def holds(self, manifest: Manifest, child: ChildView | None) -> bool:
-        """Return whether the apply of `manifest` must wait, because the same apply to the same object was contested."""
+        """Return whether the apply of `manifest` must wait, because the same apply to the same object is contested."""
         replicas = manifest["spec"]["replicas"] if manifest["kind"] == "StatefulSet" else 0
         same = (manifest_hash(manifest), replicas) == (self.hash, self.replicas)
         return self.retry_in > 0 and same and child is not None and child.uid == self.uid
@@ -329,7 +329,7 @@ class Contest:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The input of a decision."""
+    """The input of a decision: a snapshot of everything that the operator has observed about one custom resource."""
 
     resource: ResourceSnapshot
     settings: Settings
@@ -400,7 +400,7 @@ class World:
     def membership_known(self) -> bool:
         """Whether the coordinator answers and knows its engines.
 
-        It does not know them while it recovers from a restart.
+        A coordinator that recovers from a restart does not know its engines.
         """
         return self.coordinator.reachable and self.coordinator.state is not CoordinatorState.RECOVERING
 
@@ -409,22 +409,23 @@ class World:
         """Fence of this leader's signals to this resource: the leader's term plus the resource's offset.
 
         A later leader has a higher term. The offset never decreases, because it is written with the status before a
-        signal is sent, on the version of the resource that was read. The fences of successive leaders are therefore
-        ordered for each resource.
+        signal is sent, with the resource version that was read as a precondition. The fences of successive leaders are
+        therefore ordered for each resource.
         """
         return self.term + self.fence_offset
 
     @property
     def fence_offset(self) -> int:
-        """The offset of the status.
+        """The offset that is written to the status: the stored offset, or a higher offset.
 
-        It is raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence.
+        If the coordinator has received a higher fence than this leader's fence, the offset is raised by at most
+        MAX_FENCE_JUMP.
         """
         return self._stored_offset + self._jump if self.rejected_fence is None else self._stored_offset
 
     @property
     def rejected_fence(self) -> int | None:
-        """The fence that the coordinator reports, if it exceeds this leader's fence by too much to be accepted.
+        """The fence that the coordinator reports, if it exceeds this leader's fence by too much.
 
         The value is None if the fence is acceptable.
         """

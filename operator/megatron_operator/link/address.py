@@ -16,7 +16,10 @@ class AddressTemplateError(ValueError):
 
 
 def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
-    """Return the address with the Service's cluster IP, which needs no DNS and is reachable from nodes and pods."""
+    """Return the address of the admin port at the Service's cluster IP. Returns None without a cluster IP.
+
+    The address needs no DNS and is reachable from nodes and pods.
+    """
     if not cluster_ip:
         return None
     host = f"[{cluster_ip}]" if ":" in cluster_ip else cluster_ip
@@ -24,7 +27,9 @@ def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
 
 
 def template_resolver(template: str) -> Resolver:
-    """Return a resolver that fills in `{name}` and `{namespace}`. Defaults: scheme `tcp://`, the admin port.
+    """Return a resolver that fills in `{name}` and `{namespace}` in a template.
+
+    Without a scheme, the address gets `tcp://`. Without a port, it gets the admin port.
 
     Raises:
         AddressTemplateError: the template has another placeholder or scheme.

@@ -36,7 +36,7 @@ again.
 class Expectation:
     """A prompt whose greedy continuation is the same at any precision.
 
-    At each position, the log-probability of every other token is lower by at least 3.5.
+    At each position, the log-probability of every other token is lower by at least 3.5 than the chosen token's.
     """
 
     prompt: tuple[int, ...]
@@ -119,7 +119,7 @@ def _fault(canary: SentCanary, answer: Final, reply: dict[str, Any], *, cause: o
 
 
 class CanaryBook:
-    """The canaries of one link. Has the unanswered canaries, and the last verdict for each engine."""
+    """The canaries of one link: the unanswered canaries, and the last verdict on each engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -129,7 +129,7 @@ class CanaryBook:
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
         """Send a canary, unless the same canary to this engine is unanswered.
 
-        Return False if the canary could not be sent.
+        Return False if the canary must be sent but cannot be sent.
         """
         waiting = self._waiting.get(asked.engine)
         if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
@@ -141,9 +141,10 @@ class CanaryBook:
         return True
 
     def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
-        """Handle an answer. Return whether it led to a verdict.
+        """Handle the answer to a canary. Return whether it led to a verdict.
 
-        uid: None for an ERROR without a uid, by which a coordinator that does not support canaries rejects them.
+        uid: uid of the answered canary. None for an ERROR without a uid, by which a coordinator that does not support
+             canaries rejects them.
         """
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
         if engine is None:

@@ -59,7 +59,7 @@ REMEMBERED_REJECTIONS = 16
 
 @dataclass(frozen=True, slots=True)
 class LinkTimings:
-    """The timings of a link, in seconds."""
+    """Intervals and timeouts of a link, in seconds."""
 
     hello_retry: float = 0.5
     """Interval of HELLO messages until the coordinator answers."""
@@ -144,13 +144,13 @@ class CoordinatorLink:
 
     @property
     def _address(self) -> str:
-        """The current address; empty if there is none."""
+        """The current address of the coordinator; empty if there is none."""
         return "" if self._link is None else self._link.address
 
     def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
-        """Connect to the coordinator at the first address.
+        """Connect to the coordinator at the first of `addresses`.
 
-        While it is silent or on standby, connect to another address.
+        While this coordinator is silent or a standby, try the other addresses.
 
         Without addresses, disconnect. Does nothing if both arguments are the same as in the last call.
         """
@@ -190,7 +190,7 @@ class CoordinatorLink:
 
     @property
     def snapshot(self) -> CoordinatorSnapshot:
-        """The last report of the coordinator. If the coordinator is unreachable, a snapshot that reports this."""
+        """The last report of the coordinator, or a snapshot of an unreachable coordinator."""
         if self._reply is None or not self._registered.is_set():
             lost = None if self._lost_at is None else self._clock() - self._lost_at
             return replace(self._unreachable(self._error), lost_seconds=lost)
@@ -204,7 +204,7 @@ class CoordinatorLink:
 
     @property
     def silent(self) -> bool | None:
-        """True if a coordinator was connected and is lost, False if one is connected, otherwise None."""
+        """Whether a coordinator was connected and is lost. The value is None if none was ever connected."""
         return False if self._registered.is_set() else True if self._lost_at is not None else None
 
     def _unreachable(self, error: str) -> CoordinatorSnapshot:
@@ -218,11 +218,11 @@ class CoordinatorLink:
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
         """Return a snapshot that is not older than this call.
 
-        It reports an unreachable coordinator if no answer is in time.
+        If no answer arrives in time, the snapshot reports an unreachable coordinator.
 
-        expected: the coordinator should be reachable. The call then waits for a connection that has just begun. A
-            coordinator
-            is therefore not reported unreachable only because it, or this operator, has just started.
+        expected: whether the coordinator should be reachable. If so, the call waits for a connection that has just
+            begun. A
+            coordinator is therefore not reported as unreachable only because it, or this operator, has just started.
         """
         came_up, self._expected = expected and not self._expected, expected
         if expected and not self._registered.is_set():
@@ -248,20 +248,23 @@ class CoordinatorLink:
             return
 
     def expect_change(self, expected: bool) -> None:
-        """Poll faster while the resource waits for a change that the coordinator will report first."""
+        """Poll the coordinator at a shorter interval, because the resource waits for a change that it will report.
+
+        expected: False returns to the normal interval.
+        """
         if expected and not self._expects_change:
             self._nudge.set()
         self._expects_change = expected
 
     def awaits(self, operation_id: str) -> bool:
-        """Return whether this signal was sent and its answer can still arrive."""
+        """Return whether the signal with this operation id was sent and its answer can still arrive."""
         waiting = self._in_flight.get(operation_id)
         return waiting is not None and waiting.until > self._clock()
 
     def signal(self, signal: Signal) -> bool:
-        """Send a signal, unless the same signal is unanswered. Return False without a connection.
+        """Send a signal, unless the same signal is unanswered. Return False if there is no connection.
 
-        The caller has checked its leadership. A signal is never queued for a later connection.
+        The caller must have checked its leadership. A signal is never queued for a later connection.
         """
         if self.awaits(signal.operation_id):
             return True
@@ -286,7 +289,10 @@ class CoordinatorLink:
         return True
 
     def ask_canary(self, asked: AskCanary) -> bool:
-        """Send a canary, unless the same canary to this engine is unanswered. Return False without a connection."""
+        """Send a canary, unless the same canary to this engine is unanswered.
+
+        Return False if there is no connection.
+        """
         return self._registered.is_set() and self._canaries.ask(asked, self._send)
 
     # --- the connection -------------------------------------------------------------------------------------------
@@ -303,7 +309,7 @@ class CoordinatorLink:
     ) -> Dealer:
         """Open a DEALER socket with bounded memory.
 
-        It sends only on an open connection, so that no signal arrives late.
+        The socket sends only on an established connection, so that no signal arrives late.
         """
         receive = partial(self._receive, on_message)
         return Dealer(address, receive, on_open=on_open, keys=keys, max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES)
@@ -317,7 +323,7 @@ class CoordinatorLink:
     def _forget_registration(self, error: str) -> None:
         """Forget the unanswered messages of the old connection.
 
-        A repeated signal joins its operation through its id.
+        A signal can then be sent again. Its operation id prevents a second execution.
         """
         was = self._registered.is_set()
         self._registered.clear()
@@ -336,7 +342,7 @@ class CoordinatorLink:
         return self._link is not None and self._registered.is_set() and self._link.send(frames)
 
     def _receive(self, on_message: Callable[[Frames], None], frames: Frames) -> None:
-        """Count a message and pass it on. Disconnect from a coordinator that sends too many messages."""
+        """Count a message and pass it on. If the coordinator sends too many messages, disconnect."""
         if self._link is None:
             return
         begin, messages, size = self._second
@@ -367,7 +373,7 @@ class CoordinatorLink:
             await self._poll_once()
 
     async def _poll_once(self) -> None:
-        """Send one STATUS, then pause. A signal ends the pause."""
+        """Send one STATUS, then wait until the next poll is due. A signal ends the wait."""
         if not await self._ask(self._timings.answer_timeout):
             if self._registered.is_set() and self._link is not None:
                 self._link.move(self._no_answer())
@@ -385,7 +391,7 @@ class CoordinatorLink:
             return
 
     async def _ask(self, timeout: float) -> bool:
-        """Send STATUS and wait for its answer.
+        """Send STATUS and wait for its answer. Return whether the answer has arrived.
 
         The coordinator answers requests in the order in which it receives them.
         """
@@ -405,7 +411,7 @@ class CoordinatorLink:
         return True
 
     def _drop(self, operation_ids: list[str]) -> None:
-        """Stop waiting for the answers to these signals, so that they can be sent again."""
+        """Stop waiting for the answers to the signals with these operation ids, so that they can be sent again."""
         for operation_id in operation_ids:
             del self._in_flight[operation_id]
         if operation_ids:

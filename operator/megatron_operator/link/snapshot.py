@@ -48,8 +48,8 @@ def snapshot_of(
 ) -> CoordinatorSnapshot:
     """Return the snapshot that a STATUS_REPLY describes.
 
-    rejections: signals that the coordinator rejected immediately and may not remember; operations in `reply` take
-                precedence.
+    rejections: signals that the coordinator rejected immediately and may not remember. If `reply` has the same
+                operation, `reply` takes precedence.
     canaries, idle_seconds, unknown_seconds: measured by the link.
     """
     operations = dict(rejections)
@@ -75,15 +75,15 @@ def snapshot_of(
 
 
 def printable(text: str, maximum: int) -> str:
-    """Shorten `text` to `maximum` characters and escape unprintable ones, such as control characters."""
+    """Return the first `maximum` characters of `text`, with unprintable characters escaped."""
     return escaped(text[:maximum])[:maximum]
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     """Return the part of a snapshot whose change wakes a task.
 
-    The result leaves out counts that change with every request. It includes whether a request waits while the engines
-    are suspended.
+    The result has no counts that change with every request. It shows whether a request waits while the engines are
+    suspended.
     """
     engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
     waits = snapshot.queue_length > 0 and snapshot.state is CoordinatorState.SUSPENDED
@@ -91,7 +91,7 @@ def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
 
 
 def rejection_of(ack: ControlAck) -> OperationReport:
-    """Return the report of a signal that was answered with `ok: false`."""
+    """Return the report of a signal that the coordinator answered with `ok: false`."""
     return OperationReport(
         outcome=OperationOutcome.FAILED,
         message=_words(ack.code, ack.error),

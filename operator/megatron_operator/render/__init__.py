@@ -1,4 +1,4 @@
-"""Pure functions that build manifests, with one module per child kind.
+"""Pure functions that build the manifests of a resource's children, with one module per kind.
 
 Each function maps a resource and settings to a manifest.
 """

@@ -39,11 +39,11 @@ def check_pod_name(ctx: RenderContext, revision: str) -> str:
 
 
 def check_pod(ctx: RenderContext) -> Manifest:
-    """Return the pod that checks the engines of the spec.
+    """Return the pod that checks whether the engines of the spec can start.
 
     The pod has the image, environment, volumes, node selection, security context and init containers of an engine's
     pod. It requests no GPUs and has no affinity to other pods, because engines occupy the nodes that it needs. A claim
-    that belongs to one engine may be mounted on another node, so the check has an empty volume instead.
+    of one engine may be mounted on another node, so the check's pod has an empty volume instead of such a claim.
 
     Raises:
         RenderError: the spec cannot be rendered.
@@ -80,7 +80,8 @@ def check_pod(ctx: RenderContext) -> Manifest:
 def _grouping_keys(ctx: RenderContext) -> set[str]:
     """Return the labels and annotations that group the pods of an engine, and that the check's pod must not have.
 
-    These are labels of Kueue, whose queue may have quota only for GPUs, and labels or annotations with a placeholder.
+    These are labels of Kueue, whose queue may have quota only for GPUs, and labels and annotations that contain a
+    placeholder.
     """
     metadata = (ctx.spec.engine.pod_template or {}).get("metadata") or {}
     found = [*(metadata.get("labels") or {}).items(), *(metadata.get("annotations") or {}).items()]

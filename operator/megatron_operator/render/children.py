@@ -1,4 +1,4 @@
-"""Builds all children that the engines of a resource share, including Services, in the order in which they are
+"""Builds all children of a resource. The children that all engines share are built in the order in which they are
 applied.
 """
 
@@ -25,7 +25,7 @@ from megatron_operator.resource.names import (
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
-    """Return the shared children, except the keys, that have no pods and can always be rendered."""
+    """Return the shared children that have no pods and can always be rendered, except the keys Secret."""
     standby = [coordinator_service(ctx, STANDBY)] if ctx.has_standby else []
     return [
         service_account(ctx),
@@ -38,7 +38,7 @@ def plain_children(ctx: RenderContext) -> list[Manifest]:
 
 
 def other_children(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
-    """Return the builders of the other shared children, by name. The builders raise RenderError."""
+    """Return functions that build the other shared children, by name of the child. They raise RenderError."""
     standby = {ctx.standby_name: lambda: coordinator_deployment(ctx, STANDBY)} if ctx.has_standby else {}
     return {
         **front_door(ctx),
@@ -53,7 +53,7 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
-    """Return all children of a running resource, including all engines but not the keys."""
+    """Return all children of a running resource, including all engines, except the keys Secret."""
     children = [*plain_children(ctx), *(build() for build in other_children(ctx).values()), revision_child(ctx)]
     for each in map(ctx.of_role, ctx.roles):
         for index in range(ctx.spec.engines_of(each.role)):

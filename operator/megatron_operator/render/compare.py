@@ -1,5 +1,5 @@
-"""Compares two specs and their renderings: the fields that change in the spec and each child, and engines that
-restart.
+"""Compares two specs and their renderings. Lists the fields that change in the spec and in each child, and the engines
+that restart.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Preview:
 
 
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
-    """Yield each field whose value differs, depth first and in the manifest's order.
+    """Yield each field whose value differs, as `path: old -> new`, depth first and in the order of the manifest.
 
-    If one side lacks a section, yield the fields of the section.
+    If one side lacks an object, yield the fields of the object.
     """
     if isinstance(old, Mapping | None) and isinstance(new, Mapping | None) and (old or new):
         before, after = old or {}, new or {}
@@ -79,7 +79,10 @@ def _is_list(value: Any) -> bool:
 
 
 def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> Iterator[str]:
-    """Compare command lines flag by flag. Flags whose values are hashes are ignored, because hashes are derived."""
+    """Yield each flag of a command line whose value differs.
+
+    Flags whose values are hashes are ignored, because their values follow from other fields.
+    """
     left, right = _parsed(old), _parsed(new)
     for flag in [*left, *(flag for flag in right if flag not in left)]:
         if flag not in _DERIVED_FLAGS and left.get(flag) != right.get(flag):
@@ -87,7 +90,7 @@ def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> Iterator[str]:
 
 
 def _parsed(args: Sequence[str]) -> dict[str, list[str]]:
-    """Return the values of each flag. A flag can be repeated."""
+    """Return the values of each flag. A flag that occurs several times has several values."""
     found: dict[str, list[str]] = {}
     flag = ""
     for arg in args:
@@ -100,7 +103,7 @@ def _parsed(args: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _values(values: list[str] | None) -> str:
-    """Return all values of a flag as text. The text is "set" for a flag without a value."""
+    """Return all values of a flag as text. Returns "set" for a flag without a value."""
     if values is None:
         return _short(None)
     return ", ".join(map(_short, values)) or "set"
@@ -114,8 +117,8 @@ def _short(value: Any) -> str:
 def _by_name(ctx: RenderContext | None) -> dict[str, Manifest]:
     """Return the children by kind and name.
 
-    Records of revisions are left out, because they differ only if the engines differ. The name of the ConfigMap has its
-    hash removed.
+    Records of revisions are omitted, because they differ only if the engines differ. The ConfigMap is listed under its
+    name without the hash.
     """
     if ctx is None:
         return {}
@@ -146,7 +149,7 @@ def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | N
 def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     """Return the effect of a change from `old` to `new` while the resource runs.
 
-    `old` is None if no resource exists.
+    old: None if the resource does not exist yet.
 
     Raises:
         RenderError: one of the two specs cannot be rendered.

@@ -1,4 +1,4 @@
-"""The input of every builder, and the names, labels and references that children share."""
+"""The input of all builders of children, and the names, labels and references that children share."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RenderError(ValueError):
 
 
 class InvalidPodTemplate(RenderError):
-    """The podTemplate cannot be merged."""
+    """The podTemplate cannot be merged into the rendered pod template."""
 
     reason = Reason.INVALID_POD_TEMPLATE
 
@@ -73,7 +73,7 @@ class UnsupportedByBackend(RenderError):
 
 @dataclass(frozen=True, slots=True)
 class RenderContext:
-    """The facts about a resource on which its children depend."""
+    """The facts about a custom resource on which its children depend."""
 
     name: str
     namespace: str
@@ -94,7 +94,7 @@ class RenderContext:
     """Cache of `once` and `of_role`."""
 
     def of_role(self, role: str) -> RenderContext:
-        """Return the context of the engines of a role, in which the spec has the overrides of the role."""
+        """Return the context for the engines of a role. Its spec includes the overrides of the role."""
         whole = self.resource or self
         if role == DECODE and whole.spec.engine.roles is None:
             return whole
@@ -106,7 +106,7 @@ class RenderContext:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles of the engines that the spec has."""
+        """The roles of the engines that the spec defines."""
         return (DECODE,) if self.spec.engine.roles is None else (DECODE, PREFILL)
 
     def template_field(self, component: str) -> str:
@@ -172,7 +172,8 @@ class RenderContext:
 def release_annotations(ctx: RenderContext, inputs: Any) -> dict[str, str]:
     """Return the annotations of a Deployment that record its release and the spec fields that its pod template uses.
 
-    An operator of another release renders the template differently, but must also know whether the spec has changed.
+    An operator of another release renders the template differently, and needs these annotations to know whether the
+    spec has changed.
 
     inputs: the fields, without fields that have their defaults, because a later operator may have further fields.
     """
@@ -181,7 +182,7 @@ def release_annotations(ctx: RenderContext, inputs: Any) -> dict[str, str]:
 
 
 def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:
-    """Cache the result of `work` in the context, because many children share the same parts."""
+    """Return a function that caches the result of `work` in the context, because many children share the same parts."""
 
     @wraps(work)
     def worked_out(ctx: RenderContext) -> T:
@@ -194,7 +195,7 @@ def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:
 
 
 def selector(ctx: RenderContext, component: str) -> dict[str, str]:
-    """Return labels that select the pods of one component of this resource."""
+    """Return the labels by which the pods of one component of this resource are selected."""
     return {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name, LABEL_COMPONENT: component}
 
 
@@ -208,7 +209,7 @@ def pods_of(ctx: RenderContext, *components: str) -> dict[str, Any]:
 def decode_pods(ctx: RenderContext) -> dict[str, Any]:
     """Return the label selector of the pods of the engines that spec.replicas counts.
 
-    Pods that were created before the spec had roles have no role label.
+    Pods that were created before the spec had roles have no role label. The selector also matches these pods.
     """
     others: dict[str, Any] = {"matchLabels": selector(ctx, ENGINE)}
     if PREFILL in ctx.roles:
@@ -232,7 +233,7 @@ def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
 def scale_selector(ctx: RenderContext) -> str:
     """Return the selector of the scale subresource, which matches one pod of each engine that spec.replicas counts.
 
-    The API server does not accept != in this selector.
+    The selector uses no !=, because the API server does not accept it here.
     """
     wanted = {**selector(ctx, ENGINE), LABEL_POD_INDEX: "0"}
     parts = [f"{key}={value}" for key, value in sorted(wanted.items())]
@@ -254,7 +255,10 @@ def owner_reference(ctx: RenderContext) -> dict[str, Any]:
 def child(
     ctx: RenderContext, kind: str, name: str, *, api_version: str = "v1", component: str | None = None, **body: Any
 ) -> Manifest:
-    """Return the base of a child. It has identity, labels, and an owner reference that never blocks a deletion."""
+    """Return the base of a child, which has its identity, its labels and an owner reference.
+
+    The owner reference never blocks the deletion of the resource.
+    """
     return {
         "apiVersion": api_version,
         "kind": kind,
@@ -273,10 +277,10 @@ THREADS_ARGUMENT = "$(MEGATRON_THREADS)"
 
 
 def literal_args(args: Sequence[str]) -> list[str]:
-    """Return container arguments escaped so that the kubelet passes them on unchanged.
+    """Return container arguments, escaped so that the kubelet passes them on unchanged.
 
-    Without escaping, the kubelet replaces `$(NAME)` by a variable. Its value may come from a Secret and be quoted in an
-    error.
+    Without the escape, the kubelet replaces `$(NAME)` by the value of a variable. The value may come from a Secret, and
+    an error of the process could quote it.
     """
     return [arg if arg == THREADS_ARGUMENT else arg.replace("$", "$$") for arg in args]
 
@@ -288,9 +292,9 @@ def digest(value: Any, *, length: int = 10) -> str:
 
 
 def seal(manifest: Manifest) -> Manifest:
-    """Return the manifest with its hash as an annotation.
+    """Return the manifest with an annotation that contains the hash of the manifest.
 
-    The hash excludes the replicas of a StatefulSet, which follow the lifecycle instead of the spec.
+    The hash excludes the replicas of a StatefulSet, because they depend on the lifecycle and not on the spec.
     """
     hashed = manifest
     if manifest["kind"] == "StatefulSet":

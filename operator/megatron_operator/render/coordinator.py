@@ -1,8 +1,8 @@
 """Deployment `NAME-coordinator`, whose process routes requests, journals them and confirms verbs.
 
 With `replicas: 2` there is a second Deployment, `NAME-standby`, with its own Service. The two coordinators are equal,
-and each is the standby of the other. If the node of the only coordinator is lost, the operator replaces its pod on
-another node (see `decision/losses.py`).
+and each is the standby of the other. If a resource has only one coordinator and its node is lost, the operator replaces
+the pod on another node (see `decision/losses.py`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 
 
 def _other_host(ctx: RenderContext, component: str) -> str | None:
-    """Return the host of the other coordinator of a pair, or None without a pair."""
+    """Return the host of the other coordinator of a pair, or None if the resource has one coordinator."""
     other = ctx.standby_name if component == COORDINATOR else ctx.coordinator_name
     return f"{other}.{ctx.namespace}.svc" if ctx.has_standby else None
 
@@ -70,7 +70,7 @@ def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
 
 
 def lost_node_tolerations(given: list[Any]) -> list[Any]:
-    """Return these tolerations, plus any missing tolerations for a lost node."""
+    """Return the tolerations `given`, plus the tolerations for a lost node that `given` does not have."""
     keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
     missing = [key for key in NODE_TAINTS if key not in keys]
     effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}

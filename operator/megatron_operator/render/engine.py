@@ -1,13 +1,13 @@
 """StatefulSet `NAME-engine-I`, which is one data-parallel engine. It has one pod for each group of its ranks.
 
-`NAME-prefill-I` is a prefill engine.
+A prefill engine is the StatefulSet `NAME-prefill-I`.
 
 The pods of an engine are replaced together, and only by the operator (OnDelete). The template does not depend on
 `desiredState` or `replicas`, so no verb and no scaling ever restarts a pod.
 
 `engine.podTemplate` may contain `$(ENGINE_INDEX)` and `$(ENGINE_NAME)`. A scheduler can then group the pods of one
 engine, and each engine can have its own claims. The revision is the digest of the template before the placeholders are
-replaced, because it must be the same for all engines.
+replaced, because the revision must be the same for all engines.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
 def _device(ctx: RenderContext, _name: str) -> str | None:
     """Return the value of `--device` for engines on GPUs.
 
-    With it, engines exit without a working driver and do not use the CPU.
+    If an engine has this option and no working driver, it exits instead of using the CPU.
 
     Returns None for vLLM on other accelerators, because each image of vLLM is built for one kind of device.
 
@@ -109,7 +109,7 @@ def _device(ctx: RenderContext, _name: str) -> str | None:
 
 
 def _role(ctx: RenderContext) -> str | None:
-    """Return the role that the command line passes to engines, or None if no role is passed."""
+    """Return the value of `--role` for engines, or None if the option is omitted."""
     return ctx.role if ctx.role in ctx.roles and ctx.spec.engine.roles is not None else None
 
 
@@ -145,7 +145,7 @@ OPTIONS = (
 
 
 def engine_args(ctx: RenderContext, index: int) -> list[str]:
-    """Return the arguments of an engine's command line, without the revision.
+    """Return the command-line arguments of an engine, except the revision.
 
     Raises:
         UnsupportedByBackend: the backend does not accept an argument of the spec.
@@ -154,10 +154,10 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
 
 
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Sequence[str] = ()) -> Manifest:
-    """Return the StatefulSet of engine `index` in the role of the context, scaled to `pods`.
+    """Return the StatefulSet of engine `index` in the role of the context, with `pods` replicas.
 
     pods: 0, or all of `spec.pods_per_engine`.
-    avoided: nodes that the engine's pods do not use. They are not a part of its revision.
+    avoided: nodes on which the engine's pods must not run. The revision does not depend on them.
     """
     ctx = ctx.of_role(ctx.role)
     template = _template(ctx, index, overlay=_of_engine(ctx, index))
@@ -231,7 +231,10 @@ def revision_of(ctx: RenderContext) -> str:
 
 
 def _template(ctx: RenderContext, index: int, *, overlay: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the pod template without its revision. overlay: `engine.podTemplate`, with or without placeholders."""
+    """Return the pod template without the label of the revision.
+
+    overlay: `engine.podTemplate`, with or without placeholders.
+    """
     engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = (*model_volumes(ctx), *cache_volumes(ctx)), (*model_mounts(ctx), *cache_mounts(ctx))
     # The processes of an engine exchange data in shared memory. vLLM has several processes even for one rank.
@@ -305,7 +308,7 @@ def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
 
 
 def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
-    """Return the init container that verifies the connections between all pods of an engine."""
+    """Return the init container that checks the connections between all pods of an engine."""
     name = ctx.engine_name(index)
     return {
         "name": PREFLIGHT,
@@ -337,8 +340,8 @@ def _pod_claims(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
     """Return the default affinity of engines on GPUs.
 
-    Different engines prefer different nodes. The pods of one engine prefer one zone, because they communicate in every
-    layer.
+    The pods of different engines prefer different nodes. The pods of one engine prefer one zone, because they
+    communicate in every layer.
     """
     if not ctx.spec.engine.gpus_per_pod:
         return {}
@@ -358,7 +361,9 @@ def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
 
 
 def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
-    """Return the affinity extended by the rule of `engine.topology.packBy`: all pods of the engine in one domain.
+    """Return the affinity extended by the rule of `engine.topology.packBy`.
+
+    With this rule, all pods of the engine run in one topology domain.
 
     Raises:
         InvalidPodTemplate: the affinity of the podTemplate is not an Affinity.
@@ -377,7 +382,7 @@ def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
 
 
 def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
-    """Return `engine.podTemplate` with the placeholders replaced by the values of this engine.
+    """Return `engine.podTemplate`, in which the placeholders have the values of this engine.
 
     Placeholders are replaced in labels, annotations, claims of volumes and fields that affect placement.
     """
@@ -397,7 +402,7 @@ def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
 
 
 def _of_claim(volume: Any, values: dict[str, str]) -> Any:
-    """Return a volume with the placeholders in its claim replaced.
+    """Return a volume, in which the placeholders of its claim are replaced.
 
     The name of the volume stays unchanged, because the pod policy has checked the mounts of volumes by their names.
     """
@@ -424,7 +429,7 @@ def engines_differ(ctx: RenderContext) -> bool:
 
 
 def volumes_of_one_engine(ctx: RenderContext) -> set[str]:
-    """Return the volumes of `engine.podTemplate` whose claim has a placeholder."""
+    """Return the names of the volumes of `engine.podTemplate` whose claims contain a placeholder."""
     spec = (ctx.spec.engine.pod_template or {}).get("spec") or {}
     return {volume["name"] for volume in spec.get("volumes") or () if has_placeholder(volume.get(_CLAIM))}
 

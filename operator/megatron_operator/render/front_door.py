@@ -1,8 +1,8 @@
 """Objects by which clients reach the OpenAI servers.
 
-These are Service `NAME` and, on request, an Ingress, an HTTPRoute and an InferencePool. Servers name their port by its
-scheme, and each port of the Service leads to the servers whose port has the same name. While servers with TLS replace
-servers without TLS, or the reverse, the Service has both ports.
+They are the Service `NAME` and, if the spec requests them, an Ingress, an HTTPRoute and an InferencePool. Servers name
+their port by its scheme, and each port of the Service leads to the servers whose port has the same name. While servers
+with TLS replace servers without TLS, or the reverse, the Service has both ports.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MATCHES_PER_RULE = 64
 
 
 def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
-    """Return the builders of the objects that the spec requests, by kind and name. The builders raise NotAllowed."""
+    """Return functions that build the objects that the spec requests, by kind and name. They raise NotAllowed."""
     server = ctx.spec.server
     optional: tuple[tuple[str, Any, Callable[[RenderContext, Any], Manifest]], ...] = (
         ("Ingress", server.ingress, ingress),
@@ -108,7 +108,7 @@ def http_route(ctx: RenderContext, wanted: HttpRouteSpec) -> Manifest:
 
 
 def inference_pool(ctx: RenderContext, wanted: InferencePoolSpec) -> Manifest:
-    """Return the InferencePool, whose members are the pods of the servers."""
+    """Return the InferencePool, whose endpoints are the pods of the servers."""
     picker = wanted.endpoint_picker_ref
     spec = {
         "selector": {"matchLabels": selector(ctx, SERVER)},
@@ -125,7 +125,10 @@ def inference_pool(ctx: RenderContext, wanted: InferencePoolSpec) -> Manifest:
 
 
 def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:
-    """Return the manifest with annotations added. Raises NotAllowed."""
+    """Return the manifest with the annotations `wanted` added. Raises NotAllowed.
+
+    field: path of the annotations in the spec, for messages.
+    """
     require_annotations(ctx, wanted, field)
     if wanted:
         manifest["metadata"]["annotations"] = dict(wanted)

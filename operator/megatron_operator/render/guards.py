@@ -37,17 +37,20 @@ from megatron_operator.resource.source import DEFAULT_TRAINER_PORT, TrainerSpec
 
 
 def service_account(ctx: RenderContext) -> Manifest:
-    """Return the service account of all pods. It has the pull secrets, so that changing them restarts no pod."""
+    """Return the service account of all pods.
+
+    The pull secrets are fields of the service account and not of the pods, so that a change of them restarts no pod.
+    """
     account = child(ctx, "ServiceAccount", ctx.name, automountServiceAccountToken=False)
     secrets = [{"name": name} for name in ctx.settings.image_pull_secrets]
     return seal({**account, "imagePullSecrets": secrets} if secrets else account)
 
 
 def disruption_budgets(ctx: RenderContext) -> list[Manifest]:
-    """Return the PodDisruptionBudgets of engines (by role), servers, and a coordinator with a standby.
+    """Return the PodDisruptionBudgets of engines (one per role), servers, and coordinators of a pair.
 
     In each group, one pod may be evicted at a time. Pods that are not ready do not block the drain of a node. A single
-    coordinator needs no budget.
+    coordinator has no budget.
     """
     budgets = [
         _disruption_budget(ctx, ctx.engines_name, ENGINE, pods=decode_pods(ctx)),
@@ -81,7 +84,7 @@ def _coordinators(ctx: RenderContext) -> dict[str, Any]:
 
 
 def _engines_and_check(ctx: RenderContext) -> dict[str, Any]:
-    """Return the selector of engines and of the pod that checks their settings, because both read the same source."""
+    """Return the selector of the engines' pods and of the check's pod, because both read the model's source."""
     return {"podSelector": pods_of(ctx, CHECK, ENGINE)}
 
 
@@ -94,7 +97,9 @@ def _peers(trainer: TrainerSpec) -> list[dict[str, Any]]:
 
 
 def _tcp(port: int, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the TCP ports of a rule. The ports are one port, or all ports from `port` to `last`."""
+    """Return the TCP ports of a NetworkPolicy rule: the port `port` or, with `last`, all ports from `port` to
+    `last`.
+    """
     return [{"protocol": "TCP", "port": port, **({} if last in (None, port) else {"endPort": last})}]
 
 
@@ -125,7 +130,7 @@ def dns_egress() -> dict[str, Any]:
 
 
 def hub_egress() -> dict[str, Any]:
-    """Return the rule that allows the HTTPS port on any address.
+    """Return the rule that allows connections to the HTTPS port of any address.
 
     A hub redirects to content delivery networks, and object stores have many addresses.
     """
@@ -133,9 +138,9 @@ def hub_egress() -> dict[str, Any]:
 
 
 def media_egress() -> dict[str, Any]:
-    """Return the rule that allows the HTTP and HTTPS ports on any address.
+    """Return the rule that allows connections to the HTTP and HTTPS ports of any address.
 
-    A NetworkPolicy cannot name hosts, so the server checks the hosts.
+    A NetworkPolicy cannot contain host names, so the server checks the hosts.
     """
     return {"ports": [*_tcp(PORT_PLAIN_HTTP), *_tcp(PORT_HUB)]}
 
@@ -148,8 +153,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     - A coordinator may open connections only to the other coordinator of its pair.
     - Engines with roles may connect to each other on the port for KV.
     - A trainer may connect to the admin port. Engines may connect to the trainer's port, and to the ports on which
-        other
-      engines offer the trainer's weights.
+      other engines offer the trainer's weights.
     - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
       adapter is downloaded.
 

@@ -45,7 +45,7 @@ Files = Mapping[str, str]
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
     """Return a new Secret `NAME-keys`.
 
-    data: entries for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer.
+    data: files for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer.
     """
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
@@ -55,7 +55,7 @@ def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: 
 
 
 def encode(data: Files) -> dict[str, str]:
-    """Return the base64 data of a Secret."""
+    """Return the files as the base64 `data` of a Secret."""
     return {name: base64.b64encode(text.encode()).decode() for name, text in data.items()}
 
 
@@ -70,10 +70,11 @@ def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: s
 
 
 def next_files(files: Files, stage: KeyStage, *, fresh: Files) -> dict[str, str]:
-    """Return the files of `stage`, given the files of the previous stage.
+    """Return the files of `stage`.
 
     Args:
-        fresh: the pairs of the new generation, used by ADMITTING only.
+        files: the files of the previous stage.
+        fresh: the key pairs of the new generation, used by ADMITTING only.
     """
     peers = (*PEERS, "trainer") if TRAINER_KEY_NAMES[0] in files else PEERS
     pairs = [f"{role}.{half}" for role in ("server", *peers) for half in ("key", "pub")]

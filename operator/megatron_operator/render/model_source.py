@@ -38,7 +38,7 @@ def _filled(ctx: RenderContext, path: str) -> str:
 def model_argument(ctx: RenderContext) -> str:
     """Return the value of `--model`.
 
-    It is `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, an object store's URL, or a path in the pod.
+    The value is `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, the URL of an object store, or a path in the pod.
     """
     source = ctx.spec.model.source
     if source.builtin is not None:
@@ -69,8 +69,8 @@ def model_mounts(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
     """Return the environment variables with credentials for the source of the model.
 
-    Each variable of an object store is read from one key of the Secret, and is unset if the key is missing. Importing
-    the whole Secret (`envFrom`) would let it set any variable.
+    Each variable of an object store has its value from one key of the Secret, and is unset if the key is missing. If
+    the whole Secret were imported (`envFrom`), it could set any variable.
     """
     source = ctx.spec.model.source
     if source.hugging_face is not None and source.hugging_face.token_secret_ref is not None:
@@ -105,7 +105,8 @@ def cache_env(ctx: RenderContext) -> list[dict[str, Any]]:
 def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
     """Return the init container that downloads the model to the cache, or waits while another pod downloads it.
 
-    Only this container can write to the cache. It has the operator's image, whatever image the engines have.
+    Returns an empty tuple if the spec has no cache. Only this container can write to the cache. It has the operator's
+    runtime image, whatever image the engines have.
     """
     if ctx.spec.model.cache is None:
         return ()
@@ -125,12 +126,12 @@ def fetch_containers(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
 
 @once
 def without_weights(ctx: RenderContext) -> RenderContext:
-    """Return the context without the revision of the weights, because weights are updated in place."""
+    """Return the context without the revision of the weights. Weights are updated in place, without a rollout."""
     return ctx if ctx.spec.has_trainer else replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
 
 
 def model_adapters(spec: MegatronInferenceSpec) -> tuple[Adapter, ...]:
-    """Return the adapters of a spec by name, with the sources that engines load."""
+    """Return the adapters of a spec, sorted by name, with the sources that engines load."""
     found = []
     for adapter in spec.model.adapters or ():
         repository, path = adapter.source.hugging_face, adapter.source.path
@@ -142,20 +143,21 @@ def model_adapters(spec: MegatronInferenceSpec) -> tuple[Adapter, ...]:
 
 
 def adapters_digest(adapters: Iterable[Adapter]) -> str:
-    """Return the hash of a list of adapters. Their order does not change the hash."""
+    """Return a hash of a list of adapters. The hash does not depend on the order of the list."""
     return digest(sorted([adapter.name, adapter.source] for adapter in adapters))
 
 
 def weights_revision(ctx: RenderContext) -> str:
-    """Return the revision of the weights in `model_argument`. The result is empty without a revision."""
+    """Return the revision of the weights in `model_argument`, or an empty string if it has no revision."""
     return ctx.spec.weights_revision
 
 
 @once
 def model_hash(ctx: RenderContext) -> str:
-    """Return the hash of the model. It changes exactly if the new model must not continue tokens of the old model.
+    """Return the hash of the model. The hash changes if, and only if, the new model must not continue tokens of the old
+    model.
 
-    Other weights of the same model may continue tokens, because epochs label the tokens.
+    Other weights of the same model have the same hash and may continue tokens, because epochs label the tokens.
     """
     model, arguments = ctx.spec.model, vllm_arguments(ctx)
     changed = {name: arguments[name] for name in _VLLM_MODEL if name in arguments}

@@ -17,8 +17,7 @@ class Option:
 
     flag: long name of the option. A flag that begins with `--no-` is passed if the value is false, as in `click`.
     value: returns the value for a resource and the name of the process (a coordinator's component or an engine name).
-        None
-        omits the option. A bool passes only the flag, without a text. A list repeats the option for each element.
+        None omits the option. A bool passes only the flag, without a text. A list repeats the option for each element.
     field: path of the spec field that has the value, by attribute names; empty if the value has another source.
     write: converts the value to text, if the text on the command line differs from the text in the spec.
     """
@@ -40,10 +39,11 @@ class Option:
 
 
 def of_field(flag: str, field: str, *, write: Callable[[Any], str] = str, unless_default: bool = False) -> Option:
-    """Return the option that passes on a field of the spec.
+    """Return the option whose value is a field of the spec.
 
-    If the field or a part of its path is absent, it is omitted.
+    If the field, or an object in its path, is absent, the option is omitted.
 
+    field: path of the field, by attribute names.
     unless_default: omit the option if the field has its default, so that a new field changes no pod.
     """
 
@@ -67,5 +67,8 @@ SEQUENCE_LENGTH_OPTION = Option(
 
 
 def command_line(command: str, options: Iterable[Option], ctx: RenderContext, process: str) -> list[str]:
-    """Return the arguments of a container. They are the command and its options, in the order of declaration."""
+    """Return the arguments of a container: the command and its options, in the order of `options`.
+
+    process: name of the process, for Option.value.
+    """
     return [command, *(argument for option in options for argument in option.arguments(ctx, process))]

@@ -43,7 +43,7 @@ CONTAINER_SECURITY = {
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
     """Return the security context of a pod.
 
-    On OpenShift it has no IDs, because admission assigns the IDs of the namespace.
+    On OpenShift, the context has no user and group IDs, because the admission of pods assigns IDs of the namespace.
     """
     return {
         "runAsNonRoot": True,
@@ -56,15 +56,16 @@ def pod_security(ctx: RenderContext) -> dict[str, Any]:
 def secret_volume(ctx: RenderContext, name: str, *, secret: str, items: list[dict[str, str]]) -> dict[str, Any]:
     """Return a volume with entries of a Secret. Only the containers that mount the volume can read it.
 
-    Without a fixed group, the files belong to group root. A constraint such as anyuid adds no group to the process, so
-    the files are then readable for every user in the pod.
+    The files have mode 0440, and the pod's `fsGroup` lets the container's user read them. On OpenShift, the operator
+    sets no `fsGroup`. If the security context constraint (SCC) sets none either, as anyuid does, the files belong to
+    group root, and the process is not in this group. On OpenShift, the files therefore have mode 0444.
     """
     mode = 0o444 if ctx.settings.openshift else 0o440
     return {"name": name, "secret": {"secretName": secret, "defaultMode": mode, "items": items}}
 
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
-    """Return the environment of all containers. Caches are on the pod's writable cache volume."""
+    """Return the environment variables of all containers. They place caches on the pod's writable cache volume."""
     # The default is left out, so that no pod of a resource that an earlier release rendered is restarted.
     log_format = ctx.settings.runtime_log_format
     logs = {} if log_format == "text" else {"MEGATRON_LOG_FORMAT": log_format}
@@ -103,7 +104,7 @@ def pod_template(
     init_containers: tuple[dict[str, Any], ...] = (),
     claims: tuple[dict[str, Any], ...] = (),
 ) -> dict[str, Any]:
-    """Return the pod template of a component, with the resource's podTemplate merged into it.
+    """Return the pod template of a component, with the podTemplate of the spec merged into it.
 
     Args:
         container: name, args, env, ports, probes and resources of the container. The kubelet expands nothing in args
@@ -177,9 +178,9 @@ def quantity_bytes(quantity: object) -> float:
 def bounded_memory(
     overlay: dict[str, Any] | None, container: str, *, cpu: str, request: str, limit: str
 ) -> dict[str, Any]:
-    """Return the resources of a container with a memory limit, which protects other pods on its node.
+    """Return the resources of a container with the memory limit `limit`, which protects other pods on its node.
 
-    A memory limit in the podTemplate, or a memory request above `limit`, replaces `limit`.
+    If the podTemplate sets a memory limit, or a memory request above `limit`, the result has no memory limit.
     """
     requests = {"cpu": cpu, "memory": request}
     spec = (overlay or {}).get("spec")
@@ -200,9 +201,9 @@ KEYS_DIR_OPTION = Option("--keys-dir", lambda ctx, _: KEYS_DIR if ctx.settings.s
 
 
 def trainer_keys(ctx: RenderContext) -> tuple[str, ...]:
-    """Return the entries of the keys Secret that identify the trainer to coordinator and engines.
+    """Return the names of the keys Secret's entries by which coordinator and engines identify the trainer.
 
-    The result is empty without a trainer.
+    Returns an empty tuple if the resource has no trainer.
     """
     return ("trainer.pub",) if ctx.spec.has_trainer else ()
 
@@ -216,8 +217,7 @@ def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> d
 
     own:   labels of the replicas of the component itself.
     other: labels of a component that must not be lost together with it. Avoiding these pods has a higher weight,
-        because a
-           pod of the component itself may be terminating on the node that its successor should use.
+           because a pod of the component itself may be terminating on the node that its successor should use.
     """
     weighted = [
         {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}
@@ -243,16 +243,17 @@ MERGE_KEYS = {
 
 
 def merge_template(base: dict[str, Any], overlay: dict[str, Any] | None, *, field: str) -> dict[str, Any]:
-    """Merge `overlay` into the pod template `base`, as `kubectl patch --type strategic` does.
+    """Return the pod template `base` with `overlay` merged into it, as `kubectl patch --type strategic` does.
 
-    Objects are merged, and keyed lists are merged by key. null removes a field. All other values replace the old value.
-    A volume has one source, so a volume with another source replaces the rendered volume.
+    Objects are merged, and lists of objects are merged by a key (MERGE_KEYS). null removes a field. All other values
+    replace the old value. A volume has one source, so a volume with another source replaces the rendered volume.
 
     Args:
         field: path of the overlay in the resource, for messages.
 
     Raises:
-        InvalidPodTemplate: the two have different types, or an entry of a keyed list lacks its key.
+        InvalidPodTemplate: a field has different types in `base` and `overlay`, or an object in a merged list lacks its
+            key.
     """
     if overlay is None:
         return base

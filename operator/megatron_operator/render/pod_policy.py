@@ -1,10 +1,10 @@
-"""Limits what the author of a resource can set, with two profiles. Pure.
+"""Limits what the author of a custom resource can set, with two profiles. Pure.
 
 The profile `restricted` is an allow list. It consists of tables from the path of a field to its rule, and of tables of
-allowed names of variables, labels and annotations. A field outside the tables is rejected whatever its value. A value
-of the operator's chart can allow each further class of fields (`resource.pod_policy.Switch`). The profile `trusted`
-rejects only changes of what the operator itself renders and depends on. Both profiles limit host names and TLS Secrets
-of the front door.
+allowed names of variables, labels and annotations. A field outside the tables is rejected whatever its value is. Values
+of the operator's chart can allow further classes of fields (`resource.pod_policy.Switch`). The profile `trusted`
+rejects only changes of fields that the operator itself sets and depends on. Both profiles limit host names and TLS
+Secrets of the front door.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ EXPANDED = "$("
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A field that is not allowed."""
+    """A field that the pod policy does not allow."""
 
     path: str
     value: Any
@@ -84,7 +84,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A podTemplate and the input of its rules."""
+    """A podTemplate, and the other input of the rules that check it."""
 
     policy: PodPolicy
     runtime_images: tuple[str, ...]
@@ -104,21 +104,21 @@ Rule = Callable[[Any, str, Request], Iterator[Violation]]
 def enforce(
     ctx: RenderContext, component: str, overlay: dict[str, Any] | None, *, containers: Mapping[str, Collection[str]]
 ) -> None:
-    """Reject a component's podTemplate, or the engines' image, if the policy does not allow it.
+    """Raise NotAllowed if the policy does not allow a component's podTemplate, or the engines' image.
 
     Args:
         overlay: the podTemplate, which has been merged without an error.
         containers: names of the rendered containers, by `containers` and `initContainers`.
 
     Raises:
-        NotAllowed: the message has the first field, its value, what is allowed and the remedy.
+        NotAllowed: the message has the first invalid field, its value, what is allowed and the remedy.
     """
     if ctx.settings.pod_policy is not None:
         _require_none(violations(ctx, component, overlay, policy=ctx.settings.pod_policy, containers=containers))
 
 
 def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | None, field: str) -> None:
-    """Reject annotations of a Service or Ingress that the policy does not allow. Raises NotAllowed."""
+    """Raise NotAllowed if the policy does not allow annotations of a Service or Ingress."""
     policy = ctx.settings.pod_policy
     # Recorded templates are not checked. They have none of the operator's own keys either.
     keys = _own_keys if policy is None or policy.trusted else _keys_in(ANNOTATIONS)
@@ -126,9 +126,7 @@ def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | Non
 
 
 def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
-    """Reject host names of the front door that the chart does not allow.
-
-    This applies to both profiles. Raises NotAllowed.
+    """Raise NotAllowed if the chart does not allow host names of the front door. This applies to both profiles.
 
     hosts: None or empty means every host.
     """
@@ -141,10 +139,7 @@ def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -
 
 
 def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
-    """Reject a TLS Secret of the front door that the chart does not allow.
-
-    This applies to both profiles. Raises NotAllowed.
-    """
+    """Raise NotAllowed if the chart does not allow a TLS Secret of the front door. This applies to both profiles."""
     policy = ctx.settings.pod_policy
     if policy is not None and name is not None:
         allowed = _named(policy.tls_secrets, ctx)
@@ -154,7 +149,7 @@ def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None
 
 
 def _named(entries: Sequence[str], ctx: RenderContext) -> tuple[str, ...]:
-    """Return entries of the chart with `{namespace}` and `{name}` replaced by the values of the resource."""
+    """Return the chart's entries, in which `{namespace}` and `{name}` are replaced by the values of the resource."""
     return tuple(entry.replace("{namespace}", ctx.namespace).replace("{name}", ctx.name) for entry in entries)
 
 
@@ -181,7 +176,7 @@ def violations(
     policy: PodPolicy,
     containers: Mapping[str, Collection[str]],
 ) -> Iterator[Violation]:
-    """Yield every field that is not allowed, in the order of the podTemplate."""
+    """Yield each field of a podTemplate that is not allowed, in the order of the podTemplate."""
     request = _request(ctx, overlay or {}, policy, containers)
     if policy.trusted:
         yield from _depended_on(overlay or {}, ctx.template_field(component), request)
@@ -255,7 +250,7 @@ def _request(
 
 
 def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -> Iterator[Violation]:
-    """Check `value` at path `fields` of `table`, and everything below it."""
+    """Yield the violations in `value`, which is at path `fields` of `table`, and in everything below it."""
     if fields in table.rules:
         yield from table.rules[fields](value, path, request)
     elif fields not in table.inner:
@@ -274,14 +269,14 @@ def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -
 
 @dataclass(frozen=True)
 class Table:
-    """Rules by path of a field, and all prefixes of these paths."""
+    """The rules of fields, by the path of the field, and all prefixes of these paths."""
 
     what: str
     rules: Mapping[Path, Rule]
     inner: frozenset[Path]
 
     def names(self, fields: Path) -> str:
-        """Return the names of the fields that are allowed below a path, as text."""
+        """Return the names of the fields that are allowed below the path `fields`, as text."""
         depth = len(fields)
         known = {rule[depth] for rule in self.rules if len(rule) > depth and rule[:depth] == fields}
         return ", ".join(sorted(known)) or "nothing"
@@ -305,7 +300,10 @@ def _own_field(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _listed(name: str, names: Iterable[str]) -> bool:
-    """Return whether an entry of `names` matches a name. An entry that ends in `*` or `/` matches as a prefix."""
+    """Return whether an entry of `names` matches `name`.
+
+    An entry that ends in `*` or `/` matches every name with this prefix.
+    """
     return any(
         name == entry or (entry.endswith(("*", "/")) and name.startswith(entry.removesuffix("*"))) for entry in names
     )
@@ -329,7 +327,7 @@ def _own_keys(value: Any, path: str, policy: PodPolicy) -> Iterator[Violation]:
 
 
 def _keys_in(groups: Mapping[str, Group]) -> KeyRule:
-    """Return the rule for labels or annotations that allows these groups and the names that the chart adds."""
+    """Return the rule for labels or annotations that allows the names in `groups` and the names that the chart adds."""
 
     def rule(value: Any, path: str, policy: PodPolicy) -> Iterator[Violation]:
         yield from _own_keys(value, path, policy)
@@ -356,7 +354,7 @@ def _keys(groups: Mapping[str, Group]) -> Rule:
 
 
 def _variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check one environment variable of a rendered container."""
+    """Yield the violations in one environment variable of a rendered container."""
     yield from _foreign_variable(value, path, request)
     name = value.get("name") if isinstance(value, dict) else None
     if not isinstance(name, str) or name in request.policy.environment:
@@ -385,10 +383,10 @@ _VARIABLE_FIELDS = ("name", "value", "valueFrom")
 
 
 def _foreign_variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check one environment variable of any container.
+    """Yield the violations in one environment variable of any container.
 
-    Its value must not contain text that Kubernetes expands. Only a variable that is meant for a secret can take its
-    value from a Secret.
+    The variable's value must not contain text that Kubernetes expands. Only a variable that is meant for a secret may
+    take its value from a Secret.
     """
     if not isinstance(value, dict):
         yield Violation(path, value, "give an object with name and value")
@@ -430,7 +428,7 @@ def _literal(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterator[Violation]:
-    """Yield each change of what the operator itself renders and depends on.
+    """Yield each change of fields that the operator itself sets and depends on.
 
     The profile `trusted` has no other limit.
     """
@@ -468,7 +466,7 @@ def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterat
 
 
 def _is_own(path: object) -> bool:
-    """Return whether a normalized mount path is a mount path of the operator, or is below one."""
+    """Return whether a normalized mount path is a mount path of the operator, or is below such a path."""
     return isinstance(path, str) and _below(posixpath.normpath(f"/{path.lstrip('/')}"), OWN_MOUNTS)
 
 
@@ -547,7 +545,7 @@ def _priority_class(value: Any, path: str, request: Request) -> Iterator[Violati
 
 
 def _below(path: object, roots: Collection[str]) -> bool:
-    """Return whether a path has no `.` or `..` parts, and is a member of `roots` or below one."""
+    """Return whether a path has no `.` or `..` parts, and equals an entry of `roots` or is below such an entry."""
     if not isinstance(path, str) or posixpath.normpath(path) != (path.rstrip("/") or "/") or path.startswith("//"):
         return False
     clean = path.rstrip("/")
@@ -582,7 +580,7 @@ def _host_path(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check a volume mount of a rendered container."""
+    """Yield the violations in a volume mount of a rendered container."""
     yield from _shared_mount(value, path, request)
     where = value.get("mountPath") if isinstance(value, dict) else None
     roots = (*MOUNT_ROOTS, *request.policy.host_paths)
@@ -592,7 +590,7 @@ def _mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _foreign_mount(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check a volume mount of a sidecar."""
+    """Yield the violations in a volume mount of a sidecar."""
     yield from _shared_mount(value, path, request)
     if isinstance(value, dict):
         yield from _fixed_volume(value.get("name"), path)
@@ -621,7 +619,7 @@ def _shared_mount(value: Any, path: str, request: Request) -> Iterator[Violation
 
 
 def _handler(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Check a probe or lifecycle hook of a sidecar, which may connect only to its own pod."""
+    """Yield the violations in a probe or lifecycle hook of a sidecar, which may connect only to its own pod."""
     yield from _literal(value, path, request) if isinstance(value, list | str) else ()
     if isinstance(value, dict):
         for key, each in value.items():

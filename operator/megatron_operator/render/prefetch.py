@@ -1,4 +1,4 @@
-"""A Job that downloads the repository of a resource to a claim before engines need it.
+"""A Job that downloads the Hugging Face repository of a resource to a claim before engines need it.
 
 The user applies the Job and then sets the claim as the resource's source. Engines then start without a download and
 share one copy. A new revision can be downloaded while another revision is in use.
@@ -29,7 +29,7 @@ class NothingToPrefetch(ValueError):
 
 
 def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
-    """Return `spec.model.source` and `spec.weights` for a resource that uses the claim."""
+    """Return `spec.model.source` and `spec.weights` of a resource that loads its model from the claim."""
     repository, revision = _pinned(ctx)
     return {
         "model": {
@@ -40,7 +40,10 @@ def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
 
 
 def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
-    """Return the Job. Each revision has its own directory in the claim. Raises NothingToPrefetch."""
+    """Return the Job that downloads the repository to `claim`, in a directory for its revision.
+
+    Raises NothingToPrefetch.
+    """
     repository, revision = _pinned(ctx)
     target = f"{MODEL_DIR}/{_folder(repository)}/{revision}"
     container = {

@@ -40,7 +40,7 @@ def revision_name(ctx: RenderContext, revision: str) -> str:
 
 
 def revision_child(ctx: RenderContext) -> Manifest:
-    """Return the record of the spec's revision.
+    """Return the ControllerRevision that records the revision of the spec.
 
     Raises:
         RenderError: the spec cannot be rendered.
@@ -62,7 +62,9 @@ def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
 
 
 def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:
-    """Return whether a stored revision has the inputs of the current spec, whatever its rendering is."""
+    """Return whether a stored revision has the same inputs as the current spec, even if they are rendered
+    differently.
+    """
     try:
         same_security = data["settings"]["security"] == ctx.settings.security
         return same_security and _inputs(parse_stored_spec(data["spec"])[0]) == _inputs(ctx.spec)
@@ -79,7 +81,7 @@ def downloads(data: Mapping[str, Any]) -> bool:
 
 
 def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:
-    """Return the settings that an engine's template depends on."""
+    """Return the names of the operator's settings on which an engine's template depends."""
     return _SETTINGS if spec.engine.backend is Backend.NATIVE else _VLLM_SETTINGS
 
 

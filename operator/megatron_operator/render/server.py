@@ -1,4 +1,4 @@
-"""Deployment `NAME-server`: the OpenAI servers."""
+"""Deployment `NAME-server`, whose pods are the OpenAI servers."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ OPTIONS = (
 
 
 def server_args(ctx: RenderContext) -> list[str]:
-    """Return the arguments of the OpenAI servers."""
+    """Return the command-line arguments of an OpenAI server."""
     return command_line("server", OPTIONS, ctx, SERVER)
 
 
 def server_deployment(ctx: RenderContext) -> Manifest:
     """Return the Deployment of the OpenAI servers.
 
-    Without `spec.server.replicas` it has no number of replicas. The API server then creates it with one replica, and an
-    autoscaler can change the number.
+    If `spec.server.replicas` is not set, the Deployment has no `replicas`. The API server then creates it with one
+    replica, and an autoscaler can change the number.
     """
     server, drain = ctx.spec.server, ctx.spec.lifecycle.drain_seconds
     volumes, mounts = model_volumes(ctx), model_mounts(ctx)
@@ -155,9 +155,9 @@ def server_deployment(ctx: RenderContext) -> Manifest:
 
 
 def _with_port(container: dict[str, Any], name: str) -> dict[str, Any]:
-    """Return a container whose server port has this name, because the Service selects the port by its name.
+    """Return a container whose server port has the name `name`, because the Service selects the port by its name.
 
-    A podTemplate may have set another name.
+    The podTemplate may have given this port another name.
     """
     if container["name"] != SERVER:
         return container

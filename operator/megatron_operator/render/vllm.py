@@ -44,10 +44,10 @@ def engine_image(ctx: RenderContext) -> str | None:
 
 
 def _arguments(ctx: RenderContext, _name: str) -> str | None:
-    """Return the engine arguments as JSON, or None for native engines.
+    """Return the engine arguments of vLLM as JSON, or None for native engines.
 
     Raises:
-        UnsupportedByBackend: vLLM engines do not accept an argument; the message has the first such argument.
+        UnsupportedByBackend: an argument is not allowed; the message has the first such argument.
     """
     if ctx.spec.engine.backend is Backend.NATIVE:
         return None
@@ -82,7 +82,7 @@ VLLM_OPTIONS = (
 
 
 def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
-    """Return the environment of vLLM engines and their servers. The result is empty for native engines."""
+    """Return the environment variables of vLLM engines and their servers. Returns an empty list for native engines."""
     if ctx.spec.engine.backend is Backend.NATIVE:
         return []
     env: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in _ENV.items()]
@@ -99,7 +99,7 @@ def vllm_arguments(ctx: RenderContext) -> dict[str, Any]:
 
 
 def _of_fields(engine: EngineSpec) -> dict[str, dict[str, Any]]:
-    """Return the arguments that fields of the spec set, by field."""
+    """Return the vLLM arguments that fields of the spec set, by the path of the field."""
     found: dict[str, dict[str, Any]] = {}
     if engine.kv_offload is not None:
         gib = quantity_bytes(engine.kv_offload.cpu_memory) / (1 << 30)

@@ -1,4 +1,6 @@
-"""`spec.engine.accelerator`: the device that `gpusPerPod` counts, as an extended resource or as ResourceClaims."""
+"""`spec.engine.accelerator`: the kind of device that `gpusPerPod` counts. Pods request devices as an extended resource
+or as ResourceClaims.
+"""
 
 from __future__ import annotations
 

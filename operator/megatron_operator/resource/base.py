@@ -32,8 +32,8 @@ class SpecRule:
     """A rule about several fields of an object, in CEL for the API server and in Python for the offline commands.
 
     cel, holds: the condition that a valid object fulfils, in CEL and in Python.
-    message:    error with the field and the remedy.
-    expression: CEL expression for the message with the invalid value.
+    message:    error message with the field and the remedy.
+    expression: CEL expression for the error message that includes the invalid value.
     value:      returns the text of the invalid value, which the offline commands add to the message.
     """
 
@@ -48,14 +48,14 @@ class SpecRule:
 
 
 def require(rules: Iterable[SpecRule], value: Any) -> None:
-    """Raise ValueError with the message of the first rule that does not hold."""
+    """Raise ValueError with the message of the first rule that `value` violates."""
     for rule in rules:
         if not rule.holds(value):
             raise ValueError(rule.message + (f" (is {rule.value(value)})" if rule.value is not None else ""))
 
 
 class ApiModel(BaseModel):
-    """A part of the resource. It is frozen, has camelCase keys in JSON, and rejects unknown keys."""
+    """A part of the custom resource. It is frozen, has camelCase keys in JSON, and rejects unknown keys."""
 
     RULES: ClassVar[tuple[SpecRule, ...]] = ()
 
@@ -116,17 +116,20 @@ class Matches:
 
 
 def section(model: type[T], description: str) -> Any:
-    """Return a field for an object that has its own defaults, both in Python and in the CRD (`default: {}`)."""
+    """Return a field for a nested object that has defaults of its own, in Python and in the CRD (`default: {}`)."""
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 
 def list_by(key: str) -> dict[str, Any]:
-    """Return the schema of a list of objects that are merged by a key."""
+    """Return the JSON schema keywords of a list of objects that is merged by the key `key`."""
     return {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [key]}
 
 
 def cel(rule: str, message: str, *, expression: str | None = None) -> dict[str, Any]:
-    """Return an entry of `x-kubernetes-validations`. expression: CEL for the message with the invalid value."""
+    """Return an entry of `x-kubernetes-validations`.
+
+    expression: CEL expression for the error message that includes the invalid value.
+    """
     entry: dict[str, Any] = {"rule": rule, "message": message}
     if expression is not None:
         entry["messageExpression"] = expression

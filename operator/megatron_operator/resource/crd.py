@@ -1,8 +1,7 @@
 """Generates the CustomResourceDefinition from the typed models.
 
-The rules of structural schemas
-(https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/) allow no references,
-no unions, and no additionalProperties next to properties.
+Structural schemas (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/) do
+not allow references, unions, and additionalProperties next to properties.
 """
 
 from __future__ import annotations

@@ -388,7 +388,10 @@ class RolesSpec(ApiModel):
 
 
 def _role_rules(role: str) -> tuple[SpecRule, SpecRule]:
-    """Return the rules of `Batching` for the engines of a role, whose values override the values of all engines."""
+    """Return the rules of `Batching` for the engines of a role.
+
+    The role's values override the values of all engines.
+    """
     own, common, field = f"self.roles.{role}.batching", "self.batching", f"spec.engine.roles.{role}.batching"
     absent = f"!has(self.roles) || !has(self.roles.{role}) || !has({own})"
 

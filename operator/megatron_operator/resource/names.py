@@ -1,4 +1,6 @@
-"""Names that other programs use: the API, labels and annotations, components and their ports. Imports no module."""
+"""Names that other programs use: the API, labels and annotations, components and their ports. Imports no other
+module.
+"""
 
 from __future__ import annotations
 

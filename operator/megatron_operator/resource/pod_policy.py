@@ -1,4 +1,4 @@
-"""Defines what authors of resources may set: a profile, and extensions of the profile."""
+"""The pod policy: the profile that limits what authors of custom resources may set, and extensions of the profile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOSTNAME = re.compile(r"\*|(\*\.)?[a-z0-9{]([a-z0-9{}.-]*[a-z0-9}])?")
 
 
 class Switch(Enum):
-    """The chart values of the pod policy. They are the profile, and one value per class of fields."""
+    """The chart values of the pod policy: the profile, and one value for each class of fields."""
 
     PROFILE = (
         *("profile", "podPolicy.profile", "--pod-policy-profile", None),
@@ -160,7 +160,7 @@ def repository_of(image: str) -> str:
 def in_repositories(image: str, repositories: tuple[str, ...]) -> bool:
     """Return whether an image is in one of the repositories.
 
-    An entry that ends in `/` matches all repositories below it.
+    An entry that ends in `/` matches all repositories whose names begin with the entry.
     """
     repository = repository_of(image)
     for entry in repositories:

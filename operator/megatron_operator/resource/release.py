@@ -1,4 +1,4 @@
-"""The release of a resource, which is the part of an operator installation on which the resource's pods depend.
+"""The release of a custom resource: the images and other settings of an operator installation on which its pods depend.
 
 A resource keeps its release when the operator is upgraded, until the resource itself is updated.
 """
@@ -41,9 +41,9 @@ class Release(ApiModel):
 
     @classmethod
     def from_status(cls, stored: Any) -> Release | None:
-        """Return a recorded release, or None if there is none or it is unreadable.
+        """Return the release that a status records. Returns None if it has no release or an invalid one.
 
-        Ignores fields of later operators.
+        Fields of later operators are ignored.
         """
         if not isinstance(stored, Mapping):
             return None
@@ -55,7 +55,10 @@ class Release(ApiModel):
 
     @classmethod
     def from_annotation(cls, text: str) -> Release | None:
-        """Return the release with which a child was rendered. Returns None as in from_status()."""
+        """Return the release with which a child was rendered, from its annotation.
+
+        Returns None if the annotation has no valid release.
+        """
         try:
             return cls.from_status(json.loads(text))
         except ValueError:
@@ -70,25 +73,28 @@ class Release(ApiModel):
     def for_backend(self, backend: Backend, default: str) -> Release:
         """Return this release for a resource whose backend may have changed since the release was recorded.
 
-        default: image for vLLM engines if this release has none.
+        default: image for vLLM engines if this release has no such image.
         """
         image = (self.vllm_runtime_image or default) if backend is Backend.VLLM else None
         return self.model_copy(update={"vllm_runtime_image": image})
 
     def settings(self, installed: Settings) -> Settings:
-        """Return the settings with which children of this release are rendered."""
+        """Return the settings with which children of this release are rendered.
+
+        installed: settings of the operator installation.
+        """
         fields = {name: value for name, value in dict(self).items() if value is not None}
         return replace(installed, **fields, installed_images=installed.runtime_images)
 
     def differences(self, other: Release) -> str:
-        """Return the fields that `other` changes, as `field: old -> new`."""
+        """Return the fields in which `other` differs from this release, as `field: old -> new`."""
         mine, others = dict(self), dict(other)
         changed = (name for name in mine if mine[name] != others[name])
         return ", ".join(f"{name.replace('_', ' ')}: {mine[name]} -> {others[name]}" for name in changed)
 
 
 def is_older(version: str, than: str) -> bool:
-    """Return whether a version is older than another version. Both are compared by their leading numbers."""
+    """Return whether `version` is older than `than`. Both are compared by the numbers at their beginning."""
     return _numbers(version) < _numbers(than)
 
 

@@ -24,7 +24,7 @@ MONITORING_NAMESPACE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Inputs of rendering and deciding that apply to the whole installation."""
+    """Settings of an operator installation that affect the rendering of children and decisions."""
 
     runtime_image: str
     """Image of servers and native engines, unless the resource sets one."""
@@ -71,9 +71,9 @@ class Settings:
 
     @property
     def runtime_images(self) -> tuple[str, ...]:
-        """The images that the operator uses for resources' pods. The pod policy allows their repositories."""
+        """The images that the operator uses for the pods of resources. The pod policy allows their repositories."""
         return self.installed_images or (self.runtime_image, self.vllm_runtime_image, self.coordinator_image)
 
     def quotes(self, image: str) -> bool:
-        """Return whether the status may quote messages of containers that run this image."""
+        """Return whether the status may quote messages of containers that run the image `image`."""
         return in_repositories(image, (*self.runtime_images, *self.quoted_repositories))

@@ -107,7 +107,10 @@ _PARSERS: Mapping[str, tuple[str, ...]] = {
 
 
 def _parser_rule(field: str, names: tuple[str, ...]) -> SpecRule:
-    """Return the rule that native engines use built-in formats. vLLM servers check names against the installed vLLM."""
+    """Return the rule that limits a field of spec.server to `names`, the built-in formats, for native engines.
+
+    vLLM servers check the field against the installed version of vLLM instead.
+    """
     path = f"server.{to_camel(field)}"
     return SpecRule(
         f"self.engine.backend == 'VLLM' || !has(self.{path}) || self.{path} in [{', '.join(map(repr, names))}]",
@@ -129,7 +132,7 @@ def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     absent = f"!has(self.model.source.{source})"
 
     def is_placed(spec: MegatronInferenceSpec) -> bool | None:
-        """Return whether the field of the source contains {revision}, or None if the source has no such field."""
+        """Return whether the source's field contains {revision}, or None if the source does not have this field."""
         location = spec.model.source.location
         return None if location is None or location[0] != field else "{revision}" in location[1]
 
@@ -364,7 +367,7 @@ def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
 
 @lru_cache(maxsize=1024)
 def _parse_spec(text: str) -> MegatronInferenceSpec:
-    """Parse a spec. The result is cached, because consecutive passes over a resource mostly parse the same spec.
+    """Return the spec that a JSON text describes. The result is cached, because most passes parse an unchanged spec.
 
     Strict JSON mode rejects what the API server's schema rejects, such as "yes" for a boolean.
     """
@@ -374,10 +377,10 @@ def _parse_spec(text: str) -> MegatronInferenceSpec:
 def parse_stored_spec(spec: Mapping[str, Any]) -> tuple[MegatronInferenceSpec, tuple[str, ...]]:
     """Return the typed spec of a stored object, and the paths of its fields that this version does not know.
 
-    The CRD of a later release may have allowed such fields. They are omitted at every depth.
+    The CRD of a later release may have allowed such fields. They are omitted from the typed spec at every depth.
 
     Raises:
-        pydantic.ValidationError: a known field is invalid, as in parse_spec.
+        pydantic.ValidationError: a known field is invalid, as in parse_spec().
     """
     return _parse_stored_spec(json.dumps(spec))
 

@@ -65,7 +65,7 @@ class LifecyclePhase(StrEnum):
 
 
 class KeyStage(StrEnum):
-    """`status.keys.stage`: the content of `NAME-keys` during a rotation, and the condition for the next stage."""
+    """`status.keys.stage`: the stage of a key rotation. It defines the content of `NAME-keys`."""
 
     SETTLED = "Settled"  # one generation
     ADMITTING = "Admitting"  # both are accepted and the old one is used, until the coordinator accepts the new one
@@ -83,7 +83,7 @@ class UpdatePhase(StrEnum):
 
 
 class OperationOutcome(StrEnum):
-    """State of an operation id in the coordinator."""
+    """The state of an operation in the coordinator."""
 
     IN_PROGRESS = "InProgress"
     CONFIRMED = "Confirmed"

@@ -1,4 +1,4 @@
-"""`MegatronInference`: the status."""
+"""The types of the status of `MegatronInference`."""
 
 from __future__ import annotations
 

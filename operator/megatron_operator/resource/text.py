@@ -9,7 +9,7 @@ from megatron_runtime.protocol.text import printable as printable
 
 
 def printable_data(value: Any, *, limit: int) -> Any:
-    """Return plain data, such as a status, with every string escaped and limited to `limit` characters."""
+    """Return plain data, such as a status, in which every string is escaped and truncated to `limit` characters."""
     if isinstance(value, str):
         return printable(value)[:limit]
     if isinstance(value, dict):
@@ -20,12 +20,12 @@ def printable_data(value: Any, *, limit: int) -> Any:
 
 
 def stamp(moment: datetime) -> str:
-    """Return a timestamp in RFC 3339 with milliseconds, precise enough to compute durations."""
+    """Return a timestamp in RFC 3339 format with milliseconds, from which durations can be computed."""
     return moment.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def stamp_seconds(moment: datetime) -> str:
-    """Return a timestamp in RFC 3339 with seconds, as conditions use it."""
+    """Return a timestamp in RFC 3339 format with seconds, as conditions require."""
     return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
@@ -34,6 +34,6 @@ def parse(text: str | None) -> datetime | None:
 
 
 def seconds_since(text: str | None, now: datetime) -> float:
-    """Return the seconds from a timestamp to `now`, or infinity without a timestamp."""
+    """Return the seconds from the timestamp `text` to `now`. Returns infinity if `text` is None."""
     moment = parse(text)
     return (now - moment).total_seconds() if moment is not None else float("inf")

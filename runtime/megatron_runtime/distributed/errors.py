@@ -1,10 +1,10 @@
-"""Errors of engines with several ranks. Each names a rank and a cause. Imports no torch."""
+"""Errors of engines with several ranks. Each error names a rank and a cause. Imports no torch."""
 
 from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """One rank failed.
+    """The error of one rank.
 
     rank:   number of the rank, which is also in the message.
     reason: the machine-readable cause in the termination message.
@@ -21,7 +21,7 @@ class RankError(RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank exited or is stalled. Its engine exits and is started again with all ranks.
+    """A rank exited or is stalled. Its engine therefore exits, and is started again with all ranks.
 
     by_silence: the rank sends nothing, and no failure of its process or its step is known. Its node or the network may
                 be lost.

@@ -1,7 +1,7 @@
 """The process groups of one rank, and the collectives in these groups.
 
-They use NCCL on GPUs, and Unix sockets between the CPU ranks of one host. They use gloo between hosts, and in programs
-that use torch.distributed.
+Collectives use NCCL between GPUs, and Unix sockets between the CPU ranks of one host. Between CPU ranks of several
+hosts, and in programs that use torch.distributed on CPUs, they use gloo.
 
 The suffixes of tensor names are: T tokens of this rank's step, A tokens of all expert ranks' steps, M the maximum
 number of tokens of an expert rank, N rows whose logits are computed, D hidden size, W a rank's part of the vocabulary,
@@ -34,18 +34,18 @@ class Collectives:
         return
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the tensor ranks.
+        """Return the sum of x_TD over the tensor ranks.
 
-        It is used for the attention output, the down projection and the embedding.
+        The model calls this method for the attention output, the down projection and the embedding.
         """
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Return logits_NV, which joins all tensor ranks' parts of the vocabulary."""
+        """Return logits_NV, in which the vocabulary parts of all tensor ranks are joined."""
         return logits_NW
 
     def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return x_AD, the tokens of all expert ranks. Called before the routed experts."""
+        """Return x_AD, the tokens of all expert ranks. The model calls this method before the routed experts."""
         return x_TD
 
     def own_tokens(self, y_AD: torch.Tensor) -> torch.Tensor:
@@ -53,7 +53,10 @@ class Collectives:
         return y_AD
 
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
-        """Return y_TD, this rank's tokens summed over the expert ranks. Called after the routed experts."""
+        """Return y_TD, this rank's tokens summed over the expert ranks.
+
+        The model calls this method after the routed experts.
+        """
         return y_AD
 
 
@@ -86,10 +89,10 @@ class _ProcessGroup:
 
 
 class Groups(Collectives):
-    """The process groups of this rank, which also send hidden states from one pipeline stage to the next.
+    """The process groups of this rank. They also send hidden states from one pipeline stage to the next.
 
-    All ranks construct it at the same time, because the constructor waits for the others. If the program has not
-    initialised torch.distributed, the constructor initialises it.
+    All ranks must construct this object at the same time, because the constructor waits for the other ranks. If the
+    program has not initialised torch.distributed, the constructor initialises it.
 
     rank:     number of this rank in its engine.
     device:   device of this rank's tensors.
@@ -132,7 +135,7 @@ class Groups(Collectives):
         def group(dimension: int, name: str) -> _ProcessGroup | LocalGroup | None:
             """Create the groups of ranks along a dimension, and return this rank's group.
 
-            Returns None if this rank is alone in it.
+            Returns None if the group has no other rank.
             """
             ranks = numbers.movedim(dimension, -1).flatten(0, 2).tolist()
             if len(ranks[0]) == 1:
@@ -148,7 +151,7 @@ class Groups(Collectives):
         self._pipeline, self._expert, self._tensor = group(1, "pipeline"), group(2, "expert"), group(3, "tensor")
 
     def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
-        """Begin a forward pass.
+        """Record that a forward pass begins.
 
         tokens_of_experts: number of tokens on each expert rank, which every rank knows from the plan.
         """

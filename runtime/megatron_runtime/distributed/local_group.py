@@ -1,7 +1,7 @@
 """Collectives on CPU tensors between the ranks of one host, over Unix sockets in a private folder.
 
-gloo listens on TCP and does not authenticate peers, so any user of the host could pose as a rank. In this module, only
-the owner of the folder can connect.
+gloo is not used here, because it listens on TCP and does not authenticate peers, so any user of the host could pose as
+a rank. Only the owner of the private folder can connect to a Unix socket in the folder.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _RETRY_SECONDS = 0.01
 class LocalGroup:
     """The connections of one rank to the other ranks of its group. One thread calls the collectives.
 
-    All ranks construct it at the same time, because the constructor waits for the others.
+    All ranks must construct this object at the same time, because the constructor waits for the other ranks.
 
-    folder:  folder of the sockets; only the user of the ranks may enter it.
+    folder:  folder of the sockets; only the user who runs the ranks may enter it.
     name:    name of the group's dimension; it differs between groups of the same ranks.
-    ranks:   the ordered ranks of the group, including `rank`.
+    ranks:   the ranks of the group in ascending order, including `rank`.
     timeout_seconds: timeout of the constructor, and of each collective.
 
     The constructor and all methods raise RuntimeError if a rank is missing, exits, or makes no progress in time.
@@ -67,7 +67,7 @@ class LocalGroup:
             link.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a contiguous tensor by the sum over the ranks. The tensors are added in the order of the ranks."""
+        """Replace a contiguous tensor by its sum over the ranks, which are added in ascending order."""
         flat = tensor.view(-1)
         if flat.nbytes <= LARGE_BYTES:
             self._sum([flat] * len(self._ranks), into=flat)
@@ -78,14 +78,16 @@ class LocalGroup:
         self._exchange([(rank, own, parts[place]) for place, rank in self._others()])
 
     def all_gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write the contiguous tensors of all ranks, in the order of the ranks, to `gathered`, which is contiguous."""
+        """Write the contiguous tensors of all ranks to `gathered`, which is contiguous, in the order of the ranks."""
         parts = gathered.view(len(self._ranks), -1).unbind()
         flat = tensor.view(-1)
         parts[self._place].copy_(flat)
         self._exchange([(rank, flat, parts[place]) for place, rank in self._others()])
 
     def _sum(self, sent: Sequence[torch.Tensor], *, into: torch.Tensor) -> None:
-        """Send each other rank its tensor, and add the received tensors to `into`, in the order of the ranks."""
+        """Send one tensor of `sent` to each other rank, and add the received tensors to `into`, in the order of the
+        ranks.
+        """
         size = into.numel()
         if self._received.dtype != into.dtype or self._received.shape[1] < size:
             self._received = torch.empty(len(self._ranks), size, dtype=into.dtype)
@@ -101,11 +103,11 @@ class LocalGroup:
             into += part
 
     def _others(self) -> list[tuple[int, int]]:
-        """Return the other ranks with their positions in the group."""
+        """Return (position in the group, rank) of each other rank."""
         return [(place, rank) for place, rank in enumerate(self._ranks) if place != self._place]
 
     def send(self, tensor: torch.Tensor, rank: int) -> Callable[[], object]:
-        """Start to send a contiguous tensor. Return a function that waits until the tensor is sent."""
+        """Start to send a contiguous tensor to `rank`. Return a function that waits until the tensor is sent."""
         return self._sender.submit(self._exchange, [(rank, tensor, None)]).result
 
     def receive(self, tensor: torch.Tensor, rank: int) -> None:
@@ -114,7 +116,8 @@ class LocalGroup:
     def _exchange(self, transfers: Iterable[tuple[int, torch.Tensor | None, torch.Tensor | None]]) -> None:
         """Send and receive at the same time, so that two ranks that send to each other cannot deadlock.
 
-        transfers: for each transfer the rank, the tensor to send to it, and the tensor to receive from it.
+        transfers: for each transfer, the rank, the tensor to send to this rank, and the tensor to receive from this
+            rank.
         """
         deadline = time.monotonic() + self._timeout
         left = [(rank, self._links[rank], _bytes(sent), _bytes(received)) for rank, sent, received in transfers]
@@ -135,7 +138,7 @@ Transfer = tuple[int, socket.socket, memoryview, memoryview]
 
 
 def _advance(transfer: Transfer) -> Transfer:
-    """Send and receive the bytes that the socket can transfer now. Return the rest of the transfer."""
+    """Send and receive the bytes that the socket can transfer now. Return the part of the transfer that remains."""
     rank, link, unsent, missing = transfer
     try:
         if unsent:

@@ -1,9 +1,9 @@
-"""The network check of an engine's pods before its ranks load. Every two pods must reach each other.
+"""The network check of an engine's pods, which runs before the ranks load. Every two pods must reach each other.
 
 Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later. It exchanges a block
 of data with every other pod on both ports. A pod that is reachable but does not run the check passes, because its image
-may still be pulled, or its ranks may already run. A silent pod fails the check, because packets are dropped, its host
-is lost, or the name service does not answer. The whole check has one deadline.
+may still be pulled, or its ranks may already run. A pod that does not answer fails the check: packets are dropped, its
+host is lost, or the name service does not answer. The whole check has one deadline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ counts as silent.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightSettings:
-    """Settings of the connection test between the pods of an engine.
+    """Settings of the network check between the pods of an engine.
 
     node:  index of this pod.
     names: host names of all pods, by index.
@@ -70,10 +70,10 @@ class Outcome(StrEnum):
 
 
 async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
-    """Try to reach every other pod. Return the outcomes by host name.
+    """Try to reach every other pod. Return the outcome for each pod, by host name.
 
     Raises:
-        PreflightError: a pod was silent until the deadline, or this pod's own name does not resolve.
+        PreflightError: a pod did not answer until the deadline, or this pod's own name does not resolve.
         OSError: the port is in use.
     """
     until = asyncio.get_running_loop().time() + settings.timeout_seconds
@@ -97,9 +97,9 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
 
 @contextlib.asynccontextmanager
 async def _listening(settings: PreflightSettings, called: Mapping[int, asyncio.Event]) -> AsyncIterator[None]:
-    """Answer on both ports until the block ends.
+    """Answer the checks of other pods on both ports until the block ends.
 
-    called: events, by pod, which are set when the pod has exchanged its data.
+    called: events by pod index. The event of a pod is set when this pod has exchanged its data.
     """
 
     async def on_second_port(reader: StreamReader, writer: StreamWriter) -> None:
@@ -154,7 +154,10 @@ async def _resolve_own_name(settings: PreflightSettings, until: float) -> None:
 
 
 async def _reach(settings: PreflightSettings, number: int, until: float) -> Outcome | str:
-    """Try to connect until the pod answers. Return the outcome of the last completed attempt, or an error as text."""
+    """Try to connect to pod `number` until it answers, at most until `until`.
+
+    Return the outcome, or the error as text. At the deadline, this is the result of the last completed attempt.
+    """
     loop, name = asyncio.get_running_loop(), settings.names[number]
     result: Outcome | str | None = None
     connecting_since: float | None = None

@@ -1,8 +1,8 @@
-"""The rendezvous of an engine's ranks. Each rank writes its address to a store at rank 0's address.
+"""The rendezvous of an engine's ranks. Each rank writes its address to a store that rank 0 serves.
 
-Ranks of one host meet in a private folder, which has the store and their sockets. Between hosts, the store has no
-authentication. With keys, a rank's public key from the store is accepted only if the mounted `engine.pub` contains the
-key. The rank's connection then proves that the rank holds the secret key.
+The ranks of one host use a private folder, which has the store and their sockets. Between hosts, the store is not
+authenticated. With keys, a rank therefore accepts another rank's public key from the store only if the mounted
+`engine.pub` contains this key. The connection then proves that the other rank holds the secret key.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Its I/O thread sends heartbeats even if Python is blocked.
 
 
 def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
-    """Return the store of this engine's ranks. Raises RendezvousError if rank 0 does not open it in time."""
+    """Return the store of this engine's ranks. Raises RendezvousError if rank 0 does not open the store in time."""
     prefix = f"megatron/{identity.build_index}/{identity.engine}"
     if dist.is_initialized():  # a program that uses torch.distributed already has a store
         return dist.PrefixStore(prefix, distributed_c10d._get_default_store())
@@ -79,10 +79,10 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
 def prepare_together(
     store: dist.Store, identity: RankIdentity, prepare: Callable[[], T], *, timeout_seconds: float
 ) -> T:
-    """Run `prepare`, wait until every rank has run it, and return the result.
+    """Run `prepare`, wait until every rank has run `prepare`, and return the result of this rank.
 
-    `prepare` can take long, for example because it downloads the model. A rank reports while it is preparing, so the
-    others wait for a slow rank without a limit. They wait at most `timeout_seconds` after the last report of any rank.
+    `prepare` can take long, for example because it downloads the model. While a rank runs `prepare`, it reports this to
+    the store. The other ranks wait as long as these reports arrive, and fail `timeout_seconds` after the last report.
 
     Raises:
         RankError: another rank failed; the message has the cause.
@@ -135,10 +135,11 @@ def _wait_until_prepared(store: dist.Store, identity: RankIdentity, *, timeout_s
 class Meeting:
     """The sockets of one rank, and the addresses of the other ranks.
 
+    If the ranks have a private folder, the rank's socket is in this folder. Otherwise the socket listens on loopback,
+    or on all interfaces if the engine spans several hosts.
+
     keys_dir: folder of engine.key and engine.pub. Both ends of a connection must hold a key of engine.pub. None means
-        no
-              encryption. The socket is in the folder of the ranks if they have one. Otherwise it listens on loopback,
-              or on all interfaces if the engine spans several hosts.
+              no encryption.
     """
 
     def __init__(self, identity: RankIdentity, store: dist.Store, *, keys_dir: Path | None) -> None:
@@ -169,11 +170,11 @@ class Meeting:
         store.set(_key(identity.rank), f"{address} {public}")
 
     def wait_for_all(self, *, until: float) -> None:
-        """Wait until every rank of the engine has written its address and an accepted key.
+        """Wait until every rank of the engine has written its address and an accepted public key to the store.
 
         until: deadline on the clock of time.monotonic().
 
-        Raises RendezvousError naming a rank whose address or key is missing.
+        Raises RendezvousError with the number of a rank whose address or key is missing.
         """
         everyone = range(self._identity.world)
         try:
@@ -190,7 +191,10 @@ class Meeting:
             self._check_key(rank, until=until)
 
     def _read(self, rank: int) -> tuple[str, str]:
-        """Return the address and public key of a rank from the store, which any process can write to."""
+        """Return the address and public key of a rank from the store.
+
+        Validate them, because any process can write to it.
+        """
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
             if isinstance(parse_address(address), Path) is (self._identity.folder is None):
@@ -217,7 +221,10 @@ class Meeting:
             time.sleep(min(KEY_LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     def connect(self, rank: int) -> zmq.Socket[bytes]:
-        """Return a PUSH socket to `rank`. Call it after wait_for_all(). It never blocks."""
+        """Return a PUSH socket that connects to `rank`.
+
+        Sending on it never blocks. Call this method after wait_for_all().
+        """
         address, public = self._peers[rank]
         push = _socket(self.context, zmq.PUSH, ipv6=self._ipv6)
         if self._keys is not None:
@@ -239,7 +246,7 @@ class Meeting:
 
 
 def _is_accepted(key: bytes, file: Path) -> bool:
-    """Return whether `file` contains this key. Also return False if the file cannot be read."""
+    """Return whether `file` contains this key. Returns False if the file cannot be read."""
     try:
         return key in file.read_bytes().split()
     except OSError as error:
@@ -248,7 +255,7 @@ def _is_accepted(key: bytes, file: Path) -> bool:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
-    """Return a socket that queues any number of messages and closes silent connections."""
+    """Return a socket that queues any number of messages, and whose heartbeats close connections without an answer."""
     socket = context.socket(kind)
     for option, value in (
         (zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0),
@@ -262,7 +269,7 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -
 
 
 def _own_address(identity: RankIdentity) -> str:
-    """Return this host's address on the route to rank 0. An IPv6 address is in brackets."""
+    """Return the IP address from which this host reaches rank 0. An IPv6 address is in brackets."""
     if identity.address in (LOOPBACK, "localhost"):
         return LOOPBACK
     family, *_, address = socket.getaddrinfo(identity.address, identity.port, type=socket.SOCK_DGRAM)[0]

@@ -1,7 +1,8 @@
 """Computes the part of a model that each rank holds, and the rank of this process. Uses no torch and no communication.
 
-Ranks of an engine are numbered tensor first, then expert, then pipeline, as in Megatron-Core. Ranks of one tensor
-group, which exchange the most data, therefore have adjacent numbers.
+The ranks of an engine are numbered in the order of Megatron-Core: the tensor index varies fastest, then the expert
+index, then the pipeline index. The ranks of a tensor group, which exchange the most data, therefore have adjacent
+numbers.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ FOLDER_VARIABLE = "MEGATRON_RANKS_FOLDER"
 
 
 class IndivisibleError(ValueError):
-    """A parallel size does not fit the model. The message names both numbers and the remedy."""
+    """A parallel size does not divide the model or the ranks. The message names both numbers and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
     """The number of ranks in each dimension of an engine.
 
-    With `data` above 1, which only vLLM supports, `data` copies of the dense layers run side by side. The experts are
-    then either not divided (`expert` 1) or divided between all ranks of a stage (`expert` = tensor x data).
+    With `data` above 1, which only vLLM supports, the engine has `data` copies of the dense layers. The experts are
+    either not divided (`expert` 1) or divided between all ranks of a stage (`expert` = tensor x data).
     """
 
     tensor: int = 1
@@ -48,7 +49,7 @@ class ParallelSizes:
 
     @property
     def product(self) -> str:
-        """The product of dimensions that equals the number of ranks, as text for errors."""
+        """The dimensions and sizes whose product is the number of ranks, as text for error messages."""
         if self.data > 1:
             return f"tensor {self.tensor} x pipeline {self.pipeline} x data {self.data}"
         return f"tensor {self.tensor} x pipeline {self.pipeline} x expert {self.expert}"
@@ -68,9 +69,9 @@ class ParallelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """The part of a model that one rank holds. Shard() is the whole model.
+    """The part of a model that one rank holds. Shard() without arguments is the whole model.
 
-    Most methods take a size of the whole model and return the half-open range of it that this rank holds.
+    Most methods take a size of the whole model, and return the half-open range that this rank holds.
     """
 
     sizes: ParallelSizes = ParallelSizes()
@@ -94,9 +95,9 @@ class Shard:
         return self.pipeline_rank == self.sizes.pipeline - 1
 
     def layers(self, num_layers: int) -> range:
-        """Return the layers of this rank's stage.
+        """Return the layers of this rank's pipeline stage.
 
-        If the layers do not divide evenly, the first stages have one more layer each.
+        If the number of layers is not divisible by the number of stages, the first stages have one more layer each.
         """
         if num_layers < self.sizes.pipeline:
             raise IndivisibleError(
@@ -105,11 +106,11 @@ class Shard:
         return _part(num_layers, self.pipeline_rank, self.sizes.pipeline)
 
     def heads(self, num_heads: int) -> range:
-        """Return the range of query heads."""
+        """Return the range of query heads that this rank holds."""
         return self._even(num_heads, "query heads", "tensor")
 
     def kv_heads(self, num_kv_heads: int) -> range:
-        """Return the range of key-value heads.
+        """Return the range of key-value heads that this rank holds.
 
         If there are fewer heads than ranks, several ranks hold the same head.
         """
@@ -125,27 +126,30 @@ class Shard:
         return range(head, head + 1)
 
     def feed_forward(self, intermediate_size: int) -> range:
-        """Return the range of the rows of the gate and up matrices.
+        """Return the rows of the gate and up matrices that this rank holds.
 
-        It is also the range of the columns of the down matrix.
+        The same range selects the rank's columns of the down matrix.
         """
         return self._even(intermediate_size, "feed-forward size", "tensor")
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Return the range of the rows of embedding and head.
+        """Return the rows of the embedding and of the output head that this rank holds.
 
-        It has `vocabulary_width` rows, fewer on the last ranks.
+        The range has `vocabulary_width` rows. On the last ranks, it can have fewer rows.
         """
         width = self.vocabulary_width(vocab_size)
         start = min(vocab_size, self.tensor_rank * width)
         return range(start, min(vocab_size, start + width))
 
     def vocabulary_width(self, vocab_size: int) -> int:
-        """Return the maximum number of rows of embedding and head that a rank has."""
+        """Return the maximum number of rows of the embedding and of the output head that a rank holds."""
         return -(-vocab_size // self.sizes.tensor)
 
     def experts(self, num_experts: int) -> range:
-        """Return the range of experts in each layer. The tensor ranks divide each expert, like a dense feed-forward."""
+        """Return the range of experts that this rank holds in each layer.
+
+        The tensor ranks divide each expert, like the feed-forward network of a dense layer.
+        """
         return self._even(num_experts, "experts", "expert")
 
     def _even(self, size: int, what: str, dimension: Literal["tensor", "expert"]) -> range:
@@ -164,7 +168,7 @@ def _part(size: int, index: int, parts: int) -> range:
 
 
 def _divisors(size: int) -> str:
-    """Return the divisors of `size` up to 64, for an error message."""
+    """Return the divisors of `size` up to 64 as text, for an error message."""
     divisors = [number for number in range(1, min(size, 64) + 1) if size % number == 0]
     return ", ".join(map(str, divisors[:-1])) + f" or {divisors[-1]}" if len(divisors) > 1 else "1"
 
@@ -175,8 +179,8 @@ class RankIdentity:
 
     local_rank, local_world: rank and number of ranks on this host or pod.
     address, port:           address and port on which rank 0 listens.
-    engine, engines:         index of this engine and number of engines, in a program that runs several side by side.
-                             All their ranks are in the program's torch.distributed, engine after engine.
+    engine, engines:         index of this engine and number of engines, in a program that runs several engines. The
+                             program's torch.distributed contains the ranks of all engines, engine after engine.
     build_index:             number of engines that this program has constructed before.
     folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it. None
                              if they connect by TCP, at the address and port.
@@ -196,7 +200,10 @@ class RankIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeIdentity:
-    """One of an engine's hosts or pods. A single node has the port None, because its ranks use no port."""
+    """The host or pod of this process among the hosts or pods of its engine, which are called nodes.
+
+    If the engine has only one node, `port` is None, because the ranks then use no port.
+    """
 
     node_rank: int = 0
     nodes: int = 1
@@ -208,8 +215,8 @@ class NodeIdentity:
 def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.environ) -> RankIdentity | None:
     """Return this process's rank from the environment variables of torchrun, the launcher or a pod with one rank.
 
-    Returns None if this process must start the ranks of its node. Raises IndivisibleError if the variables describe an
-    engine of another size.
+    Returns None if this process is not a rank and must start the ranks of its node. Raises IndivisibleError if the
+    variables describe an engine of another size.
     """
     node = node_identity(sizes, environment)
     if "RANK" in environment:
@@ -232,9 +239,9 @@ def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.envi
 
 
 def node_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.environ) -> NodeIdentity:
-    """Return this node from NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
+    """Return the identity of this node from NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
 
-    Raises IndivisibleError if the nodes do not have as many ranks as the engine.
+    Raises IndivisibleError if all nodes together do not have exactly the ranks of the engine.
     """
     nodes = integer(environment, "NNODES", 1)
     if nodes == 1:

@@ -1,8 +1,8 @@
 """Detection of lost and stalled ranks by heartbeats, the step timeout and the collective timeout. Imports no torch.
 
-- Every rank sends a heartbeat every BEAT_SECONDS. A rank whose heartbeat is HEARTBEAT_SECONDS old is lost.
-- A heartbeat has the progress of the rank's step. If no rank makes progress within the step timeout, the rank that the
-  others wait for has stalled the step. If all ranks wait in collectives, the timeout is COLLECTIVE_SECONDS.
+- Every rank sends a heartbeat every BEAT_SECONDS. A rank whose last heartbeat is HEARTBEAT_SECONDS old is lost.
+- A heartbeat has the progress of the rank's step. If no rank makes progress within the step timeout, the rank for
+  which the other ranks wait has stalled the step. If all ranks wait in collectives, the timeout is COLLECTIVE_SECONDS.
 
 The timeouts are much longer than the delays on a loaded machine. See docs/decisions/021.
 """
@@ -42,17 +42,20 @@ class HeartbeatTimer:
         self._last_heartbeat = time.monotonic()
 
     def restart(self, now: float) -> None:
-        """Restart the timer, because a message of the peer has arrived, or because this process itself was late."""
+        """Restart the timer.
+
+        Call this method when a message from the peer arrives, or when this process itself was late.
+        """
         self._last_heartbeat = now
 
     def expired(self, now: float) -> str | None:
-        """Return the cause of the loss if the peer has been silent for longer than allowed; otherwise None."""
+        """Return the cause of the loss if the peer has been silent for longer than allowed. Returns None otherwise."""
         silence = now - self._last_heartbeat
         return f"its interpreter has sent no heartbeat for {silence:.1f} s" if silence > self.allowed_seconds else None
 
 
 class Phase(IntEnum):
-    """The activity of the thread that runs steps."""
+    """What the thread that runs steps is doing."""
 
     IDLE = 0
     COMPUTING = 1
@@ -76,7 +79,7 @@ class Report(NamedTuple):
 
     @classmethod
     def from_wire(cls, items: list[Any]) -> Report:
-        """Return the report that was sent as a list of its fields."""
+        """Return the report that a heartbeat contains as a list of its fields."""
         done, marks, exchanges, phase, place = items
         return cls(done, marks, exchanges, Phase(phase), place)
 
@@ -93,18 +96,18 @@ class StepProgress:
         self._order = 0
 
     def begin(self, order: int) -> None:
-        """Record that the step of command number `order` begins."""
+        """Record that the step of the command with number `order` begins."""
         self._order, self._phase = order, Phase.COMPUTING
         self.reach("the begin")
 
     def reach(self, what: str, number: int | None = None) -> None:
-        """Record that the step has reached a place, such as a layer with this number."""
+        """Record the current position in the step. what, number: for example "layer" and the index of the layer."""
         self._place = what, number
         self._marks += 1
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Context manager that records its body as a collective."""
+        """Return a context manager. This rank counts as waiting in a collective while the block runs."""
         self._exchanges += 1
         self._marks += 1
         self._phase = Phase.EXCHANGING
@@ -113,7 +116,7 @@ class StepProgress:
         self._marks += 1
 
     def end(self, order: int) -> None:
-        """Record that command number `order` is complete, whether or not it is a step."""
+        """Record that the command with number `order` is complete. The command may be a step or another command."""
         self.done, self._phase = order, Phase.IDLE
 
     def report(self) -> Report:
@@ -128,8 +131,8 @@ class StepProgress:
 class Stall(NamedTuple):
     """A step that makes no progress.
 
-    rank:         the rank that the others wait for.
-    is_computing: whether a rank computes. Otherwise all ranks wait in collectives.
+    rank:         the rank for which the other ranks wait.
+    is_computing: whether a rank computes. If False, all ranks wait in collectives.
     """
 
     rank: int
@@ -138,9 +141,10 @@ class Stall(NamedTuple):
 
 
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
-    """Return the rank that the others wait for.
+    """Return the rank for which the other ranks wait.
 
-    It has not completed command number `order`, is in no collective, and has entered the fewest collectives.
+    This rank has not completed the command with number `order`, is in no collective, and has entered the fewest
+    collectives.
     """
 
     def lateness(rank: int) -> tuple[bool, bool, int]:
@@ -159,13 +163,13 @@ class StepWatch:
         self._stalled = self._looked_at = 0.0
 
     def look(self, order: int, reports: Mapping[int, Report], *, now: float, is_warm_up: bool = False) -> Stall | None:
-        """Return the stall if no rank has made progress in command number `order` within its timeout.
+        """Return the stall if no rank has made progress in the command with number `order` within the timeout.
+
+        Returns None otherwise. Call this method every BEAT_SECONDS. Most of the caller's own delay is not counted.
 
         order:   number of the last step that was sent to the ranks.
-        reports: reports by rank.
-        now:     time on the clock of time.monotonic(). The caller calls this method every BEAT_SECONDS. Most of the
-                 caller's
-                 own delay is not counted.
+        reports: last report of each rank.
+        now:     time on the clock of time.monotonic().
         """
         passed = min(now - self._looked_at, 2 * BEAT_SECONDS)
         self._looked_at = now

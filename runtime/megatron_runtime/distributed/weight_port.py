@@ -1,8 +1,9 @@
-"""The port on which a trainer, and each rank of an engine, sends weights to ranks of engines. Only the ranks connect.
+"""The port on which a trainer, or a rank of an engine, sends weights to the ranks of engines. Only the receiving ranks
+connect.
 
-A connection that begins as ZMTP is a DEALER with CURVE. It requests a session, and gets the manifest and a token. A
-connection that begins with a token is plain TCP. It requests blocks by their numbers and gets their bytes. The plain
-connection is not authenticated, so the receiver compares each block with its digest in the manifest.
+A connection that begins as ZMTP is a DEALER with CURVE. Its peer requests a session, and gets the manifest and a token.
+A connection that begins with a token is plain TCP. Its peer requests blocks by their numbers and gets their bytes. The
+plain connection is not authenticated, so the receiver compares each block with its digest in the manifest.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ def block_digest(block: torch.Tensor) -> bytes:
 
 
 def block_bytes(block: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor on the CPU, as a view."""
+    """Return a view of the bytes of a contiguous tensor on the CPU."""
     return block.reshape(-1).view(torch.uint8).numpy().data
 
 
 def local_address(host: str, port: int) -> str:
-    """Return the address of this machine for connections to `host`. Nothing is sent. Raises OSError."""
+    """Return the IP address that this machine uses for connections to `host`. Sends nothing. Raises OSError."""
     family, kind, *_, where = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(where)
@@ -72,7 +73,7 @@ def local_address(host: str, port: int) -> str:
 
 
 def address_towards(coordinator: str) -> str:
-    """Return the address at which other machines reach this machine, from its route to a coordinator.
+    """Return the IP address at which other machines reach this machine, from its route to a coordinator.
 
     Raises OSError.
     """
@@ -84,7 +85,7 @@ class OfferedTensors:
     """Tensors that are divided into blocks. The digests of all blocks are computed when they are first needed.
 
     tensors: contiguous tensors by name, on any device. They are not copied.
-    reading: returns a context in which any thread may copy the tensors from the device.
+    reading: returns a context manager. Inside its block, any thread may copy the tensors from the device.
     """
 
     def __init__(
@@ -114,9 +115,11 @@ class OfferedTensors:
         return WeightsManifest(self.epoch, self.entries).to_bytes()
 
     def block(self, tensor: int, block: int) -> torch.Tensor:
-        """Return a block on the CPU. It is a view if the tensor is on the CPU, otherwise a copy.
+        """Return one block of a tensor on the CPU. The block is a view if the tensor is on the CPU, otherwise a copy.
 
-        Raises IndexError if the manifest has no block with these numbers.
+        tensor, block: index of the tensor in the manifest, and index of the block in the tensor.
+
+        Raises IndexError if the manifest has no such block.
         """
         if not 0 <= tensor < len(self.entries) or not 0 <= block < self.entries[tensor].num_blocks:
             raise IndexError(f"there is no block {block} of tensor {tensor}")
@@ -142,8 +145,8 @@ class Offer:
     """Weights that the port sends.
 
     session: session in the reference that names the weights.
-    part:    for the weights of an engine, OpenSession.part of the ranks that may receive them.
-    digest:  for the weights of an engine, SessionOpened.digest.
+    part:    for the weights of an engine's rank, OpenSession.part of the ranks that may receive them.
+    digest:  for the weights of an engine's rank, SessionOpened.digest.
     """
 
     session: str
@@ -153,12 +156,12 @@ class Offer:
 
 
 class WeightPort:
-    """A server of weights that listens on one port, on a thread of its own.
+    """A server of weights. It listens on one port, on a thread of its own.
 
     All methods may be called on any other thread.
 
     host: address to listen on.
-    port: 0 chooses a free port. After construction, the port on which it listens.
+    port: 0 chooses a free port. After construction, the attribute has the port on which the server listens.
     keys_dir: directory of the key pair of `role`, and of engine.pub; None means no encryption.
     role: file name of this side's keys, "engine" or TRAINER.
 
@@ -186,14 +189,14 @@ class WeightPort:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     def offer(self, *offers: Offer) -> None:
-        """Offer these weights instead of all earlier weights.
+        """Offer `offers` and no longer the earlier weights.
 
-        Return when no block of the earlier weights is being sent.
+        Return when no block of the earlier weights is being sent, so that the caller may overwrite them.
         """
         self._call(lambda: self._replace(offers))
 
     def close(self) -> None:
-        """Stop listening. This method is idempotent.
+        """Stop listening, and wait for the receiving engines. This method is idempotent.
 
         Return when each engine that receives weights has all of them, or has been silent for EXCHANGE_SECONDS.
         """
@@ -254,7 +257,7 @@ class WeightPort:
         task.add_done_callback(self._opening.discard)
 
     async def _open(self, peer: PeerId, frames: Frames) -> None:
-        """Answer a request for a session."""
+        """Answer a peer's request for a session."""
         try:
             opening = OpenSession.from_bytes(frames[0])
         except MalformedMessageError as error:
@@ -289,7 +292,7 @@ class WeightPort:
         return SessionOpened(manifest=manifest, token=token, digest=offer.digest)
 
     def take(self, token: bytes) -> Offer | None:
-        """Return the offer that a token opens, or None if it opens nothing. A token can be used once."""
+        """Return the offer that a token opens, or None if the token is invalid or was used before."""
         return self._tokens.pop(token, None)
 
     def stream(self, stream: _Stream, *, is_open: bool) -> None:
@@ -297,7 +300,7 @@ class WeightPort:
 
 
 class _First(asyncio.Protocol):
-    """A connection before its first bytes arrive."""
+    """A connection whose first bytes have not arrived, so that its protocol is still unknown."""
 
     def __init__(self, port: WeightPort, connect: Callable[[], Connection]) -> None:
         self._port = port
@@ -319,7 +322,10 @@ class _First(asyncio.Protocol):
 
 
 class _Stream(asyncio.Protocol):
-    """A plain connection, on which a token and then requests for blocks arrive. ended: done when it is closed."""
+    """A plain TCP connection, on which a token and then requests for blocks arrive.
+
+    ended: future that is done when the connection is closed.
+    """
 
     def __init__(self, port: WeightPort) -> None:
         self._port = port
@@ -370,7 +376,7 @@ class _Stream(asyncio.Protocol):
         self._transport.abort()
 
     def _wait(self) -> None:
-        """Wait for the engine's next request, or until the engine has read everything."""
+        """Wait for the engine's next request, or until the engine has read all bytes that were sent."""
         self._deadline.cancel()
         self._deadline = self._loop.call_later(EXCHANGE_SECONDS, self._expire)
 

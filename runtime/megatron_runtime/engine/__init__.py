@@ -1,1 +1,3 @@
-"""The engine process, which is the same for every engine backend: worker, lifecycle, output pipeline and health."""
+"""The engine process around a backend: worker, lifecycle, requests, output messages and metrics. It is the same for
+every backend.
+"""

@@ -1,7 +1,8 @@
-"""The LoRA adapters of one engine: the list that requests may name, and the adapters that the backend has loaded.
+"""The LoRA adapters of one engine: the list of adapters that requests may name, and the adapters that the backend has
+loaded.
 
-A list is set in two phases. The first phase loads the new adapters. The second phase makes the list visible. An adapter
-that is no longer in the list is unloaded when its last request has ended.
+A list is set in two phases. The first phase loads the new adapters. In the second phase, requests may name them. An
+adapter that is no longer in the list is unloaded when the last request that uses it has ended.
 """
 
 from __future__ import annotations
@@ -38,12 +39,10 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the adapters of `wanted` that are not loaded yet.
+        """Load the adapters of `wanted` that are not loaded yet. Requests can name them only after commit().
 
-        If one fails, unload the other adapters that this call loaded.
-
-        Requests can name the new adapters only after commit(). After a failure, `rejected` has the cause for each
-        adapter that cannot be loaded.
+        If an adapter cannot be loaded, the other adapters that this call loaded are unloaded. `rejected` then has the
+        cause for each adapter that cannot be loaded.
         """
         self.rejected = {}
         if wanted.adapters:
@@ -61,7 +60,7 @@ class AdapterSet:
         return RankResults(self._backend.info.ranks, {rank: "; ".join(found) for rank, found in causes.items()})
 
     async def commit(self) -> None:
-        """Make the staged list visible."""
+        """Let requests name the adapters of the staged list, and only these."""
         await self._replace(self._staged, {})
 
     async def discard(self) -> None:
@@ -70,9 +69,10 @@ class AdapterSet:
         await self._unload_unused()
 
     async def adopt(self, wanted: AdapterList) -> bool:
-        """Load and activate the coordinator's list immediately, without a commit. Return whether the list changed.
+        """Load the coordinator's list and let requests name it immediately, without a commit. Return whether the list
+        changed.
 
-        If an adapter cannot be loaded, its cause is recorded, and the engine serves the base model and the other
+        If an adapter cannot be loaded, `errors` has the cause, and the engine serves the base model and the other
         adapters.
         """
         if wanted == self.current:
@@ -95,9 +95,9 @@ class AdapterSet:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> Adapter | None:
-        """Return the adapter with this name for a new request, and keep it loaded until end().
+        """Return the adapter that a new request names, and keep this adapter loaded until end().
 
-        Returns None if there is none.
+        Returns None if the list has no adapter with this name.
 
         Raises UnsupportedVerbError if the backend does not support adapters.
         """
@@ -109,7 +109,7 @@ class AdapterSet:
         return adapter
 
     def end(self, adapter: Adapter) -> None:
-        """Record that a request which holds `adapter` has ended."""
+        """Record that a request that uses `adapter` has ended."""
         self._in_use[adapter] -= 1
         if not self._in_use[adapter]:
             del self._in_use[adapter]
@@ -139,7 +139,7 @@ class AdapterSet:
     async def _unload_unused(self) -> None:
         """Unload the adapters that neither a list nor a request needs.
 
-        A failure is only logged, because no list has the adapter.
+        If this fails, the failure is only logged, because no request can name these adapters.
         """
         async with self._changing:
             for adapter in [adapter for adapter in self._loaded if not self._is_needed(adapter)]:

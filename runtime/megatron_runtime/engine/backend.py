@@ -81,10 +81,10 @@ class BackendInfo:
             raise UnsupportedVerbError(verb, capability, self.name, remedy=self.remedies.get(capability))
 
     def check_request(self, params: SamplingParams) -> None:
-        """Check that the backend can run a request with these parameters.
+        """Check whether the backend can run a request with these parameters.
 
-        Raises InvalidSamplingParamsError for the first parameter whose capability the backend does not declare, and for
-        a request without `pooling` to a pooling model.
+        Raises InvalidSamplingParamsError for the first parameter whose capability the backend does not declare. A
+        pooling model also rejects a request without `pooling`.
         """
         if self.task is not None and params.pooling is None:
             raise InvalidSamplingParamsError("pooling", None, f"the task {self.task!r}: the model generates no tokens")
@@ -95,13 +95,13 @@ class BackendInfo:
 
     @property
     def lacks(self) -> tuple[str, ...]:
-        """Names of the capabilities that requests can need but the backend does not declare."""
+        """Names of the capabilities that requests can need and that the backend does not declare."""
         return tuple(dict.fromkeys(need.capability.name for need in NEEDS if need.capability not in self.capabilities))
 
 
 @dataclass(frozen=True, slots=True)
 class RankResults:
-    """Result of a verb on each rank.
+    """The result of a verb on each rank.
 
     ranks:  number of ranks.
     failed: cause of the failure by rank. All other ranks succeeded.
@@ -114,7 +114,7 @@ class RankResults:
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
         """Return the results of a verb that raised `error`.
 
-        The rank that the error names has failed, or else all ranks.
+        If the error names a rank, this rank has failed. Otherwise all ranks have failed.
         """
         if isinstance(error, RankError):
             return cls(ranks, {error.rank: error.cause})
@@ -122,7 +122,8 @@ class RankResults:
 
     @property
     def error(self) -> str | None:
-        """The causes with their ranks, or only the cause if it is the same on all ranks.
+        """The causes of the failure as text: one cause if it is the same on all ranks, otherwise each cause with its
+        rank.
 
         The value is None if no rank failed.
         """
@@ -134,7 +135,7 @@ class RankResults:
         return "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(self.failed.items()))
 
     def require(self, verb: str) -> None:
-        """Raise RuntimeError if a rank failed."""
+        """Raise RuntimeError if a rank failed. verb: name of the verb, for the message."""
         if self.failed:
             raise RuntimeError(f"{verb} failed: {self.error}")
 
@@ -159,18 +160,21 @@ class BackendListener(Protocol):
     """Callbacks of a backend, which are called on the event loop of its start(). They must neither block nor raise."""
 
     def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
-        """Called with the outputs of one or several steps, or with the errors of requests that were not run."""
+        """Handle the outputs of one or several steps, or the errors of requests that were not run."""
 
     def on_cache_events(self, events: CacheEvents) -> None: ...
     def on_failure(self, cause: BaseException) -> None:
-        """Called once, when the backend has failed and will run no further step.
+        """Handle the failure of the backend, which will run no further step. Called once.
 
         cause: a RankError names the rank. A RankLostError with `by_silence` is not evidence that a request crashed the
                engine.
         """
 
     def on_leave(self) -> None:
-        """Called when a process of the backend got SIGTERM, so that the engine drains and leaves the coordinator."""
+        """Drain the engine and leave the coordinator.
+
+        The backend calls this method when one of its processes gets SIGTERM.
+        """
 
 
 class EngineBackend(Protocol):
@@ -179,12 +183,12 @@ class EngineBackend(Protocol):
     All methods are called on one event loop, in this order: start(), load() if weights are needed, verbs and requests,
     stop(). A backend starts paused. Verbs are called one at a time, and each returns its result for each rank. A failed
     verb leaves the backend unchanged. After a verb the worker calls confirm(). If a rank does not confirm, the worker
-    calls the opposite verb. The worker never calls a verb whose capability is not declared. The default implementations
-    of verbs raise UnsupportedVerbError.
+    calls the opposite verb. The worker never calls a verb whose capability the backend does not declare. The default
+    implementations of verbs raise UnsupportedVerbError.
 
     Outputs are delivered by callback (BackendListener) instead of an async iterator, for two reasons. First, each step
-    costs only one wake-up of the event loop. Second, the outputs of all steps before pause(), release_memory() or
-    stop() are delivered before that call returns.
+    costs only one wake-up of the event loop. Second, pause(), release_memory() and stop() can deliver the outputs of
+    all earlier steps before they return.
     """
 
     info: BackendInfo
@@ -192,7 +196,7 @@ class EngineBackend(Protocol):
     """The export and import of KV blocks, if the backend declares Capability.KV_TRANSFER."""
 
     def stats(self) -> BackendStats:
-        """Return counters and load. Called for each heartbeat and scrape, so it must not wait for a step."""
+        """Return counters and load. The worker calls this method for each heartbeat and scrape, so it must not wait."""
 
     def metrics(self) -> Iterable[Metric] | None:
         """Return vLLM's own metrics, or None for a backend without vLLM.
@@ -202,15 +206,18 @@ class EngineBackend(Protocol):
         return None
 
     async def start(self, listener: BackendListener) -> None:
-        """Start threads and processes. Weights are not loaded yet, because the engine may join a suspended pool."""
+        """Start threads and processes. Do not load weights yet, because the engine may join a suspended pool."""
 
     async def load(self) -> None:
-        """Load and verify the weights, and allocate the KV cache. If this method raises, nothing stays loaded."""
+        """Load and verify the weights, and allocate the KV cache.
+
+        If this method raises, the backend must release both.
+        """
 
     async def stop(self, cause: BaseException | None = None) -> None:
         """Stop after the step in progress. This method is idempotent.
 
-        cause: the error, if the engine has failed.
+        cause: the error that stopped the engine; None if the engine has not failed.
         """
 
     def tokenize(self, prompt: str, *, add_bos: bool) -> list[int]:
@@ -221,9 +228,9 @@ class EngineBackend(Protocol):
         raise NotImplementedError
 
     def bad_words(self, texts: Sequence[str]) -> Sequence[Sequence[int]]:
-        """Return the token sequences for SamplingParams.bad_words. Only for a backend that declares BAD_WORDS.
+        """Return the token sequences for the texts of SamplingParams.bad_words.
 
-        Raises ValueError if a text cannot be tokenized.
+        Only for a backend that declares BAD_WORDS. Raises ValueError if a text cannot be tokenized.
         """
         raise NotImplementedError
 
@@ -233,7 +240,7 @@ class EngineBackend(Protocol):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request. The listener gets its outputs. An output with an error rejects the request.
+        """Queue a request. The listener gets its outputs. If the request is rejected, its only output has an error.
 
         The request ends at its deadline. The backend may compile the grammar of structured output before the request
         joins the queue.
@@ -248,7 +255,7 @@ class EngineBackend(Protocol):
     # --- verbs --------------------------------------------------------------------------------------------------
 
     async def pause(self) -> RankResults:
-        """Stop running steps. All outputs are delivered before this returns. Requests and KV are kept."""
+        """Stop running steps, and deliver all outputs before returning. Requests and their KV are kept."""
 
     async def unpause(self) -> RankResults: ...
 
@@ -268,41 +275,48 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("RESUME", Capability.SUSPEND, self.info.name)
 
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
-        """Read and verify other weights of the same model while steps run. This is phase one of UPDATE_WEIGHTS."""
+        """Read and verify other weights of the same model while steps run. This is phase one of UPDATE_WEIGHTS.
+
+        source: reference of the weights.
+        epoch:  number of the weights, which takes effect with commit_weights().
+        """
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def load_staged_weights(self) -> RankResults:
-        """Pause, and load the staged weights over the weights in use. Only for a backend with `loads_under_pause`.
+        """Pause, and overwrite the weights in use with the staged weights. Only for a backend with `loads_under_pause`.
 
-        commit_weights() or discard_weights() ends the pause. After a failure the weights in use are unknown.
+        commit_weights() or discard_weights() ends the pause. After a failure it is unknown which weights are in use.
         """
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def commit_weights(self) -> RankResults:
-        """Use the staged weights and their epoch from the next step on. Requests in flight keep their tokens."""
+        """Use the staged weights and their epoch from the next step on.
+
+        Open requests keep the tokens generated so far.
+        """
         raise UnsupportedVerbError("UPDATE_WEIGHTS", Capability.UPDATE_WEIGHTS, self.info.name)
 
     async def discard_weights(self) -> None:
-        """Discard staged weights, if there are any.
+        """Discard the staged weights, if there are any.
 
-        If they are already loaded, reload the previous weights and end the pause.
+        If load_staged_weights() has already loaded them, reload the previous weights and end the pause.
         """
 
     @property
     def copies(self) -> tuple[str, ...]:
-        """Address of each rank from which other engines can get the weights of a trainer.
+        """Addresses of the ranks from which other engines can get a trainer's weights, one address per rank.
 
-        The value is empty if there is no such address.
+        The value is empty if this engine does not offer its weights.
         """
         return ()
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
         """Use the weights that the coordinator named when this engine joined.
 
-        If weights are loaded, the new weights are loaded immediately, otherwise at the next load. Raises if they cannot
-        be used.
+        If other weights are loaded, the new weights replace them immediately. Otherwise the next load() uses the new
+        weights. Raises if the weights cannot be used.
 
-        source: a reference to a trainer's weights may have PublishedSource.copies.
+        source: reference of the weights. A trainer's reference may have PublishedSource.copies.
         """
         raise UnsupportedVerbError("joining updated weights", Capability.UPDATE_WEIGHTS, self.info.name)
 
@@ -312,10 +326,10 @@ class EngineBackend(Protocol):
     async def load_adapter(self, name: str, source: str) -> RankResults:
         """Load and verify a LoRA adapter while steps run.
 
-        If no weights are loaded, load the adapter together with them.
+        If the base model's weights are not loaded, the adapter is loaded together with them later.
 
-        Loaded adapters outlive release_memory(), restore_memory() and updates of the weights. KV and prefix blocks of a
-        request are shared only with requests of the same adapter.
+        Loaded adapters stay loaded after release_memory(), restore_memory() and updates of the weights. KV and prefix
+        blocks of a request are shared only with requests of the same adapter.
 
         name:   Adapter.key, as in EngineRequest.adapter. A different source has a different name.
         source: "hf:ORG/NAME[@REVISION]" or the path of a directory; see checkpoints.adapters.adapter_directory().
@@ -327,5 +341,8 @@ class EngineBackend(Protocol):
         raise UnsupportedVerbError("unloading an adapter", Capability.ADAPTERS, self.info.name)
 
     async def profile(self, active: bool) -> RankResults:
-        """Start or stop the range that a CUDA profiler of this process records. active: True starts the range."""
+        """Start or stop recording by a CUDA profiler that is attached to this process.
+
+        active: True starts recording.
+        """
         raise UnsupportedVerbError("profiling", Capability.PROFILER, self.info.name)

@@ -1,4 +1,6 @@
-"""The data between the worker and a backend: requests, the outputs of a step, and statistics. Imports no torch."""
+"""The data that the worker and a backend exchange: requests, the outputs of a step, and statistics. Imports no
+torch.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,7 @@ class EngineRequest:
 
     prompt_tokens:    int32 [p].
     generated_tokens: int32 [g], generated earlier by this or another engine. The engine continues after these tokens
-        and
-                      never samples them again.
+                      and never samples them again.
     generated_epochs: epochs of the weights that sampled these tokens, by token index; empty if unknown.
     seed:             determines, with the index of a token, the random number with which the token is sampled.
     deadline_seconds: remaining time, including waiting; None means no limit.
@@ -49,7 +50,8 @@ class EngineRequest:
     media:            images, audio and video of the prompt; None if there are none.
     prefill_only:     compute the complete blocks of the prompt, sample nothing, and keep the blocks under `request_id`.
     keeps_blocks:     after the answer, keep the complete blocks of the prompt under `request_id`.
-    text:             the prompt of a pooling model, which the backend tokenizes; None if prompt_tokens has its tokens.
+    text:             the prompt as text, which the backend of a pooling model tokenizes; None if prompt_tokens has the
+                      tokens.
     """
 
     request_id: int
@@ -80,8 +82,9 @@ class EngineRequest:
         adapter: Adapter | None = None,
         text: str | None = None,
     ) -> Self:
-        """Return the request that a DISPATCH describes. Its sampling parameters have been decoded to `params`.
+        """Return the request that a DISPATCH describes.
 
+        params:    sampling parameters that were decoded from the DISPATCH.
         bad_words: token sequences of params.bad_words.
         adapter:   the adapter that the DISPATCH names.
         text:      the prompt of the DISPATCH, if the backend tokenizes it.
@@ -106,12 +109,11 @@ class EngineRequest:
         )
 
     def max_total_tokens(self, longest: int) -> int:
-        """Return the number of tokens of prompt plus answer at which the request ends.
+        """Return the number of prompt and answer tokens at which the request ends.
 
         longest: limit of the engine, in tokens.
 
-        Raises:
-            ValueError, InvalidSamplingParamsError, MaxSequenceLengthOverflowError
+        Raises ValueError, InvalidSamplingParamsError or MaxSequenceLengthOverflowError for an invalid request.
         """
         prompt, params = len(self.prompt_tokens), self.sampling_params
         if params.pooling is not None:
@@ -129,7 +131,7 @@ class EngineRequest:
         return longest if total is None else min(longest, total)
 
     def stop_ids(self, eos_ids: Iterable[int]) -> frozenset[int]:
-        """Return the tokens that end the answer. eos_ids: the model's end-of-sequence tokens."""
+        """Return the token ids that end the answer. eos_ids: the model's end-of-sequence tokens."""
         params = self.sampling_params
         stop_ids = set(params.stop_token_ids or ())
         if params.termination_id is None:
@@ -140,7 +142,11 @@ class EngineRequest:
 
 
 def too_long(prompt: int, longest: int) -> str:
-    """Return the message for a prompt of `prompt` tokens that exceeds `longest`, the limit of prompt plus answer."""
+    """Return the error message for a prompt that is too long.
+
+    prompt:  length of the prompt, in tokens.
+    longest: limit of prompt plus answer, in tokens.
+    """
     return (
         f"This model's maximum context length is {longest} tokens for prompt and answer. However, the prompt alone has "
         f"{prompt} tokens: shorten the prompt"
@@ -148,7 +154,10 @@ def too_long(prompt: int, longest: int) -> str:
 
 
 def with_epoch(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
-    """Return spans (first position, epoch) in which all tokens from position `start` on have this epoch."""
+    """Return spans (first position, epoch) in which all tokens from position `start` on have the epoch `epoch`.
+
+    The tokens before `start` have the epochs of `spans`.
+    """
     return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 
@@ -173,7 +182,7 @@ class RequestSummary:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """Output of a step for one request. An output with a finish_reason is the last output of that request.
+    """The output of a step for one request. An output with a finish_reason is the last output of its request.
 
     epoch: epoch of the weights that sampled the new tokens; None if unknown.
     new_log_probs, new_top_n_logprobs: log-probability of each new token, and the most likely (id, log-probability)
@@ -185,12 +194,12 @@ class RequestOutput:
     label: name of the class that a classifier assigns to a text; None without a classifier, or if the class has no
         name.
     stop_token: the last token, if it ended the request.
-    error, error_code: the cause, if finish_reason is "error". The answer keeps the class and the fields of an
-                       exception.
+    error, error_code: the cause, if finish_reason is "error". The answer to the client has the class and the fields of
+                       an exception.
     summary: in the last output, and in every output of a request that a stop text may end.
     exported: the blocks that were kept, in the last output of a request with `prefill_only` or `keeps_blocks`.
-    routing: with the summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each token in
-             the G layers with experts. The last token is left out, because it is not computed.
+    routing: in outputs with a summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each
+             token in the G layers with experts. The last token has no row, because no forward pass computes it.
     """
 
     request_id: int

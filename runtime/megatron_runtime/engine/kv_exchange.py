@@ -1,4 +1,4 @@
-"""Split requests at the engine, which computes prompts for other engines and imports KV blocks from them."""
+"""Split requests, as an engine handles them: it computes prompts for other engines, and imports KV blocks from them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ IMPORT_SECONDS = 30.0
 
 
 class KVExchange:
-    """One engine's part in split requests.
+    """The prefills, exports and imports of one engine.
 
-    Computes prompts for other engines, serves the resulting KV blocks, and imports blocks from other engines.
+    The object computes prompts for other engines, serves the resulting KV blocks, and imports blocks from other
+    engines.
 
     send:    sends a message to the coordinator.
     release: makes the backend end the prefill, the export or the import with this dispatch id.
@@ -52,7 +53,7 @@ class KVExchange:
         self.port: KVPort | None = None
 
     def listen(self, host: str, port: int) -> None:
-        """Listen for connections of importing engines. Raises OSError if the port cannot be opened."""
+        """Listen for connections of importing engines. Raises OSError if the server cannot listen on the port."""
         address = self._server.bind(host, port)
         self.port = KVPort(address=address, layout=self._kv.layout, block_bytes=self._kv.block_bytes)
 
@@ -70,26 +71,26 @@ class KVExchange:
 
     @property
     def ids(self) -> list[int]:
-        """Return the ids of prefills, exports and imports."""
+        """Return the dispatch ids of the current prefills, exports and imports."""
         return [*self._prefills, *self._imports, *self._kept]
 
     # --- prefills -------------------------------------------------------------------------------------------------
 
     def begin(self, dispatch_id: int) -> None:
-        """Register a request with `prefill_only` before it is passed to the backend."""
+        """Record the dispatch id of a request with `prefill_only`. Call this before the backend gets the request."""
         self._prefills.add(dispatch_id)
 
     def fail(self, dispatch_id: int, error: Exception | str) -> None:
         """Report to the coordinator that this engine has no block of a prompt.
 
-        The decode engine then computes the prompt.
+        The engine that decodes the request then computes the prompt.
         """
         logger.info("a prompt is left to the engine that answers the request: %s", error)
         self._prefills.discard(dispatch_id)
         self._send(Exported(dispatch_id=dispatch_id).to_frames())
 
     def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
-        """Report kept blocks to the coordinator. Return the outputs that do not belong to prefills."""
+        """Report the kept blocks in `outputs` to the coordinator. Return the outputs that do not belong to prefills."""
         answered = []
         for output in outputs:
             number, exported = output.request_id, output.exported
@@ -111,7 +112,8 @@ class KVExchange:
     def transfer(self, message: Transfer) -> None:
         """Handle TRANSFER.
 
-        A message with an address starts an import. A message without one lets a peer read the export.
+        A TRANSFER with an address starts an import from this address. A TRANSFER without an address lets another engine
+        read an export of this engine.
         """
         if not message.address:
             self._server.grant(message)
@@ -136,7 +138,7 @@ class KVExchange:
         self._release(dispatch_id)
 
     def forget(self, dispatch_id: int) -> None:
-        """Forget a dispatch id and end its transfer, because the backend is about to release the blocks."""
+        """Forget a dispatch id and stop its transfer. Call this when the backend is about to release the blocks."""
         self._prefills.discard(dispatch_id)
         self._server.revoke(dispatch_id)
         timer = self._kept.pop(dispatch_id, None)
@@ -148,7 +150,7 @@ class KVExchange:
 
 
 def params_of_prompt(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters that matter for a prefill. They affect the KV or the order of requests."""
+    """Return the sampling parameters that a prefill needs. They affect the KV, or the order in which requests run."""
     return SamplingParams(
         cache_salt=params.cache_salt,
         priority=params.priority,

@@ -48,7 +48,10 @@ _CHECK_SECONDS = 5.0
 
 @dataclass(eq=False)
 class _Grant:
-    """Permission to read one export. peer: the connection that has presented the ticket; None before any has."""
+    """Permission to read one export.
+
+    peer: the connection that has presented the ticket; None until a connection does.
+    """
 
     export: int
     key: bytes
@@ -92,7 +95,7 @@ class BlockServer:
         )
 
     def bind(self, host: str, port: int) -> str:
-        """Listen, and return the address for other engines. Raises OSError if the port cannot be opened."""
+        """Listen on a port, and return the address for other engines. Raises OSError if the server cannot listen."""
         return self._router.bind(host, port)
 
     def close(self) -> None:
@@ -107,7 +110,7 @@ class BlockServer:
         return len(self._grants) + len(self._uploads)
 
     def grant(self, transfer: Transfer) -> None:
-        """Accept a ticket for an export until it expires or revoke() is called."""
+        """Accept the ticket of a transfer until the ticket expires or revoke() is called."""
         until = time.monotonic() + transfer.seconds
         num_blocks = len(transfer.digests) // DIGEST_BYTES
         self._grants[transfer.ticket] = _Grant(transfer.export_id, transfer.key.encode(), until, num_blocks)
@@ -116,7 +119,7 @@ class BlockServer:
             self._request(peer, ticket, offset, size)
 
     def revoke(self, export: int) -> None:
-        """Reject tickets for this export from now on, and close the connections that read it."""
+        """Reject tickets for this export from now on, and close the connections that read the export."""
         for ticket, grant in list(self._grants.items()):
             if grant.export == export:
                 del self._grants[ticket]
@@ -175,7 +178,10 @@ class BlockServer:
             upload.requests.put_nowait((grant, offset, size))
 
     async def _send(self, peer: PeerId, upload: _Upload) -> None:
-        """Send the chunks that one connection requests. Close it if the importer stops requesting or reading."""
+        """Send the chunks that one connection requests.
+
+        Close the connection if the importer stops requesting or reading.
+        """
         block_bytes, content, at, source = self._kv.block_bytes, b"", 0, None
         # content: bytes of `source` from `at` to the end of a block. One read is a window of chunks.
         async with self._active:
@@ -234,9 +240,9 @@ class BlockReceiver:
         self._active = asyncio.Semaphore(MAX_ACTIVE)
 
     async def receive(self, transfer: Transfer) -> Imported:
-        """Import the blocks of a transfer into the prefix cache, and return the result for the coordinator.
+        """Import the blocks of a transfer into the prefix cache, and return the message for the coordinator.
 
-        If the import fails or is cancelled, the caller must release the blocks that it has reserved.
+        If the import fails or is cancelled, the caller must release the blocks that this method has reserved.
         """
         begun, size = time.monotonic(), self._kv.block_bytes
         digests = [transfer.digests[at : at + DIGEST_BYTES] for at in range(0, len(transfer.digests), DIGEST_BYTES)]
@@ -256,7 +262,9 @@ class BlockReceiver:
         return Imported(dispatch_id=transfer.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
 
     async def _fetch(self, transfer: Transfer, *, first: int, count: int) -> None:
-        """Receive blocks `first` to `count` - 1, and write each block to the cache when it is complete."""
+        """Receive the blocks from index `first` to `count` - 1, and write each block to the cache when it is
+        complete.
+        """
         inbox: asyncio.Queue[Frames | str] = asyncio.Queue()
         opened = asyncio.Event()
         keys = None
@@ -294,7 +302,10 @@ class BlockReceiver:
 
 
 def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
-    """Return the bytes of the expected chunk. Raises TransferEndedError if the exporter no longer has it."""
+    """Return the bytes of the expected chunk from a message.
+
+    Raises TransferEndedError if the exporter has no such chunk.
+    """
     if isinstance(message, str):
         raise TransferEndedError(message)
     try:

@@ -1,4 +1,4 @@
-"""`KVTransfer`, the interface of a backend whose prefix cache other engines read and write. Imports no torch."""
+"""`KVTransfer`, the interface through which other engines read and write a backend's prefix cache. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class ExportedBlocks:
 
 
 class KVTransfer(Protocol):
-    """Exports and imports of KV blocks.
+    """Exports and imports of KV blocks, as a backend provides them.
 
-    Each has the dispatch id that the coordinator gave to this stage of a request.
+    The coordinator assigns a dispatch id to each export and import, which the methods take as `transfer`.
 
     A backend that implements this interface declares Capability.KV_TRANSFER. An export or import ends when abort() of
     the backend is called, or when the prefix cache is cleared. Methods may be called during steps and while the engine
     is paused.
 
-    A call may take effect only between two steps. A transfer therefore reads and writes many blocks with each call.
+    A call may take effect only between two steps. Callers therefore read and write many blocks with each call.
 
     layout:      text that describes number formats and sizes. Engines can exchange blocks if their texts are equal.
     block_bytes: bytes of the keys and values of one block.
@@ -44,19 +44,20 @@ class KVTransfer(Protocol):
     block_bytes: int
 
     def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
-        """Return keys and values of the given blocks of an export, `block_bytes` bytes for each block.
+        """Return keys and values of a range of blocks of an export, `block_bytes` bytes for each block.
 
         Raises TransferEndedError if the export has ended.
         """
 
     def reserve(self, transfer: int, digests: Sequence[bytes], weights: str) -> Awaitable[int | None]:
-        """Allocate memory for an import. Return the number of leading blocks that the cache already holds.
+        """Allocate memory for an import. Return how many of the first blocks the cache already holds.
 
-        Return None if too few blocks are free. Raises TransferEndedError if this engine has other weights.
+        Return None if too few blocks are free. Raises TransferEndedError if this engine does not have the weights
+        `weights`.
         """
 
     def write(self, transfer: int, first: int, data: bytes) -> Awaitable[None]:
-        """Write keys and values of consecutive blocks of an import, starting with block `first`.
+        """Write keys and values of consecutive blocks of an import. first: index of the first of these blocks.
 
         Raises TransferEndedError if the import has ended.
         """
@@ -64,6 +65,6 @@ class KVTransfer(Protocol):
     def complete(self, transfer: int) -> Awaitable[None]:
         """Add the imported blocks to the prefix cache.
 
-        They stay pinned there until a request that begins with them is admitted, or until abort(). Raises
+        The blocks stay pinned until the scheduler admits a request that begins with them, or until abort(). Raises
         TransferEndedError if the import has ended.
         """

@@ -1,8 +1,8 @@
 """The engine's state machine: the backend calls of each signal, and the transitions between states.
 
-Every signal has two phases. In phase one, the engine does the work and acknowledges it. In phase two, the coordinator
-commits and the engine enters the new state. protocol/lifecycle.py has the state tables, and `WORK` has the backend
-calls.
+Every signal has two phases. In phase one, the engine does the work and acknowledges the signal. In phase two, the
+coordinator commits and the engine enters the new state. protocol/lifecycle.py has the state tables, and `WORK` has the
+backend calls.
 """
 
 from __future__ import annotations
@@ -57,9 +57,10 @@ LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
 
 
 class StateEvents:
-    """State of one engine, and one event for each state that a program can wait for, as in Megatron-Core.
+    """The state of one engine, and one event for each state for which a program can wait, as in Megatron-Core.
 
-    As in Megatron-Core, some events stay set after the engine has left the state. Use an object on one event loop only.
+    As in Megatron-Core, some events stay set after the engine has left the state. Use each object on only one event
+    loop.
     """
 
     def __init__(self, state: EngineState) -> None:
@@ -83,13 +84,15 @@ class StateEvents:
         return self._resumed if self._check(state) is _S.RESUMED else self.state in SET_IN[state]
 
     def times(self, state: EngineState) -> int:
-        """Return how many times a signal has led to `state`."""
+        """Return how many times a signal has brought the engine to `state`."""
         return self._times[self._check(state)]
 
     def has_reached(self, state: EngineState, *, times: int | None = None) -> bool:
-        """Return whether the event of `state` is set, or signals have led to `state` at least `times` times.
+        """Return whether the engine has reached `state`.
 
-        `times` is for a caller that may begin to wait only after later signals have changed the state again.
+        times: None checks whether the event of `state` is set. A number checks whether signals have brought the engine
+               to `state` at least this many times. The number is for callers that may start to wait after the engine
+               has left `state` again.
         """
         return self.is_set(state) or (times is not None and self._times[state] >= times)
 
@@ -167,7 +170,7 @@ WORK: dict[Header, Work] = {
 
 
 class Lifecycle:
-    """State, epoch and fence of one engine. Used from the event loop, one control message at a time.
+    """The state, epoch and fence of one engine. Use it on the event loop, with one control message at a time.
 
     source: source of the weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named one.
     adapters: the LoRA adapters.
@@ -201,9 +204,10 @@ class Lifecycle:
         return SETTLED_ENGINE_STATE.get(self.state, self.state)
 
     async def handle(self, control: Control) -> ControlAck:
-        """Execute phase one of `control` and return the acknowledgement, which also reports a failure.
+        """Execute phase one of `control`, and return the acknowledgement. A failure is also reported in an
+        acknowledgement.
 
-        Raises only if a failed phase one cannot be undone.
+        Raises an error only if a failed phase one cannot be undone.
         """
         operation_id = control.operation_id or ""
         answered = f"{operation_id} load" if control.load else operation_id
@@ -240,7 +244,10 @@ class Lifecycle:
         return is_update and self.backend.info.loads_under_pause
 
     async def _load_staged(self, control: Control) -> str | None:
-        """Load the staged weights of this operation while paused. Return the error if loading failed."""
+        """Load the staged weights of this operation while paused.
+
+        Return the error if loading failed, otherwise None.
+        """
         acknowledged = self._acknowledged
         if acknowledged is None or acknowledged.operation_id != control.operation_id:
             return f"{control.kind.name} {control.operation_id}: its weights are not staged"
@@ -250,7 +257,10 @@ class Lifecycle:
         return self.unknown_weights
 
     async def _act(self, control: Control) -> UnsupportedVerbError | str | None:
-        """Check `control` and execute phase one. Return the error if it failed; the state is then unchanged."""
+        """Check `control` and execute phase one. Return the error if this failed, otherwise None.
+
+        After an error, the state is unchanged.
+        """
         kind = control.kind
         if kind is Header.SET_GENERATION_EPOCH:
             return None
@@ -281,7 +291,7 @@ class Lifecycle:
         return None
 
     async def _prepare(self, work: Work, control: Control) -> UnsupportedVerbError | str | None:
-        """Execute phase one on every rank, or undo it on all ranks. Return the error, if any."""
+        """Execute phase one on every rank. If a rank fails, undo phase one on all ranks. Return the error, or None."""
         try:
             results = await work.prepare(self, control) if work.prepare is not None else None
         except UnsupportedVerbError as error:
@@ -298,7 +308,10 @@ class Lifecycle:
         return confirmed.error
 
     async def commit(self, commit: ControlCommit) -> None:
-        """Enter the state of the acknowledged operation, or discard it. A repeated or late commit changes nothing."""
+        """Enter the state of the acknowledged operation, or discard the operation.
+
+        A repeated or late commit changes nothing.
+        """
         acknowledged = self._acknowledged
         is_known = acknowledged is not None and (acknowledged.operation_id or "-") == commit.operation_id
         if commit.discard:
@@ -356,8 +369,8 @@ class Lifecycle:
     ) -> None:
         """Use the weights and the epoch of the coordinator's HELLO_ACK.
 
-        copies:    addresses at which an engine serves these weights.
-        is_loaded: whether weights are in use. If not, these weights are loaded later.
+        copies:    addresses at which the ranks of another engine serve these weights.
+        is_loaded: whether this engine has loaded weights. If not, it loads the weights of HELLO_ACK later.
         """
         loaded = self._acknowledged
         if loaded is not None and loaded.load and loaded.source == source:  # the commit was lost
@@ -381,7 +394,7 @@ class Lifecycle:
         return await self.adapters.adopt(wanted)
 
     async def _end_uncommitted(self) -> None:
-        """Discard staged weights and adapters. If their commit is still in flight, it then has no effect."""
+        """Discard staged weights and adapters. A commit of these that is still in flight then has no effect."""
         ended, self._acknowledged = self._acknowledged, None
         if ended is not None and ended.kind is Header.UPDATE_WEIGHTS:
             await self.backend.discard_weights()

@@ -18,7 +18,7 @@ from megatron_runtime.protocol.lifecycle import EngineState
 class EngineMetrics(Collector):
     """The metrics `megatron_*`, and vLLM's own metrics.
 
-    If the backend is not vLLM, metrics that vLLM also has are repeated under vLLM's names.
+    If the backend is not vLLM, metrics that vLLM also has are also exported under vLLM's names.
     """
 
     def __init__(self, lifecycle: Lifecycle, backend: EngineBackend) -> None:

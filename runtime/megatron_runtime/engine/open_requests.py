@@ -1,6 +1,7 @@
-"""The open requests of one engine. Passes dispatches, split requests and aborts of the coordinator to the backend.
+"""The open requests of one engine. Passes dispatches, split requests and aborts from the coordinator to the backend.
 
-A dispatch is checked and submitted to the backend, or rejected. It counts as running until the backend has released it.
+Each dispatch is checked, and is then submitted to the backend or rejected. A submitted dispatch counts as running until
+the backend has released it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class OpenRequests:
-    """The open requests. Submits requests to the backend, sends their answers, and ends them.
+    """The open requests of one engine. The object submits requests to the backend, sends their answers, and ends them.
 
     adapters: the adapters that requests may name.
     send:     sends a message to the coordinator.
@@ -78,9 +79,9 @@ class OpenRequests:
 
     @property
     def num_running(self) -> int:
-        """Number of requests at the backend.
+        """Number of requests that the backend has.
 
-        It includes prefills, imports, and aborted requests that the backend has not released.
+        The number includes prefills, imports, and aborted requests that the backend has not released.
         """
         split = self.exchange.num_running if self.exchange is not None else 0
         return len(self._outputs.open) + self._aborts_in_progress + split
@@ -90,12 +91,15 @@ class OpenRequests:
         await self._outputs.idle.wait()
 
     def close(self) -> None:
-        """End the transfers of blocks. Requests are not changed."""
+        """Stop all transfers of blocks. Requests are not changed."""
         if self.exchange is not None:
             self.exchange.close()
 
     def receive(self, message: Dispatch | Abort | ReleaseBlocks | Prefill | Transfer) -> None:
-        """Execute a message about one request. No content of a request can raise an exception here."""
+        """Execute a message about one request.
+
+        An invalid request is answered with an error and never raises an exception.
+        """
         match message:
             case Dispatch():
                 self._dispatch(message)
@@ -141,7 +145,7 @@ class OpenRequests:
             self._backend.submit(request)
 
     def _accept(self, dispatch: Dispatch, adapter: Adapter | None) -> EngineRequest:
-        """Check a dispatch, tokenize its prompt, and open it in the output stage.
+        """Check a dispatch, tokenize its prompt, and add it to the output stage. Return the request for the backend.
 
         Raises an error for an invalid request.
         """
@@ -163,7 +167,10 @@ class OpenRequests:
         return request
 
     def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
-        """Compute the complete blocks of a prompt for another engine. If this fails, the other engine computes them."""
+        """Compute the complete blocks of a prompt for another engine.
+
+        If this fails, the other engine computes the blocks.
+        """
         exchange.begin(dispatch.dispatch_id)
         try:
             params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))
@@ -177,7 +184,9 @@ class OpenRequests:
             raise InvalidSamplingParamsError("do_kv_handoff", True, "False: only engines with a role keep blocks")
 
     def _check_media(self, dispatch: Dispatch) -> None:
-        """Raise ValueError for images, audio or video that the backend does not accept, or that did not arrive."""
+        """Raise ValueError if the backend does not accept the request's images, audio or video, or if their data is
+        missing.
+        """
         if dispatch.media is not None and Capability.MEDIA not in self._backend.info.capabilities:
             raise ValueError(
                 f"backend {self._backend.info.name!r} of this engine takes no images, audio or video: leave them out"
@@ -190,7 +199,7 @@ class OpenRequests:
     # --- aborts ---------------------------------------------------------------------------------------------------
 
     def drop_all(self) -> None:
-        """Drop every request, because the coordinator or the client will send the requests again."""
+        """Drop every request. The coordinator or the client will send the requests again."""
         split = self.exchange.ids if self.exchange is not None else []
         for dispatch_id in [*self._outputs.open, *split]:
             self.abort(dispatch_id)
@@ -198,7 +207,7 @@ class OpenRequests:
     def abort(self, dispatch_id: int) -> None:
         """Drop a request, an export or an import.
 
-        It counts as running, and keeps its adapter in use, until the backend has released it.
+        A request counts as running, and keeps its adapter loaded, until the backend has released the request.
         """
         if self.exchange is not None:
             self.exchange.forget(dispatch_id)
@@ -219,7 +228,8 @@ class OpenRequests:
             self._adapters.end(adapter)
 
     def _aborted(self, aborted: asyncio.Future[object]) -> None:
-        """Report immediately that the engine is idle, because the coordinator may wait for this.
+        """Report that the engine is idle, immediately and not with the next heartbeat. The coordinator may wait for
+        this.
 
         A stopped backend counts as idle.
         """

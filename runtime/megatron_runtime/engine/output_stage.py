@@ -1,4 +1,4 @@
-"""Converts the outputs of engine steps to messages. Handles stop texts, partials grouped by destination, and finals.
+"""Converts the outputs of engine steps to messages. Handles stop texts, PARTIALs grouped by destination, and FINALs.
 
 Tokens that can be part of a stop text are held back, because a sent token cannot be withdrawn.
 """
@@ -51,7 +51,7 @@ LikeliestTokens: TypeAlias = TopLogProbs | dict[str, float]
 
 
 class StopText(NamedTuple):
-    """A stop text that begins at character index `start` of the answer's text."""
+    """A stop text that was found in an answer. start: index of its first character in the answer's text."""
 
     start: int
     text: str
@@ -63,7 +63,7 @@ class StopMatcher:
     The searched text includes special tokens that occur in a stop text. These special tokens are not part of the
     answer's text.
 
-    after: the last tokens of the prompt, with which the first tokens of the answer are decoded.
+    after: the last tokens of the prompt, which the detokenizer needs to decode the first tokens of the answer.
     """
 
     def __init__(
@@ -86,11 +86,14 @@ class StopMatcher:
         self._num_releasable = 0
 
     def append(self, token: int) -> None:
-        """Append a token without a search. The token was sent earlier, so it cannot complete a stop text."""
+        """Append a token without a search.
+
+        Use this for tokens that were sent earlier and cannot complete a stop text.
+        """
         self._append(token)
 
     def feed(self, token: int) -> StopText | None:
-        """Append a token. Return the first stop text that it completes."""
+        """Append a token. Return the first stop text that the token completes, or None if it completes none."""
         searched = len(self._tail)
         start = self._length - searched
         text = self._append(token)
@@ -101,7 +104,9 @@ class StopMatcher:
         return min((StopText(start + at, stop) for at, stop in places if at >= 0), default=None)
 
     def _append(self, token: int) -> str:
-        """Append a token. Return the text in which stop texts are searched: the kept tail and the text of the token."""
+        """Append a token, and return the text to search for stop texts: the end of the earlier text plus the token's
+        text.
+        """
         text = self._detokenizer.feed((token,))
         self._parts.append(text)
         self._length += len(text)
@@ -122,7 +127,7 @@ class StopMatcher:
         return "".join([*parts, searched[at:]])
 
     def releasable(self) -> int:
-        """Return the number of leading tokens that cannot be part of a stop text."""
+        """Return the number of tokens at the beginning of the answer that cannot be part of a stop text."""
         limit = self._length - self._hold
         while self._ends and self._ends[0] <= limit:
             self._ends.popleft()
@@ -132,10 +137,10 @@ class StopMatcher:
 
 @dataclass(slots=True)
 class LogProbDetails:
-    """Log-probabilities of one request, from token index `first` on. Another engine has reported the earlier ones.
+    """Log-probabilities of one request, from token index `first` on. Another engine has reported the earlier tokens.
 
-    text_of: returns the text of a token. The most likely tokens are then maps by text. If it is None, they are (id,
-             value) pairs.
+    text_of: returns the text of a token, which is then the key in the maps of the most likely tokens. If it is None,
+             the most likely tokens are (id, value) pairs.
     """
 
     first: int
@@ -154,9 +159,9 @@ class LogProbDetails:
                 self.prompt_top = list(map(self._named, output.prompt_top_n_logprobs))
 
     def _named(self, likeliest: TopLogProbs) -> LikeliestTokens:
-        """Return the log-probabilities of the most likely tokens by text.
+        """Return the log-probabilities of the most likely tokens, by the text of the token.
 
-        If texts are equal, the highest value is kept.
+        If several tokens have the same text, the highest log-probability is kept.
         """
         if self.text_of is None:
             return likeliest
@@ -168,7 +173,7 @@ class LogProbDetails:
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
         """Return the log-probabilities of tokens `start` to `stop` - 1.
 
-        With the first token, also return the prompt's.
+        If the first token is included, the result also has the log-probabilities of the prompt.
         """
         part = slice(start - self.first, stop - self.first)
         extras: dict[str, Any] = {"log_probs": self.chosen[part]}
@@ -192,7 +197,7 @@ class LogProbDetails:
 
 
 def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
-    """Return the `error` map of a reply. It has the invalid parameter or the retry time, if the error has one."""
+    """Return the `error` map of a reply. It includes the invalid parameter or the retry time, if the error has one."""
     if isinstance(error, str):
         return {"code": int(code), "type": code.name, "message": error}
     described = {"code": int(code), **serialize_error(error)}
@@ -228,7 +233,7 @@ class OpenDispatch:
 
 
 class OutputStage:
-    """Open requests of this engine by dispatch id, and the messages that report their tokens.
+    """The open requests of this engine by dispatch id. Builds the messages that report their tokens.
 
     send:         sends the frames of a message to the coordinator; returns False if the message is too large.
     finish_early: aborts a request in the backend, because a stop text has ended it.
@@ -285,7 +290,7 @@ class OutputStage:
         self.idle.clear()
 
     def _text_of(self, params: SamplingParams) -> Callable[[int], str] | None:
-        """Return a function from a token to its text.
+        """Return a function that returns the text of a token.
 
         Returns None if the request needs no text or the tokens have no text.
         """
@@ -416,9 +421,10 @@ class OutputStage:
             )
 
     def _record(self, request: OpenDispatch, output: RequestOutput) -> dict[str, Any]:
-        """Return the fields of a record: seconds to the first token and between tokens, and the answer's text.
+        """Return further fields of the reply map: seconds to the first token and between tokens, and the answer's text.
 
-        The times are measured on this engine, so after a failover there is no time to the first token (ttft).
+        The times are measured on this engine. After a failover, the reply therefore has no time to the first token
+        (ttft).
         """
         assert request.times is not None
         added, *arrived = request.times
@@ -437,7 +443,10 @@ class OutputStage:
 
 
 def _without_tokens(output: RequestOutput) -> RequestOutput:
-    """Return the output of a request that generates no tokens, with only the results for the prompt."""
+    """Return `output` without tokens, with only the results for the prompt.
+
+    Used for a request that generates no tokens.
+    """
     return replace(
         output,
         new_tokens=[],

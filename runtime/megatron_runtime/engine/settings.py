@@ -29,13 +29,12 @@ class EngineSettings:
     device:            "auto" (a GPU if there is one), "cpu" or "cuda".
     dtype:             "auto", "float32", "bfloat16"; on a GPU also "float16", on a CPU also "int8" and "int4".
     max_sequence_length: limit of prompt + generated tokens of one request. None means the model's limit; with vLLM on a
-                         GPU, the longest sequence that fits.
+                       GPU, the longest sequence that fits.
     max_requests:      limit of concurrent requests. None means 64; with vLLM on a GPU, vLLM's own limit.
     max_tokens:        limit of tokens per step. None means 2048; with vLLM on a GPU, vLLM's own limit.
     chunked_prefill:   split prompts longer than max_tokens over several steps.
     max_prefill_tokens: limit of prompt tokens of a step that also decodes, with chunked_prefill; only for native
-        engines.
-                       None means that only max_tokens limits them.
+                       engines. None means that only max_tokens limits them.
     kv_cache_memory:   size of the KV cache in bytes. None means 1 GiB on a CPU; on a GPU, the memory that the weights
                        leave free.
     moe_enable_routing_replay: record the experts of each token; see InferenceConfig.
@@ -46,17 +45,16 @@ class EngineSettings:
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
     role:              the stage of requests for which the engine is preferred. "prefill" means computing prompts for
-                       other
-                       engines. "decode" means generating answers to such prompts. A decode engine computes its own
-                           prompts
-                       in chunks of at most 256 tokens unless max_prefill_tokens is set. None means both stages.
+                       other engines. "decode" means generating answers to such prompts. A decode engine computes its
+                       own prompts in chunks of at most 256 tokens unless max_prefill_tokens is set. None means both
+                       stages.
     kv_port:           port on which engines with a role exchange KV; 0 picks a free port.
     weights_port:      port on which rank 0 offers the weights of a trainer to other engines. Each further rank of this
                        host or pod uses the next port. 0 picks free ports.
-    model_hash:        hash of the model for which requests must be made, up to 128 characters; empty means any model.
+    model_hash:        hash of the model, up to 128 characters. The coordinator dispatches only requests for this model
+                       to the engine. Empty means requests for any model.
     revision:          hash of the manifests of this engine, which the status shows. Empty means that the engine belongs
-                       to
-                       no resource, and its process exits after STOP.
+                       to no custom resource, and its process exits after STOP.
     health_port:       port of HTTP probes and metrics. None serves neither; 0 picks a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub, and of trainer.pub for weights of a trainer;
                        None means no encryption.
@@ -64,14 +62,13 @@ class EngineSettings:
     parallel:          number of ranks by dimension.
     rendezvous_seconds: timeout of the ranks' rendezvous at the start.
     step_timeout_seconds: watchdog timeout of an engine with several ranks. The engine fails if no rank makes progress
-        for
-                          this time.
+                       for this time.
     vllm_arguments:    engine arguments of vLLM by name; see protocol/vllm_arguments.py.
     vllm_allow_code:   accept arguments with which vLLM loads code.
     vllm_sleep_level:  effect of SUSPEND with vLLM on a GPU: 1 moves the weights to host memory, 2 drops them and reads
                        their files again at RESUME. None means 2, or 1 if a draft model would be lost.
     registration_seconds: time after the start within which a coordinator must answer; otherwise the engine exits. None
-                          means that it retries forever.
+                       means that it retries forever.
     drain_seconds:     time after SIGTERM to finish the requests in flight; the remaining requests are handed over.
     """
 

@@ -1,6 +1,6 @@
 """The part of the engine process above its backend: the link to the coordinator, requests, signals, probes and metrics.
 
-The worker is the same for every backend. It uses EngineBackend (backend.py) and nothing below it.
+The worker is the same for every backend. It calls the backend only through the interface EngineBackend (backend.py).
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ LOAD_SILENCE_SECONDS = 600.0
 
 
 class EngineWorker:
-    """One data-parallel engine. Connects `backend` to the coordinator of `settings`.
+    """One data-parallel engine. The worker connects `backend` to the coordinator of `settings`.
 
-    Implements BackendListener. All methods run on the event loop.
+    It implements BackendListener. All methods run on the event loop.
 
     link:   factory of the connection to the coordinator.
     tracer: records spans of requests; None if requests are not traced.
@@ -139,8 +139,8 @@ class EngineWorker:
     async def run(self) -> None:
         """Serve until `ended` is set, the engine fails, or STOP ends it.
 
-        After STOP, an engine of a resource (it has a revision) keeps running idle, because the kubelet would restart an
-        exited container.
+        After STOP, an engine of a custom resource (an engine with a revision) stays idle instead of exiting, because
+        the kubelet would restart an exited container.
         """
         await self._backend.start(self)
         health = None
@@ -229,12 +229,11 @@ class EngineWorker:
         )
 
     def _kv_port(self) -> KVPort | None:
-        """Return the description of the port on which other engines import KV blocks.
-
-        Returns None without such a port.
+        """Return the description of the port on which other engines import KV blocks, or None if the engine has no such
+        port.
 
         The port opens with the first connection to the coordinator. Its address is the local address of this
-        connection, because other engines can reach this address too.
+        connection, because other engines can also reach this address.
         """
         exchange, host = self._requests.exchange, self._link.local_host
         if exchange is not None and exchange.port is None and host is not None:
@@ -264,7 +263,9 @@ class EngineWorker:
         )
 
     async def _report_until_registered(self) -> None:
-        """Log the coordinator's address and why it does not answer, until it answers or the engine exits."""
+        """Log the coordinator's address and why the coordinator does not answer, until it answers or the engine
+        exits.
+        """
         limit = math.inf if self._settings.registration_seconds is None else self._settings.registration_seconds
         waited, pause = 0.0, FIRST_REPORT_SECONDS
         while True:
@@ -317,9 +318,9 @@ class EngineWorker:
                 logger.warning("ignored an unexpected message: %.120r", message)
 
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
-        """Send HELLO when the coordinator has recovered.
+        """Send HELLO if the coordinator has just recovered.
 
-        The answer has the state of the pool, which may have changed.
+        The coordinator answers with the state of the pool, which may have changed.
         """
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state
@@ -369,7 +370,9 @@ class EngineWorker:
                     self.ended.set()
 
     async def _enter(self, ack: HelloAck) -> None:
-        """Enter the state of HELLO_ACK, after loading its adapters and, if they are needed, the weights."""
+        """Enter the state of HELLO_ACK. First load the adapters of HELLO_ACK and, if the state needs weights, the
+        weights.
+        """
         if self._leaving is not None or ack.state is CoordinatorState.RECOVERING:
             return
         if ack.fence <= limits.MAX_FENCE:
@@ -406,9 +409,9 @@ class EngineWorker:
         self._link.say_hello()
 
     def _wait_for_weights(self, error: WeightsUnavailableError) -> None:
-        """Ask the coordinator again after some seconds which weights to load.
+        """Send HELLO again after some seconds, so that the coordinator names the weights to load.
 
-        By then, the trainer may publish the same weights or other weights.
+        By then, the trainer may publish the same weights again, or other weights.
         """
         if str(error) != self._weights_unavailable:
             self._weights_unavailable = str(error)
@@ -417,7 +420,7 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
-        """Announce in a heartbeat that heartbeats may be missing while weights are loaded."""
+        """Announce in a heartbeat that no heartbeats may be sent while weights are loaded."""
         if is_reading:
             self._busy_for = LOAD_SILENCE_SECONDS
             self._link.beat()
@@ -469,8 +472,8 @@ def _commits_weights(message: Control | ControlCommit | HelloAck) -> bool:
 def run(settings: EngineSettings, make_backend: MakeBackend) -> None:
     """Run an engine until SIGTERM or STOP (see EngineWorker.run()).
 
-    If the engine fails, exit with status 1 and the cause on standard error. The termination message also has the cause.
-    An error that the factory raises is written to the termination message and raised.
+    If the engine fails, write the cause to standard error and to the termination message, and exit with status 1. If
+    `make_backend` raises an error, write it to the termination message and raise it.
 
     make_backend: factory of the backend: backends.registry.build_backend, or the factory of an external backend.
     """
@@ -505,7 +508,9 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseExc
 
 @contextlib.contextmanager
 def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
-    """Answer probes on a thread while the backend is created, because this can include the download of the model."""
+    """Answer probes on a thread while the block creates the backend, because this can include the download of the
+    model.
+    """
     if not settings.health_port:
         yield
         return

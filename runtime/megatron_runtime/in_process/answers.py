@@ -1,4 +1,4 @@
-"""Converts the prompts of a call to token ids, and the reply maps of an engine or a client to answers."""
+"""Converts the prompts of a generate() call to token ids, and the reply maps of an engine or a client to answers."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ MAX_TOKEN = (1 << 31) - 1
 
 
 class PromptBatch:
-    """The prompts of one call, and their answers in the same order.
+    """The prompts of one generate() call, and their answers in the same order.
 
-    sampling_params: one object for all prompts, or one for each; may be Megatron-Core's.
-    text: converts tokens and text; None for an engine whose tokens have no text.
-    sent:    indices of the prompts that are sent to the engine. The other prompts cannot be converted to token ids, and
-             fail individually.
-    tokens:  token ids of each prompt; empty if it has none.
-    replies: reply maps by prompt index. The replies of prompts that failed individually are there from the beginning.
+    sampling_params: one object for all prompts, or one object for each; may be Megatron-Core's class.
+    text: converts tokens to text and text to tokens; None for an engine whose tokens have no text.
+    sent:    indices of the prompts that are sent to the engine. Each other prompt cannot be converted to token ids, and
+             has an error as its answer.
+    tokens:  token ids of each prompt; empty if a prompt cannot be converted.
+    replies: reply maps by prompt index. Errors of prompts that cannot be converted are in this map from the beginning.
 
     Raises InvalidSamplingParamsError if a sampling parameter is invalid.
     """
@@ -67,9 +67,9 @@ class PromptBatch:
         self.replies[number] = {**failed_reply(error_map(code, error)), "request_id": number}
 
     def answer(self, number: int) -> DynamicInferenceRequest:
-        """Return the finished request of a prompt, with its texts.
+        """Return the finished request of the prompt with index `number`, with its texts.
 
-        A prompt that was given as tokens also gets its text.
+        If the prompt was given as tokens, its text is also set.
         """
         request = DynamicInferenceRequestRecord.from_reply(self.replies[number]).merge()
         prompt, params, text = self._prompts[number], self.params[number], self._text
@@ -104,9 +104,9 @@ class PromptBatch:
         return [self.answer(number) for number in range(len(self._prompts))]
 
     def chunk_reader(self) -> ReadChunk:
-        """Return a function that converts the items of a stream, in their order, to chunks.
+        """Return a function that converts the items of a stream to chunks. Call the function with the items in order.
 
-        The call must have exactly one prompt.
+        This batch must have exactly one prompt.
         """
         detokenizer = self._text.detokenizer(after=self.tokens[0]) if self._text is not None else None
         length = count = 0  # number of characters and of tokens in the chunks so far
@@ -130,9 +130,9 @@ class PromptBatch:
 
 
 def _validated(params: Any) -> SamplingParams:
-    """Return the sampling parameters, validated, as an object of this project's class.
+    """Return the validated sampling parameters, as an object of this project's class.
 
-    They are validated again because their owner may have changed them since the construction.
+    The parameters are validated again because their owner may have changed them after construction.
     """
     own = SamplingParams.of(params)
     own.validate()
@@ -140,10 +140,10 @@ def _validated(params: Any) -> SamplingParams:
 
 
 def token_ids(prompt: Any, params: SamplingParams, text: ModelText | None) -> list[int]:
-    """Return the token ids of a prompt. The prompt may be a list of token ids already.
+    """Return the token ids of a prompt, which is a text or a list of token ids.
 
     Raises:
-        TypeError, ValueError: the prompt is neither, or its text is not valid Unicode.
+        TypeError, ValueError: the prompt is neither a text nor a list of token ids, or its text is not valid Unicode.
         RuntimeError: the prompt is text, but the engine's tokens have no text.
     """
     if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""Converts the arguments of a program to an executor with its limits, and to the settings of a coordinator."""
+"""Converts the arguments of a user's program to an executor with its limits, and to the settings of a coordinator."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def build_executor(
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
     """Return this rank's executor, the configuration of all ranks of its engine, and the follower.
 
-    The weights of the executor are not loaded yet. Only ranks other than the first have a follower.
+    The weights of the executor are not loaded yet. The follower of the first rank is None.
 
-    model: a model reference, which may have its own tokenizer, or a model in memory, which needs `tokenizer`.
+    model: a model reference, which can include a tokenizer, or a model in memory, for which `tokenizer` is required.
     sizes: number of ranks of the engine by dimension.
-    dtype, threads, make_forward: see select_executor(). "auto" uses the type of the parameters of a GPTModel.
+    dtype, threads, make_forward: see select_executor(). dtype "auto" uses the type of a GPTModel's parameters.
 
     Raises:
         ModelSourceError, UnsupportedModelError: the model cannot be used.

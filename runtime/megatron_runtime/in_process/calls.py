@@ -1,7 +1,7 @@
 """Calls of generate() and generate_stream() without a coordinator. One thread runs the engine for all calls.
 
-Callers only read streams, and only the thread uses the engine. A call can therefore be abandoned, cancelled or
-interrupted at any point.
+Callers only read streams, and only the engine's thread uses the engine. A caller can therefore abandon, cancel or
+interrupt a call at any point.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _dispatch_ids = count(1)
 
 
 class EngineFailedError(RuntimeError):
-    """The engine stopped before or while it served. The exception's __cause__ is the cause."""
+    """The engine stopped before the call or during the call. The exception's __cause__ is the cause."""
 
 
 class CallsClosedError(RuntimeError):
@@ -57,7 +57,7 @@ class CallsClosedError(RuntimeError):
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Call:
-    """The prompts of one call, in the engine's thread.
+    """One generate() call with its prompts, in the engine's thread.
 
     stream:      receives `{"partial": frame}` while streaming, and one `{"final": reply}` for each prompt, in
                  completion order. `request_id` in both is the index of the prompt.
@@ -81,18 +81,21 @@ class Call:
 
 
 def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
-    """Return a digest of a call's arguments, by which the ranks of an engine verify that they make the same call."""
+    """Return a digest of a call's arguments.
+
+    The ranks of an engine compare it, to verify that they make the same call.
+    """
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
 
 
 class DirectCalls:
-    """The calls of all threads and event loops of this process, which run on one thread.
+    """The calls of all threads and event loops of this process, which one engine thread runs.
 
-    While the thread runs, it owns `core`.
+    While the thread runs, only the thread may use `core`.
 
-    The thread starts with the first call. It ends with close(), with this object, or when the interpreter exits. While
-    no call is open, the thread holds no reference to this object or to `core`.
+    The thread starts with the first call. It ends when close() is called, when this object is garbage-collected, or
+    when the interpreter exits. While no call is open, the thread holds no reference to this object or to `core`.
 
     text: converts the engine's tokens to text; None if they have no text.
     """
@@ -117,7 +120,7 @@ class DirectCalls:
     def begin(self) -> None:
         """Load the weights.
 
-        The other ranks of the engine exit with this process, and the loss of a rank stops all ranks.
+        If the engine has other ranks, they exit with this process, and the loss of a rank stops all ranks.
         """
         executor = self.core.executor
         executor.load()
@@ -174,11 +177,11 @@ class DirectCalls:
         return outcome.result()
 
     def between_steps(self, action: Callable[[], T]) -> T:
-        """Run `action` while no step runs, and return its result. `action` uses the engine."""
+        """Run `action`, which uses the engine, in the engine's thread between two steps. Return its result."""
         return self.perform(lambda _: action()) if self._is_running else action()
 
     def require_none_open(self, what: str) -> None:
-        """Raise RuntimeError if a call is open."""
+        """Raise RuntimeError if a call is open. what: the operation that requires this, for the message."""
         if self._is_running and self.perform(lambda runner: bool(runner.calls)):
             raise RuntimeError(f"{what} while calls of generate() or generate_stream() are open: close them first")
 
@@ -191,13 +194,16 @@ class DirectCalls:
             self.core.reset(preserve_prefix_cache=preserve_prefix_cache)
 
     def settle(self) -> None:
-        """Wait until the engine has dropped all calls that were aborted before. Must not run in the engine's thread."""
+        """Wait until the engine has dropped all calls that were aborted before this call.
+
+        Do not call this method in the engine's thread.
+        """
         if self._is_running and threading.current_thread() is not self._thread:
             with contextlib.suppress(CallsClosedError):
                 self.perform(lambda _: None)
 
     def close(self) -> None:
-        """End the thread and all open calls, whose readers get CallsClosedError.
+        """Stop the thread and end all open calls. Readers of these calls get CallsClosedError.
 
         A later call starts the thread again.
         """
@@ -212,9 +218,9 @@ class DirectCalls:
             self.text.close_grammars()
 
     def _started(self) -> SimpleQueue[_Command | None]:
-        """Return the command queue of the thread.
+        """Return the command queue of the engine's thread. Start the thread if it does not run.
 
-        Starts the thread if it does not run. The caller must hold the lock.
+        The caller must hold the lock.
         """
         if self._is_ending and self._thread is not None:
             self._thread.join()  # close() may have been interrupted before its join
@@ -230,11 +236,11 @@ class DirectCalls:
 
 
 class FollowedCalls:
-    """The calls on a rank other than the first.
+    """The generate() calls on a rank other than the first.
 
-    The first rank runs them, and the streams here get all items at the end.
+    The first rank runs each call. The stream on this rank gets all items when the call has ended.
 
-    Calls are numbered on every rank, so they may end in another order than they began.
+    Every rank numbers its calls. A call can therefore end before a call that began earlier.
 
     wait: waits until the first rank has stopped the engine.
     """
@@ -252,7 +258,10 @@ class FollowedCalls:
         part.on_answers = self._take
 
     def begin(self) -> None:
-        """Make this process wait for the first rank before it exits. The first rank loads the weights of all ranks."""
+        """Arrange that this process waits for the first rank before it exits.
+
+        The first rank loads the weights of all ranks.
+        """
         atexit.register(self._wait)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
@@ -277,10 +286,10 @@ class FollowedCalls:
         return action()
 
     def require_none_open(self, what: str) -> None:
-        """Do nothing, because the first rank has the requests."""
+        """Do nothing, because only the first rank has requests."""
 
     def reset(self, *, preserve_prefix_cache: bool) -> None:
-        """Do nothing, because the first rank has the requests."""
+        """Do nothing, because only the first rank has requests."""
 
     def settle(self) -> None:
         """Do nothing, because an aborted call is dropped immediately."""
@@ -289,7 +298,10 @@ class FollowedCalls:
         """Do nothing, because the first rank stops the engine."""
 
     def _take(self, answers: dict[str, Any] | None) -> None:
-        """Deliver the answers to a call. Runs in the thread of the rank. answers: None if the engine has stopped."""
+        """Deliver the answers to one call. Runs in the thread of the rank.
+
+        answers: None if the engine has stopped.
+        """
         with self._lock:
             if answers is None:
                 self._has_ended = True
@@ -320,7 +332,7 @@ class FollowedCalls:
 
 
 def require_process(pid: int) -> None:
-    """Raise RuntimeError if this process is not `pid`."""
+    """Raise RuntimeError if the id of this process is not `pid`."""
     if os.getpid() != pid:
         raise RuntimeError(
             f"process {os.getpid()} was forked from process {pid}, which has the engine and its threads: construct the "
@@ -329,7 +341,7 @@ def require_process(pid: int) -> None:
 
 
 def _end_thread(thread: threading.Thread, commands: SimpleQueue[_Command | None], pid: int) -> None:
-    """End the engine's thread after the step in progress. Takes no lock, because a finalizer may call it."""
+    """End the engine's thread after the step in progress. A finalizer may call this function, so it takes no lock."""
     if os.getpid() == pid:
         commands.put(None)
         if threading.current_thread() is not thread:
@@ -337,7 +349,10 @@ def _end_thread(thread: threading.Thread, commands: SimpleQueue[_Command | None]
 
 
 def _serve(commands: SimpleQueue[_Command | None]) -> None:
-    """Run commands, and run steps while a call is open, until a command is None. This is the engine's thread."""
+    """Run the commands of the queue until a command is None. While a call is open, also run steps.
+
+    This function is the body of the engine's thread.
+    """
     ended = False
     while not ended and (command := commands.get()) is not None:
         calls, action = command
@@ -357,7 +372,9 @@ def _itself(error: BaseException) -> BaseException:
 
 
 class _Runner:
-    """The open calls of an engine, in its thread. Created for the first open call, and dropped after the last one.
+    """The open generate() calls of an engine, in the engine's thread.
+
+    The object is created for the first open call, and dropped after the last open call has ended.
 
     The engine generates tokens, the worker's OutputStage builds the protocol messages, and the client's PendingRequest
     reads the messages. Answers are therefore the same with and without a coordinator.
@@ -379,7 +396,7 @@ class _Runner:
         )
 
     def run(self) -> bool:
-        """Run steps until no call is open. Return whether the thread must end."""
+        """Run steps until no call is open. Return whether the engine's thread must end."""
         commands = self._commands
         while self.calls:
             while not commands.empty():
@@ -411,7 +428,7 @@ class _Runner:
             self._end(call)
 
     def abort(self, number: int) -> None:
-        """Drop a call, which may already have ended."""
+        """Drop the call with this number. Do nothing if the call has already ended."""
         call = self.calls.get(number)
         if call is None:
             return

@@ -20,12 +20,12 @@ RETRY_SECONDS = 1.0
 
 
 class ClientCalls:
-    """The calls of this program through a coordinator.
+    """The generate() calls of this program through a coordinator.
 
-    Sends their prompts and reads their answers. Created on the client's event loop.
+    The object sends the prompts of the calls and reads the answers. Create it on the client's event loop.
 
     places: maximum number of prompts that answer() submits at the same time, over all calls.
-    raise_failure: raises the error that stopped the coordinator or the last engine, if there is one.
+    raise_failure: raises the error that stopped the coordinator or the last engine, if there is such an error.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class ClientCalls:
         )
 
     async def answer(self, prompts: PromptBatch) -> list[DynamicInferenceRequest]:
-        """Return the answers to the prompts of a call.
+        """Return the answers to the prompts of one generate() call, in the order of the prompts.
 
         At most `places` prompts of all calls are submitted at the same time. Call this method on the connection's event
         loop.
 
-        Raises RequestRejectedError for a cause other than the prompt itself.
+        Raises RequestRejectedError if the coordinator rejects a request for a reason other than its prompt.
         """
         numbers = iter(prompts.sent)
 

@@ -53,7 +53,8 @@ class EventLoopManager:
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Schedule `coro` on the background loop, and return its future.
 
-        Wait with `.result()`, or with asyncio.wrap_future() on another loop.
+        To wait for the result, call `.result()` on the future, or pass the future to asyncio.wrap_future() on another
+        loop.
         """
         try:
             with self._lock:
@@ -63,7 +64,9 @@ class EventLoopManager:
             raise
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Schedule `coro` and block until it has completed. This also blocks the caller's own event loop.
+        """Run `coro` on the background loop, block until it has completed, and return its result.
+
+        If the caller runs an event loop, this call also blocks that loop.
 
         Raises RuntimeError on the background loop itself, where the call would deadlock.
         """
@@ -78,13 +81,19 @@ class EventLoopManager:
             raise
 
     async def run_async(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Schedule `coro` and await it, from any loop. Cancelling the caller cancels `coro`."""
+        """Run `coro` on the background loop, and return its result. May be awaited on any loop.
+
+        Cancelling the caller cancels `coro`.
+        """
         if self._is_own_thread():
             return await coro
         return await asyncio.wrap_future(self.submit(coro))
 
     def require_other_thread(self, what: str) -> None:
-        """Raise RuntimeError on the background loop itself, where a blocking call would deadlock."""
+        """Raise RuntimeError if the caller runs on the background loop, where a blocking call would deadlock.
+
+        what: name of the call, for the message.
+        """
         if self._is_own_thread():
             raise RuntimeError(f"{what} on the background loop would deadlock: await a coroutine instead")
 

@@ -29,13 +29,12 @@ GRACE_SECONDS = 10.0
 class ServeConfig:
     """Settings of the HTTP front end that serve() starts on the primary rank.
 
-    host, port:        address of the server; port 0 picks a free port, which is then in `url`.
+    host, port:        address of the server; with port 0, the server picks a free port, which `url` contains.
     parsers:           name of the tool-call parser; empty means that the model's chat template determines it.
     verbose:           log each request. This process logs to the logger uvicorn.access at level INFO, and the child
                        processes log to standard error.
     frontend_replicas: number of HTTP servers on the socket. One runs in this process, the others in child processes.
-        Only
-                       one runs if the tokenizer has no model reference.
+                       Only one runs if the tokenizer has no model reference.
     sock:              a bound socket to use instead of host and port.
     model_name:        name in /v1/models; None means the model's own name.
     """
@@ -58,7 +57,7 @@ class ServeConfig:
 
 
 class FrontEnd:
-    """An HTTP server from start() to stop(), as a client of the coordinator at `coordinator`.
+    """An HTTP server from start() to stop(). It is a client of the coordinator at `coordinator`.
 
     tokenizer_reference: model reference from which another process can load the tokenizer; None if there is none.
     max_sequence_length: limit of prompt + answer of one request, in tokens; None leaves the check to the engines.
@@ -105,7 +104,10 @@ class FrontEnd:
         return url_of(self._listener)
 
     async def start(self) -> None:
-        """Connect to the coordinator and start to serve. If the client raises, the socket is closed."""
+        """Connect to the coordinator and start to serve.
+
+        If the connection fails, close the socket and raise the error.
+        """
         try:
             await self._client.start()
         except BaseException:
@@ -136,7 +138,10 @@ class FrontEnd:
             await off_loop(end_parser)
 
     async def fail(self, cause: str) -> None:
-        """Answer open requests of this process with status 503, and stop, because the coordinator is gone."""
+        """Answer open requests of this process with status 503, and stop the server. The coordinator is gone.
+
+        cause: text of the 503 responses.
+        """
         self._client.stop(partial(UnavailableError, ErrorCode.UNAVAILABLE, cause), is_lost=True)
         await self.stop()
 

@@ -45,10 +45,11 @@ class ProgramLifecycle:
     """One rank of an engine, from its registration with the coordinator to its shutdown.
 
     If the coordinator's process exits, or if this engine fails and no other engine serves, every open and later call
-    raises the cause. Belongs to the event loop of the connection.
+    raises the cause. Use this object only on the event loop of the connection.
 
     core, service: core and service of this rank. The service has started.
-    client: on the primary rank, which sends the verbs. None on other ranks, which wait for the states of their engines.
+    client: on the primary rank, the client that sends the verbs. None on other ranks, which wait for the states of
+            their engines.
     ranks:  ranks of the program.
     places: maximum number of prompts that calls with lists of prompts submit at the same time, over all calls.
     """
@@ -132,7 +133,7 @@ class ProgramLifecycle:
             raise self._failure()
 
     async def confirmed(self, signal: Awaitable[T]) -> T:
-        """Await the answer to a control signal. Raises the error of raise_failure() if a failure ended the wait."""
+        """Return the answer to a control signal. If a failure ends the wait, raise the error of raise_failure()."""
         try:
             return await signal
         except asyncio.CancelledError:
@@ -144,7 +145,8 @@ class ProgramLifecycle:
     async def verb(self, kind: Header, **options: Any) -> None:
         """Send a control message from the primary rank, and wait until every engine has confirmed it.
 
-        A rank without a client waits until its own engine has reached the state, if there is one.
+        A rank without a client sends nothing. It waits until its own engine has reached the state to which the message
+        leads.
 
         options: fields of Control.
         """
@@ -160,9 +162,9 @@ class ProgramLifecycle:
     async def update_weights(self, source: Any, epoch: int | None) -> None:
         """Switch every engine to the weights of `source` under the number `epoch`.
 
-        `source` is a model reference, a model in memory, or a Trainer, which has epochs of its own. With a model in
-        memory, every rank of the program makes this call, and each engine reads the model of its own rank. The call
-        returns when all engines have copied the weights.
+        `source` is a model reference, a model in memory, or a Trainer. A Trainer assigns the epochs itself. With a
+        model in memory, every rank of the program makes this call, and each engine reads the model of its own rank. The
+        call returns when all engines have copied the weights.
 
         epoch: None means the current epoch plus one.
         """
@@ -231,7 +233,7 @@ class ProgramLifecycle:
     async def stop(self) -> None:
         """Stop every engine. A rank without a client waits until its engine has stopped.
 
-        Engines that do not answer in time are left running.
+        Engines that do not answer in time are not stopped.
         """
         if self.front_end is not None:
             await self.front_end.stop()
@@ -254,7 +256,7 @@ class ProgramLifecycle:
             logger.warning("shutting down without a clean stop of the engines: %s", error)
 
     async def close(self) -> None:
-        """Stop the HTTP server and the client, whose open calls raise the cause. This method is idempotent."""
+        """Stop the HTTP server and the client. Open calls then raise the cause. This method is idempotent."""
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()

@@ -1,5 +1,5 @@
-"""The ranks of a program under torchrun. Determines their engines and this process's rank, and lets ranks share
-data.
+"""The ranks of a user's program under torchrun: their engines, this process's rank, and the exchange of data between
+ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _builds = count()
 def parallel_sizes(model: Any, **given: int | None) -> ParallelSizes:
     """Return the number of ranks of one engine by dimension.
 
-    given: sizes by dimension ("tensor", "pipeline", "expert"). None means the larger of two sizes: the size in the
-           configuration of a Megatron-Core model, and the size in its initialised parallel state. Without both it means
-               1.
+    given: sizes by dimension ("tensor", "pipeline", "expert"). If a size is None, it is the larger of two sizes: the
+           size in the configuration of a Megatron-Core model, and the size in Megatron-Core's initialised parallel
+           state. If neither exists, it is 1.
     """
     if is_megatron_model(model):
         model = unwrapped(model)
@@ -56,15 +56,19 @@ def _configured(model: Any, dimension: str) -> int:
 
 
 def global_rank() -> int:
-    """Return the rank of this process in the program, from torch.distributed or else torchrun.
+    """Return the rank of this process in the program, from torch.distributed or, if it is not initialised, from
+    torchrun.
 
-    Returns 0 without both.
+    Returns 0 if the program uses neither.
     """
     return dist.get_rank() if _is_initialized() else integer(os.environ, "RANK", 0)
 
 
 def world_size() -> int:
-    """Return the number of ranks of the program, from torch.distributed or else torchrun. Returns 1 without both."""
+    """Return the number of ranks of the program, from torch.distributed or, if it is not initialised, from torchrun.
+
+    Returns 1 if the program uses neither.
+    """
     return dist.get_world_size() if _is_initialized() else integer(os.environ, "WORLD_SIZE", 1)
 
 
@@ -83,9 +87,10 @@ def _is_initialized() -> bool:
 
 
 class ProgramRanks:
-    """All ranks of the program. Without torch.distributed, or with one rank, its calls return immediately.
+    """All ranks of the program. Without torch.distributed, or with one rank, its methods return immediately.
 
-    group: communicates through host memory, because the GPUs of other ranks may be running a step; None for one rank.
+    group: the group of all ranks; None for one rank. It communicates through host memory, because the GPUs of other
+           ranks may be running a step.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -93,7 +98,7 @@ class ProgramRanks:
 
     @classmethod
     async def join(cls) -> Self:
-        """Return the ranks. Every rank must call this method and the other methods."""
+        """Return the ranks of the program. Every rank must call this method and the other methods."""
         if not _is_initialized() or dist.get_world_size() == 1:
             return cls(None)
         group = await asyncio.to_thread(dist.new_group, backend="gloo")
@@ -106,7 +111,10 @@ class ProgramRanks:
             await asyncio.to_thread(dist.barrier, group=self.group)
 
     async def text_of_first(self, text: str) -> str:
-        """Return the first rank's text on every rank. A text longer than MAX_TEXT_BYTES is truncated."""
+        """Return the `text` that the first rank passes, on every rank.
+
+        A text longer than MAX_TEXT_BYTES is truncated.
+        """
         if self.group is None:
             return text
         data = text.encode()[:MAX_TEXT_BYTES].ljust(MAX_TEXT_BYTES, b"\0")
@@ -116,7 +124,7 @@ class ProgramRanks:
 
 
 def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
-    """Return this process's rank in its engine. Consecutive global ranks form an engine.
+    """Return this process's rank in its engine. Ranks with consecutive global numbers form an engine.
 
     Raises IndivisibleError if the program's ranks cannot be divided into whole engines.
     """
@@ -143,12 +151,12 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
 def executor_of_ranks(
     source: ModelSource, text: ModelText, config: InferenceConfig, sizes: ParallelSizes, **options: Any
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
-    """Return this rank's executor, the configuration of all ranks, and the follower on ranks other than the first.
+    """Return this rank's executor, the configuration of all ranks, and the follower (None on the first rank).
 
     Every rank of the program calls this function.
 
-    The KV cache of every rank has the minimum `buffer_size_gb` of all ranks, because the default depends on the host.
-    Initialises torch.distributed if the program has not initialised it.
+    Every rank uses the smallest `buffer_size_gb` of all ranks for its KV cache, because the default depends on the
+    host. If the program has not initialised torch.distributed, this function does.
 
     options: options of select_executor(), except its options for ranks and KV cache.
 

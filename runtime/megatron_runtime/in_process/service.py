@@ -1,4 +1,4 @@
-"""Registers the engine of a program with a coordinator and serves it, on an event loop of the program."""
+"""Registers the engine of a user's program with a coordinator and serves requests, on an event loop of the program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REGISTRATION_SECONDS = 300.0
 
 
 class ServedEngine:
-    """One rank of an engine that serves a coordinator, on the event loop of start().
+    """One rank of an engine that serves a coordinator, on the event loop on which start() was called.
 
     task:        finishes when the engine has stopped; raises EngineFailedError if it failed; None before start().
     coordinator: the process of the coordinator, if this rank launched it.
@@ -38,7 +38,7 @@ class ServedEngine:
     events: StateEvents
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
-        """Wait until the engine has reached `state`, `times` times if it is given.
+        """Wait until the engine has reached `state` or, if `times` is given, has reached it `times` times.
 
         Raises EngineFailedError if the engine stops first.
         """
@@ -59,7 +59,7 @@ class ServedEngine:
 
 
 class EngineService(ServedEngine):
-    """The service of the first rank. It runs a worker for `core` until stop() or until the engine stops."""
+    """The service of the first rank. It runs an EngineWorker for `core` until stop() or until the engine stops."""
 
     def __init__(self, core: EngineCore, text: ModelText | None, *, name: str) -> None:
         self.worker: EngineWorker | None = None
@@ -68,9 +68,9 @@ class EngineService(ServedEngine):
         self._name = name
 
     async def start(self, address: str, *, launch: CoordinatorSettings | None) -> str:
-        """Serve the coordinator at `address`, or launch a coordinator with the settings `launch`.
+        """Register with the coordinator at `address` and serve. Return the coordinator's address.
 
-        Return its address.
+        launch: settings of a coordinator to launch; None if a coordinator already runs at `address`.
         """
         try:
             if launch is not None:
@@ -98,7 +98,7 @@ class EngineService(ServedEngine):
         return address
 
     async def stop(self) -> None:
-        """Stop the worker, then the coordinator if it was launched here. Idempotent. Ignores their errors."""
+        """Stop the worker, then the coordinator if this rank launched it. Ignore their errors. Idempotent."""
         if self.worker is not None:
             self.worker.ended.set()
         if self.task is not None:
@@ -108,7 +108,7 @@ class EngineService(ServedEngine):
             await off_loop(self.coordinator.stop)
 
     async def _serve(self, worker: EngineWorker) -> None:
-        """Run until a verb or stop() stops the engine, or until it fails."""
+        """Run the worker until a verb or stop() stops the engine, or until the engine fails."""
         running = asyncio.create_task(worker.run())
         stopped = asyncio.create_task(worker.lifecycle.events.wait(EngineState.STOPPED))
         try:
@@ -124,8 +124,8 @@ class EngineService(ServedEngine):
 class FollowedService(ServedEngine):
     """The service of any rank other than the first.
 
-    It executes the first rank's commands, and follows the states that the first rank reports. A thread executes the
-    commands from the construction on.
+    It executes the first rank's commands, and follows the states that the first rank reports. The constructor starts
+    the thread that executes the commands.
     """
 
     def __init__(self, follower: Follower) -> None:
@@ -143,7 +143,7 @@ class FollowedService(ServedEngine):
         self._thread.start()
 
     def _wait_at_exit(self) -> None:
-        """Execute commands until the first rank exits, unless an error ends this process."""
+        """Execute the first rank's commands until the first rank exits, or until an error ends this process."""
         if getattr(sys, "last_value", None) is None:
             self._thread.join()
 
@@ -154,7 +154,7 @@ class FollowedService(ServedEngine):
             self._call(self._ended.set)
 
     def _call(self, action: Callable[[], object]) -> None:
-        """Run `action` on the event loop of start()."""
+        """Run `action` on the event loop on which start() was called."""
         with self._lock:
             if self._loop is None:
                 self._early.append(action)
@@ -178,7 +178,7 @@ class FollowedService(ServedEngine):
         return address
 
     async def stop(self) -> None:
-        """Ask the first rank to stop the engine if it is running, and wait until it has stopped."""
+        """Ask the first rank to stop the engine if the engine is running, and wait until the engine has stopped."""
         if self.task is not None:
             self._follower.channel.leave()
             await self.task

@@ -1,6 +1,6 @@
 """The iterators that generate_stream() returns, over the chunks of one answer.
 
-The iteration may be abandoned or cancelled at any point.
+The caller may abandon or cancel the iteration at any point.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ReadChunk: TypeAlias = Callable[[dict[str, Any]], GenerationChunk]
 
 
 class _Chunks(Generic[AnyStream]):
-    """The stream of a request, from its submission with the first chunk to its end."""
+    """The stream of one request. The request is submitted when the first chunk is read."""
 
     def __init__(self) -> None:
         self._stream: AnyStream | None = None
@@ -42,9 +42,9 @@ class _Chunks(Generic[AnyStream]):
         self._is_closed = False
 
     def _abort(self) -> bool:
-        """Abort the request. Return whether it was open.
+        """Abort the request. Return whether the request was open.
 
-        Takes no lock and does not wait, because the garbage collector may run it at any point in any thread.
+        The garbage collector may run this method at any point in any thread, so it takes no lock and does not wait.
         """
         was_open = not self._is_closed and self._stream is not None and not self._stream.finished
         self._is_closed = True

@@ -1,8 +1,9 @@
 """Starts Python modules as child processes that exit with their parent. No other module starts such processes.
 
-A child imports from the same places as its parent, and nothing from the working directory, which may be a downloaded
-model. A child exits only on SIGINT. The parent sends SIGINT, or the kernel sends it when the parent dies. Service
-managers send SIGTERM to all processes of a group at the same time, but the parent must stop its children in order.
+A child imports modules from the same places as its parent, but not from the working directory, which may be a
+downloaded model. A child exits only on SIGINT. The parent sends SIGINT, or the kernel sends it when the parent dies. A
+child ignores SIGTERM, because service managers send it to all processes of a group at the same time, but the parent
+must stop its children in order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 def module_command(module: str, *arguments: str) -> list[str]:
     """Return the command that runs `module` with this interpreter.
 
-    `-P` excludes the working directory from its path.
+    The option `-P` excludes the working directory from the child's module search path.
     """
     return [sys.executable, "-P", "-m", module, *arguments]
 
@@ -45,9 +46,9 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
 
     The child finds modules in the same places as this process, including folders that a program has added to sys.path.
 
-    variables:        variables whose values differ from this process's values.
-    ends_with_parent: whether the child calls end_with_parent(). The kernel treats the thread that starts the child as
-                      its parent.
+    variables:        variables that replace or extend the variables of this process.
+    ends_with_parent: whether the child calls end_with_parent(). The kernel then sends the child SIGINT when the thread
+                      that started the child exits.
     """
     here = os.path.realpath(os.getcwd())
     entries = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -61,16 +62,16 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
 
 
 def be_child() -> None:
-    """Ignore SIGTERM, because the parent stops this process."""
+    """Ignore SIGTERM from now on. A child calls this function, because its parent stops it."""
     global _is_child
     _is_child = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:
-    """Ignore SIGTERM, and let the kernel send END_SIGNAL when the parent dies.
+    """Ignore SIGTERM, and let the kernel send END_SIGNAL to this process when its parent dies.
 
-    Do nothing if this process is no child.
+    Do nothing if this process was not started as a child.
     """
     parent = os.environ.pop(PARENT_VARIABLE, None)
     if parent is None:
@@ -90,7 +91,7 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 class WatchedChild:
-    """A module that runs as a child process. Its messages are copied to standard error, and its exit is reported.
+    """A module that runs as a child process. Its output is copied to standard error, and its exit is reported.
 
     what:  name of the process in the description of its exit.
     ended: future with a description of how the process exited, for whatever reason. Callbacks run on a thread.
@@ -141,7 +142,8 @@ class WatchedChild:
         return answer
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
-        """Stop the process with END_SIGNAL and, after the grace period, SIGKILL. Block until it has exited.
+        """Stop the process with END_SIGNAL and, after the grace period, with SIGKILL. Block until the process has
+        exited.
 
         This method is idempotent.
         """

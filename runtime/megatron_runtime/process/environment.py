@@ -1,4 +1,4 @@
-"""Protects a process from its environment, such as closed standard streams, and proxies for loopback addresses.
+"""Protects a process from defects of its environment: closed standard streams, and proxies for loopback addresses.
 
 Imports no torch.
 """
@@ -24,8 +24,9 @@ class UnusableProxyError(OSError):
 def prepare_process() -> None:
     """Open closed standard streams, and exempt loopback addresses from proxies. Commands call this function first.
 
-    A closed standard stream is replaced by /dev/null. Otherwise the next socket or file would get its descriptor, and
-    output of the command would be written there. The exemption from proxies applies to this process and its children.
+    A closed standard stream is replaced by /dev/null. Otherwise the next socket or file would get the stream's
+    descriptor, and the command's output would be written there. The exemption from proxies applies to this process and
+    its children.
     """
     for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
         try:
@@ -51,9 +52,9 @@ def output_is_closed() -> bool:
 
 
 def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
-    """Return the message for a module that is missing because `extra` is not installed.
+    """Return an error message that tells the user to install `extra`.
 
-    Re-raise the error for any other module.
+    Re-raise `error` if the missing module is part of this project, so that `extra` would not provide it.
 
     extra: name of optional dependencies of this project's distribution.
     """
@@ -64,7 +65,7 @@ def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
 
 
 def http_client(make: Callable[..., C], url: str, **options: Any) -> C:
-    """Return an HTTP client for `url` with the proxy of the environment, unless NO_PROXY or loopback exempts the host.
+    """Return an HTTP client for `url` that uses the environment's proxy, unless NO_PROXY or loopback exempts the host.
 
     make:    httpx.Client, httpx.AsyncClient or httpx2.Client.
     options: options of the client.

@@ -1,8 +1,8 @@
 """Shares a few threads fairly between keys, by round robin and with a budget of seconds per minute.
 
-`FairQueue` and `Budget` contain the rules, without clock and threads. `FairThreads` runs jobs in the order of a queue.
-`FairLanes` runs jobs of an event loop in named lanes of threads that share one budget. A key is the tenant that submits
-the work.
+A key is the tenant that submits the work. `FairQueue` and `Budget` contain the rules, without clock and threads.
+`FairThreads` runs jobs in the order of a queue. `FairLanes` runs the jobs of an event loop. Each of its lanes has its
+own threads, and all lanes share one budget.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BudgetExceededError(Exception):
 
 
 class Budget:
-    """The seconds of work that each key may use per minute. Each key has a bucket that drains at a constant rate.
+    """The seconds of work that each key may use per minute. Each key has a leaky bucket.
 
     The running jobs of a key can exceed its budget, because the duration of a job is known only at its end.
     """
@@ -45,7 +45,7 @@ class Budget:
         """Time at which the bucket of each key will be empty. Keys with an empty bucket are removed."""
 
     def charge(self, key: str, seconds: float, *, now: float) -> None:
-        """Count a job of `key` that took `seconds`."""
+        """Add the duration of a finished job of `key`, in seconds, to the used part of the key's budget."""
         self._empty_at = {other: at for other, at in self._empty_at.items() if at > now}
         if seconds > FREE_SECONDS:
             drains_in = (seconds - FREE_SECONDS) * 60 / self.seconds_per_minute
@@ -59,10 +59,10 @@ class Budget:
 class FairQueue(Generic[_Job]):
     """A queue of jobs for a number of workers, round robin over keys.
 
-    Each job has a turn number, which is one more than the last turn of its key, but at least the current turn. The next
-    job belongs to the key with the fewest running jobs. Among equal keys, it belongs to the key with the lowest turn. A
-    key therefore has one running job at a time while another key waits, and waits for at most one further job of each
-    other key. The jobs of a key keep their order.
+    The next job belongs to the waiting key with the fewest running jobs. Among equal keys, it belongs to the key with
+    the lowest turn number. A job's turn number is one more than the last turn number of its key, but at least the
+    current turn number. A key therefore has one running job at a time while another key waits, and waits for at most
+    one further job of each other key. The jobs of a key keep their order.
     """
 
     def __init__(self, *, workers: int) -> None:
@@ -91,7 +91,7 @@ class FairQueue(Generic[_Job]):
                 del self._waiting[key]
 
     def take(self) -> tuple[str, _Job] | None:
-        """Return the key of the next job, and the job. Returns None if no job waits or no worker is free.
+        """Return the next job and its key, as (key, job). Returns None if no job waits or no worker is free.
 
         The job counts as running until release() is called.
         """
@@ -108,7 +108,7 @@ class FairQueue(Generic[_Job]):
         return key, job
 
     def release(self, key: str) -> None:
-        """Record that a running job has ended."""
+        """Record that a running job of `key` has ended."""
         self._running[key] -= 1
         if not self._running[key]:
             del self._running[key]
@@ -125,9 +125,9 @@ class FairThreads:
         self._threads = ThreadPoolExecutor(threads, name)
 
     def submit(self, key: str, call: Callable[[], _T]) -> Future[_T]:
-        """Return a future for the result of `call`, which a thread runs when the queue selects `key`.
+        """Queue `call`, which a thread runs when the queue selects it. Return a future for the result.
 
-        Cancelling the future removes waiting work. Running work continues, and its result is discarded.
+        Cancelling the future removes a call that waits. A call that runs continues, and its result is discarded.
         """
         future: Future[_T] = Future()
         job = future, call
@@ -138,7 +138,7 @@ class FairThreads:
         return future
 
     def close(self) -> None:
-        """Stop the threads when running work has ended. Waiting work fails with RuntimeError."""
+        """Stop the threads when the running calls have ended. Waiting calls fail with RuntimeError."""
         self._threads.shutdown(wait=False)
 
     def _remove(self, key: str, job: tuple[Future[Any], Callable[[], Any]]) -> None:
@@ -168,7 +168,7 @@ class FairThreads:
 
 
 class FairLanes:
-    """Named lanes of threads that run work of an event loop.
+    """Named lanes of threads that run work of an event loop. Each lane has its own threads and queue.
 
     lanes:              number of threads by lane.
     what:               name of the work, for the error of a key that has used up its budget.
@@ -192,11 +192,12 @@ class FairLanes:
         self._threads = {lane: FairThreads(threads, f"lane-{lane}") for lane, threads in lanes.items()}
 
     async def run(self, lane: str, key: str, call: Callable[[], _T], *, is_metered: bool = True) -> _T:
-        """Return the result of `call`, which runs in a thread of `lane`.
+        """Run `call` in a thread of `lane`, and return its result.
 
-        If the caller is cancelled, waiting work is removed. Running work continues, and its result is discarded.
+        If the caller is cancelled, a call that waits is removed. A call that runs continues, and its result is
+        discarded.
 
-        is_metered: whether the work counts against the budget of its key.
+        is_metered: whether the duration of the call counts against the budget of `key`.
 
         Raises BudgetExceededError, and the errors of `call`.
         """
@@ -204,7 +205,7 @@ class FairLanes:
         return await asyncio.wrap_future(self._threads[lane].submit(key, work))
 
     def close(self) -> None:
-        """Stop the threads when running work has ended. Waiting work fails with RuntimeError."""
+        """Stop the threads when the running calls have ended. Waiting calls fail with RuntimeError."""
         for threads in self._threads.values():
             threads.close()
 

@@ -1,8 +1,8 @@
 """Known error texts of GPUs, their drivers and NCCL, with causes and remedies. Imports no torch.
 
-The texts come from the driver, CUDA, NCCL, PyTorch and vLLM, so they are the same in all containers. An engine writes
-cause and remedy into its termination message. The operator uses the same table for the status, including the status of
-containers that exited without a termination message.
+The driver, CUDA, NCCL, PyTorch and vLLM write the texts, so they are the same in all containers. An engine writes cause
+and remedy into its termination message. The operator uses the same table for the status of the custom resource,
+including engines whose containers exited without a termination message.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONFIGURATION = "EngineConfigRefused"
 class GpuFailure:
     """A known failure of a GPU, with the log text that identifies it, its cause and its remedy.
 
-    is_of_device: whether the device or its node is faulty, so that the engine must not start on it again.
+    is_of_device: whether the device or its node is faulty. The engine must then not start on it again.
     """
 
     cause: str
@@ -155,7 +155,7 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
 
 
 def gpu_failure(text: str) -> GpuFailure | None:
-    """Return the failure whose text occurs in an error text, or None if there is none."""
+    """Return the known failure whose text occurs in the error text `text`, or None if there is none."""
     return next((failure for failure in GPU_FAILURES if failure.pattern.search(text)), None)
 
 

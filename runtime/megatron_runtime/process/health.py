@@ -7,12 +7,12 @@
 The server runs on the caller's event loop, so a blocked loop fails its liveness probe. Any host that reaches the port
 may use it. The server therefore answers probes regardless of how many connections are open:
 
-- If the request has arrived, the callback that accepts the connection answers it. Only connections that the kernel
-  accepted earlier come first, and each iteration of the event loop accepts BATCH of them.
+- If the request has arrived when the server accepts its connection, the server answers it immediately. Each iteration
+  of the event loop accepts BATCH connections, in the order in which the kernel has accepted them.
 - A connection without a complete request waits. If there are more than MAX_CONNECTIONS connections, or more than
   MAX_PER_PEER from one address, a new connection replaces the oldest of them.
-- Metrics are rendered on a thread, one at a time, for all requests that wait for them. A pause after each rendering
-  limits its share of a CPU, because the thread and the loop share the interpreter.
+- Metrics are rendered on a thread, one rendering at a time, which answers all requests that wait for metrics. A pause
+  after each rendering limits its share of a CPU, because the thread and the event loop share the interpreter.
 
 Imports no torch.
 """
@@ -69,8 +69,8 @@ class HealthServer:
 
     missing:  returns the conditions that the process still needs to be ready, one phrase each. Called for each probe.
     liveness: returns the content of /livez; its field `alive` decides the status.
-    registry: metrics to expose; None answers 404. Its collectors run on a thread.
-    pages:    further paths, with the function that returns the content of each; content None answers 503.
+    registry: metrics to expose; with None, /metrics answers 404. Its collectors run on a thread.
+    pages:    further paths, with the function that returns the content of each; the answer to content None is 503.
     port:     the port in use; for port 0, known after start().
     """
 
@@ -136,7 +136,7 @@ class HealthServer:
             connection.read()
 
     def _pause_accepting(self) -> None:
-        """Close the connections, and accept new ones later, because the process has run out of file descriptors."""
+        """Close the connections, and pause accepting new ones, because the process has run out of file descriptors."""
         for connection in list(self._open):
             connection.close()
 
@@ -207,7 +207,7 @@ class HealthServer:
 class MetricsPage:
     """The metrics page.
 
-    Renders a registry on a thread, once for all waiting requests. Only one rendering runs at a time.
+    It renders a registry on a thread. One rendering at a time runs, and answers all requests that wait.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -216,9 +216,9 @@ class MetricsPage:
         self._rendering: asyncio.Task[None] | None = None
 
     def request(self) -> asyncio.Future[bytes] | None:
-        """Return a future for the text, or None if too many requests wait.
+        """Return a future for the text of the page, or None if too many requests wait.
 
-        Cancel the future if it is no longer needed.
+        Cancel the future if the text is no longer needed.
         """
         self._waiting = [future for future in self._waiting if not future.done()]
         if len(self._waiting) >= MAX_SCRAPES:
@@ -258,7 +258,8 @@ class MetricsPage:
 
 
 def serve_on_thread(server: HealthServer) -> Callable[[], None]:
-    """Start a server on its own thread, and return a function that stops both. Raises OSError like start().
+    """Start `server` on a new thread. Return a function that stops the server and the thread. Raises OSError like
+    start().
 
     This function may be called on an event loop, which it blocks until the server listens.
     """
@@ -367,7 +368,7 @@ def _rendered(registry: CollectorRegistry) -> tuple[bytes, float]:
 
 
 def _is_well_framed(request: re.Match[bytes]) -> bool:
-    """Return whether the headers have exactly one Host, as HTTP/1.1 requires, and at most one length of a body."""
+    """Return whether the request has exactly one Host header, as HTTP/1.1 requires, and at most one body length."""
     names = [line.partition(b":")[0].lower() for line in request["headers"].split(b"\r\n")]
     hosts = names.count(b"host")
     return (

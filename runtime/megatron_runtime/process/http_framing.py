@@ -1,9 +1,10 @@
 """uvicorn's protocol for HTTP/1.1, with requests framed as RFC 9112 requires. Imports no torch.
 
-h11 parses the requests. This module rejects requests that h11 accepts and the RFC does not allow.
+h11 parses the requests. This module also rejects requests that h11 accepts but the RFC does not allow.
 
-If two parsers in a row see different boundaries between requests, a client can smuggle a request into another client's
-connection. Each request whose boundaries are ambiguous therefore gets an error, and its connection is closed.
+If a proxy and this server see different boundaries between requests, a client can smuggle a request into another
+client's connection. The server therefore answers each request whose boundaries are ambiguous with an error, and closes
+the connection.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class RequestParser(h11.Connection):
 class HttpProtocol(H11Protocol):
     """A connection of uvicorn, for `uvicorn.Config(http=HttpProtocol, ws="none")`.
 
-    It logs no warnings about malformed requests and Upgrade headers, because any client can send them.
+    It does not log malformed requests and Upgrade headers as warnings, because any client can send them.
     """
 
     def __init__(self, *arguments: object, **options: object) -> None:
@@ -85,7 +86,10 @@ class HttpProtocol(H11Protocol):
             self.reject(error)
 
     def reject(self, error: FramingError) -> None:
-        """Answer a malformed request and close the connection. If an answer has begun, only close the connection."""
+        """Answer a malformed request and close the connection.
+
+        If a response has already begun, only close the connection.
+        """
         self.answer(error.status, str(error).encode(), {"content-type": "text/plain; charset=utf-8"})
         self.transport.close()
 
@@ -104,7 +108,7 @@ class HttpProtocol(H11Protocol):
 
 
 def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
-    """Return the HTTP status for an error of h11. h11 suggests 501 for any Transfer-Encoding other than "chunked"."""
+    """Return the HTTP status for an error of h11. For any Transfer-Encoding other than "chunked", h11 suggests 501."""
     if error.error_status_hint != 501:
         return error.error_status_hint
     head = re.split(rb"\n\r?\n", received, maxsplit=1)[0]
@@ -138,7 +142,9 @@ def _checked(request: h11.Request, *, head: bytes) -> h11.Request:
 
 
 def _in_origin_form(request: h11.Request) -> h11.Request:
-    """Return the request with an absolute target divided into the Host header and the path (RFC 9112, section 3.2)."""
+    """Return the request in origin form: an absolute target becomes a Host header and a path (RFC 9112, section
+    3.2).
+    """
     target = request.target
     if request.method == b"CONNECT":
         raise FramingError(501, "This server is not a proxy: it does not implement CONNECT.")

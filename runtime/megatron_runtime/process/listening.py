@@ -16,7 +16,7 @@ EVERY_ADDRESS = "::"
 def listening_socket(host: str, port: int, *, backlog: int = 100) -> socket.socket:
     """Return a socket that listens on TCP.
 
-    host: address or name; EVERY_ADDRESS accepts clients of IPv4 and IPv6.
+    host: address or name; EVERY_ADDRESS accepts clients over IPv4 and IPv6.
     port: 0 picks a free port.
     backlog: maximum number of connections that wait to be accepted.
 
@@ -35,7 +35,7 @@ MAX_FOLDER_BYTES = 80
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """Yield a new folder for Unix sockets that only this user may enter. Removes the folder at the end.
+    """Yield a new folder for Unix sockets, which only this user may enter. The folder is removed when the block ends.
 
     Every process that can open a socket in the folder is trusted, so the connections need no keys. Raises OSError.
     """

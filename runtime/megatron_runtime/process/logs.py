@@ -1,7 +1,7 @@
 """Formats the log records of every component as JSON or text, one line each, and writes termination messages.
 
-A record about one request of a client has its `request_id`. In a task that serves a request, REQUEST_ID provides the
-id. Elsewhere, the caller passes of_request() as `extra`.
+A record about a client's request has the field `request_id`. In a task that serves a request, the context variable
+REQUEST_ID provides the id. Elsewhere, the caller passes of_request() as `extra`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", 
 
 
 def of_request(request_id: str) -> dict[str, str]:
-    """Return the `extra` of a log call about a request. The result is empty if the request has no id."""
+    """Return the `extra` argument of a log call about a request. Returns an empty dict if the request has no id."""
     return {"request_id": request_id} if request_id else {}
 
 
@@ -95,7 +95,9 @@ def configure(*, style: Style, level: str, quiet: Iterable[str] = ()) -> None:
 def write_termination_message(
     failure: BaseException, path: Path = TERMINATION_LOG, *, driver_version: Path = DRIVER_VERSION
 ) -> None:
-    """Write the cause of this process's failure to the container's termination log, if it exists, as one line of JSON.
+    """Write the cause of this process's failure to the container's termination log, as one line of JSON.
+
+    Do nothing if the termination log does not exist.
 
     Fields:
         reason:  `failure.reason`, the cause in the table of GPU failures, or the type of the exception.

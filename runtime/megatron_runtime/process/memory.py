@@ -15,7 +15,7 @@ _VERSIONS = {
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return the bytes that the machine and the container's limits leave available, or None if the system reports none.
+    """Return how many more bytes the machine and the container's limits allow, or None if the system reports neither.
 
     root: folder in which proc and sys are mounted.
     """
@@ -32,8 +32,8 @@ def _of_machine(root: Path) -> Iterator[int]:
 def _of_control_groups(root: Path) -> Iterator[int]:
     """Yield the remaining bytes within the limit of this process's cgroup, and of each cgroup above it.
 
-    Without a cgroup namespace, a container sees the path of its cgroup on the host, but its own cgroup at the mount
-    point.
+    Without a cgroup namespace, /proc shows the path of the container's cgroup on the host, but the mount point shows
+    the container's cgroup itself.
     """
     listing = root / "proc/self/cgroup"
     for line in listing.read_text().splitlines() if listing.is_file() else ():

@@ -1,7 +1,7 @@
 """Declares metrics as fields of a dataclass, each with its name, type and help text.
 
-Counting in fields is cheap. The output of /metrics, the reference page, and the panels of the dashboard are derived
-from the declarations.
+Code counts by changing the fields, which is cheap. The output of /metrics, the reference page, and the panels of the
+dashboard are derived from the declarations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Histogram:
     """A histogram.
 
     bounds: upper bounds of the buckets, ascending.
-    counts: number of values in each bucket, and of values above the last bound.
+    counts: number of values in each bucket; the last bucket has the values above the last bound.
     total:  sum of the values.
     """
 
@@ -77,7 +77,7 @@ def declared(record: Any) -> list[tuple[str, Declaration]]:
 
 
 def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[Metric]:
-    """Yield the metrics of an instance for the Prometheus client.
+    """Yield the metrics of an instance as families for the Prometheus client.
 
     only_vllm: yield only metrics that vLLM also has.
     """
@@ -100,7 +100,7 @@ def families(record: Any, prefix: str, *, only_vllm: bool = False) -> Iterator[M
 
 
 def labelled(family: Any, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return the family with these (label value, value) pairs added."""
+    """Add a metric for each (label value, value) pair to `family`, and return `family`."""
     for label, value in values:
         family.add_metric([label], float(value))
     metric: Metric = family

@@ -23,9 +23,9 @@ class FiniteRange(click.FloatRange):
 
 
 class EnvironmentOption(click.Option):
-    """An option that an environment variable can set.
+    """A command-line option that an environment variable can also set.
 
-    The variable may come from a Secret, so errors do not quote its value.
+    The value of the variable may come from a Secret, so errors do not quote it.
     """
 
     def process_value(self, ctx: click.Context, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The progress of a starting process, for the page /progress of its probes. Imports no torch."""
+"""The progress of a starting process, which its health server shows on the page /progress. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FORWARD_SECONDS = 1.0
 
 
 class Stage(StrEnum):
-    """The stages of an engine's start, in order. Not every start has all of them."""
+    """The stages of an engine's start, in order. A start can skip stages."""
 
     DOWNLOAD = "Download"
     VERIFY = "Verify"
@@ -26,7 +26,7 @@ COUNTS_BYTES = frozenset({Stage.DOWNLOAD, Stage.VERIFY, Stage.LOAD})
 
 
 class StartProgress:
-    """The current stage of a start, and its completed part. Thread-safe.
+    """The current stage of a start, and the completed amount of the stage. Thread-safe.
 
     clock: returns monotonic seconds.
     """
@@ -59,11 +59,11 @@ class StartProgress:
 
     @property
     def total(self) -> int:
-        """The last reported total."""
+        """The total amount of the current stage, as last reported."""
         return self._current[2] if self._current is not None else 0
 
     def page(self) -> Mapping[str, object] | None:
-        """Return the stage, its bytes with their rate, and an estimate of the remaining seconds, if they are known.
+        """Return the stage and, if they are known, its bytes, the rate, and an estimate of the remaining seconds.
 
         Returns None before the first report.
         """

@@ -1,9 +1,9 @@
-"""A child process for work that may crash, hang or exhaust memory. The parent then gets an exception instead.
+"""A child process for work that may crash, hang or exhaust memory. In these cases, the parent gets an exception.
 
 The parent creates a SacrificialProcess and calls it with bytes. The child is a module that calls serve() when it runs
 as `__main__`. It starts as a new interpreter at the first call and handles one call at a time. If the child dies, the
-next call starts another. If the parent dies, an idle child exits immediately. A busy child exits at the timeout of the
-call in progress.
+next call starts another child. If the parent dies, an idle child exits immediately. A busy child exits at the timeout
+of the call in progress.
 
     # child: megatron_runtime/example.py
     def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -60,18 +60,18 @@ class ProcessLostError(RuntimeError):
 
 
 class ProcessStartError(RuntimeError):
-    """The child could not be started, or failed in `prepare`. The request is not the cause."""
+    """The child could not be started, or failed in `prepare`. The request did not cause the error."""
 
 
 @dataclass(eq=False, repr=False)
 class SacrificialProcess:
-    """A child that runs `module` and handles calls. Thread-safe; concurrent calls run one after the other.
+    """A child process that runs `module` and handles calls. Thread-safe; concurrent calls run one after the other.
 
     module:          dotted name of a module that calls serve() if it runs as `__main__`.
     memory_bytes:    address space that the child may map in addition to its interpreter and modules (RLIMIT_AS).
     stack_bytes:     stack size, in bytes, of the child's thread that runs the handler; None means the system's default.
     setup:           passed to `prepare` of serve() each time the child starts.
-    max_reply_bytes: maximum size of a reply; a child that sends a longer reply is killed.
+    max_reply_bytes: maximum size of a reply; the parent kills a child that sends a longer reply.
     """
 
     module: str

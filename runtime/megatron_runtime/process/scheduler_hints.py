@@ -17,10 +17,11 @@ _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 
 
 def request_scheduler_slices() -> bool:
-    """Request time slices of 0.1 ms, not about 3 ms, for this thread and the threads that it starts later.
+    """Request time slices of 0.1 ms instead of about 3 ms, for this thread and the threads that it starts later.
 
-    The threads do not get more CPU time, but they get it earlier. On a loaded machine, a message is handled after 0.1
-    ms and not after another process's whole slice. The request needs no privilege. Kernels before 6.12 ignore it.
+    The threads do not get more CPU time, but they get it earlier. On a loaded machine, a thread handles a message after
+    0.1 ms instead of after another process's whole slice. The request needs no privilege. Kernels before 6.12 ignore
+    it.
 
     Return False on machines other than x86-64 and ARM, or if the kernel rejects the request.
     """

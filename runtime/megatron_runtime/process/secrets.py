@@ -1,7 +1,8 @@
 """Validates values from the environment and from files that may be secrets, before they are used.
 
-Libraries quote an invalid value in their errors and warnings. These reach logs and, through termination messages, the
-status of a resource. The messages of this module name the variable or file and never contain its value.
+Libraries quote an invalid value in their errors and warnings. These errors reach logs and, through termination
+messages, the status of a custom resource. The messages of this module name the variable or file and never contain its
+value.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ class SecretError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of a value.
+    """The form of a value that may be secret.
 
     pattern: regular expression for the whole value.
-    want:    description of the form that can follow "give".
+    want:    description of the form, which the error message puts after "give".
     """
 
     pattern: str
     want: str
 
     def check(self, name: str, value: str) -> str:
-        """Return the value if it has this form. Otherwise raise SecretError.
+        """Return `value` if it has this form. Otherwise raise SecretError.
 
-        name: name of the value in the message.
+        name: name of the value in the error message.
         """
         if re.fullmatch(self.pattern, value) is None:
             raise SecretError(f"{name} does not have a valid value: give {self.want}")

@@ -10,11 +10,10 @@ T = TypeVar("T")
 
 
 async def off_loop(function: Callable[[], T]) -> T:
-    """Run `function` on a thread, as asyncio.to_thread() does.
+    """Run `function` on a thread, as asyncio.to_thread() does, and return its result.
 
-    While the interpreter exits, run it on the current thread.
-
-    Exit handlers run when the interpreter can no longer start threads.
+    While the interpreter exits, the function runs on the current thread, because no new thread can be started at that
+    time.
     """
     try:
         running = asyncio.get_running_loop().run_in_executor(None, function)

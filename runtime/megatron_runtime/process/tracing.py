@@ -1,4 +1,5 @@
-"""Creates OpenTelemetry traces. Each component that a request passes creates one span, exported by OTLP over HTTP.
+"""Creates OpenTelemetry traces. Each component through which a request passes creates one span, and exports it by OTLP
+over HTTP.
 
 Tracing is off unless OTEL_EXPORTER_OTLP_ENDPOINT or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT is set. All variables of the
 SDK's specification apply: https://opentelemetry.io/docs/specs/otel/configuration/sdk-environment-variables/. Attributes
@@ -72,7 +73,7 @@ _FLUSH_SECONDS = 2.0
 class Span:
     """A span that has started and has not ended.
 
-    traceparent: its W3C trace context, for the components that the request passes next.
+    traceparent: W3C trace context of the span, for the next component through which the request passes.
     """
 
     def __init__(self, span: OtelSpan) -> None:
@@ -100,9 +101,9 @@ class Span:
 
 
 class Tracer:
-    """The creator of one process's spans, which exports them in the background.
+    """The creator of one process's spans, which it exports in the background.
 
-    name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES has another name.
+    name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES sets another name.
 
     Raises:
         ImportError: the packages of the extra `tracing` are missing.
@@ -124,10 +125,10 @@ class Tracer:
         self._tracer = self._provider.get_tracer("megatron")
 
     def begin(self, name: str, *, headers: Mapping[str, str], is_server: bool = False, at: float | None = None) -> Span:
-        """Start a span.
+        """Start and return a span.
 
-        headers: headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without it, a
-                 new trace starts.
+        headers: headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without
+                 `traceparent`, the span starts a new trace.
         is_server: whether the span answers a request of another process synchronously.
         at:        start as Unix time; None means now.
         """
@@ -148,10 +149,7 @@ class Tracer:
         span.end(at=end, error=error)
 
     def close(self) -> None:
-        """Export the last spans, for at most two seconds.
-
-        A collector that does not answer delays the exit by at most this time.
-        """
+        """Export the last spans. If the collector does not answer, stop after two seconds."""
         flushing = threading.Thread(target=self._provider.shutdown, daemon=True)
         flushing.start()
         flushing.join(_FLUSH_SECONDS)
@@ -176,9 +174,10 @@ def _check_variables(environment: Mapping[str, str]) -> None:
 def tracer_from_environment(name: str) -> Tracer | None:
     """Return the tracer of this process, or None if the environment does not enable tracing.
 
-    name: as for Tracer.
+    name: see Tracer.
 
-    If the tracer cannot be created, the process logs the cause and serves without traces. The result is then None.
+    If the tracer cannot be created, this function logs the cause and returns None, so that the process serves without
+    traces.
     """
     environment: dict[str, Any] = dict(os.environ)
     if (

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a pool of engines, in the form that messages use."""
+"""The LoRA adapters of a pool of engines, as messages describe them."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class Adapter:
 
     @property
     def key(self) -> str:
-        """A name that no other adapter has, for backends.
+        """The name under which backends load the adapter. It differs between adapters with different names or sources.
 
-        It also seeds the block hashes of the adapter's requests, because their KV differs from the base model's.
+        The key also seeds the block hashes of the adapter's requests, because the adapter's KV differs from the base
+        model's KV.
         """
         return f"{self.name}@{hashlib.sha256(self.source.encode()).hexdigest()[:_DIGITS]}"
 

@@ -1,8 +1,8 @@
-"""The formats of answers that the OpenAI server can parse, by name. They define how models write tool calls and mark
-reasoning.
+"""The names of the answer formats that the OpenAI server can parse. An answer format defines how a model writes tool
+calls and marks reasoning.
 
-No other table has these names. The command line, the resource and the reference page use this table, and the server has
-a parser for each format (server/formats).
+This table is the only list of these names. The command line, the custom resource and the reference page use it, and the
+server has a parser for each format (server/formats).
 """
 
 from __future__ import annotations

@@ -27,13 +27,13 @@ Tokens: TypeAlias = "npt.NDArray[np.int32]"
 
 @dataclass(frozen=True, slots=True)
 class UnpackLimits:
-    """Limits of the objects that decoding one frame, or one body in a frame, may create.
+    """Limits on the objects that unpack() can create from one frame, or from one body in a frame.
 
     elements:   number of values in all lists and maps together; a map entry counts as one.
     containers: number of lists and maps.
     depth: levels of nested lists and maps; None means msgpack's limit of 1024.
     text_bytes: bytes of one string or one binary value; None means that only the size of the frame limits it.
-    frame_bytes: bytes of the frame; None means that only the port limits it.
+    frame_bytes: bytes of the frame; None means that only the frame limit of the receiving port applies.
     """
 
     elements: int
@@ -72,7 +72,10 @@ unpack() first checks that the bytes contain all elements.
 
 
 class MalformedMessageError(ValueError):
-    """The frames are not a message of this protocol. The text names the field, the value and what is allowed."""
+    """The frames are not a message of this protocol.
+
+    The error text names the field, its value and the allowed values.
+    """
 
 
 _KEPT_BYTES = 1 << 20
@@ -170,7 +173,8 @@ def unpack_request(data: bytes) -> Any:
 def values_of_map(data: bytes) -> Iterator[tuple[Any, int, int]]:
     """Yield each key of the packed map `data` with the start and end index of its packed value.
 
-    The values are not unpacked. Raises MalformedMessageError after the valid entries at the beginning.
+    The values are not unpacked. If the map is malformed, the function first yields the entries before the error, and
+    then raises MalformedMessageError.
     """
     size = len(data)
     unpacker = msgpack.Unpacker(max_buffer_size=size, raw=False, max_array_len=0, max_map_len=size, max_ext_len=0)
@@ -186,7 +190,10 @@ def values_of_map(data: bytes) -> Iterator[tuple[Any, int, int]]:
 
 
 def split_list(data: bytes) -> list[bytes]:
-    """Return the elements of the packed list `data`, each still packed. Raises MalformedMessageError."""
+    """Return the elements of the packed list `data`, each still packed.
+
+    Raises MalformedMessageError if `data` is not a packed list.
+    """
     size = len(data)
     unpacker = msgpack.Unpacker(max_buffer_size=size)
     unpacker.feed(data)
@@ -210,21 +217,23 @@ def split_list(data: bytes) -> list[bytes]:
 
 
 def joined_list(elements: Sequence[bytes]) -> bytes:
-    """Return the packed list of packed values. This is the inverse of split_list()."""
+    """Return one packed list of `elements`, which are already packed. This is the inverse of split_list()."""
     return b"".join((b"\xdd", len(elements).to_bytes(4, "big"), *elements))
 
 
 class PackedTokens(bytes):
     """Token ids as a packed list, as a client of Megatron-Core sent them.
 
-    The bytes have only been checked to be one complete value.
+    The decoder has verified that the bytes are one complete value, but not that the value is a list of token ids.
     """
 
 
 def unpack_tokens(data: PackedTokens) -> bytes:
-    """Return token ids, each from 0 to 2**31 - 1, as little-endian int32.
+    """Return the token ids in `data` as little-endian int32.
 
-    No Python code runs per token, and a nested list creates no objects. Raises MalformedMessageError.
+    No Python code runs per token, and a nested list creates no objects.
+
+    Raises MalformedMessageError unless `data` is a list of integers from 0 to 2**31 - 1.
     """
     maximum = min(len(data), PLAIN.elements)
     lists = 0
@@ -250,7 +259,10 @@ def unpack_tokens(data: PackedTokens) -> bytes:
 
 
 def checked_tokens(tokens: list[Any]) -> bytes:
-    """Return token ids, each from 0 to 2**31 - 1, as little-endian int32. Raises MalformedMessageError."""
+    """Return `tokens` as little-endian int32.
+
+    Raises MalformedMessageError unless each is an integer from 0 to 2**31 - 1.
+    """
     try:
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
     except struct.error:
@@ -265,7 +277,7 @@ def checked_tokens(tokens: list[Any]) -> bytes:
 def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
     """Return the packed map `data` extended by `count` entries.
 
-    entries: the new entries, each packed: key, value, key, value.
+    entries: the new entries: each key followed by its value, all packed.
     """
     kind = data[0]
     size = 1 if kind & 0xF0 == 0x80 else 3 if kind == 0xDE else 5
@@ -275,7 +287,9 @@ def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
 
 
 def header_of(frame: bytes) -> int | None:
-    """Return the header of a message, or None if `frame` does not begin like a message."""
+    """Return the header of a message, or None if `frame` does not begin with a list whose first element is an
+    integer.
+    """
     if len(frame) > 1 and frame[0] & 0xF0 == 0x90 and frame[1] < 0x80:
         return frame[1]
     unpacker = msgpack.Unpacker(max_buffer_size=64, max_str_len=0, max_bin_len=0, max_array_len=0, max_map_len=0)
@@ -300,7 +314,10 @@ _CONTAINER_BYTES = bytes((*range(0x80, 0xA0), *range(0xDC, 0xE0)))
 
 
 def _max_containers(data: bytes | memoryview) -> int:
-    """Return an upper bound of the number of lists and maps in `data`. It is the number of bytes that can begin one."""
+    """Return an upper bound of the number of lists and maps in `data`.
+
+    The bound is the number of bytes in `data` with which a list or map can begin.
+    """
     return len(data) - len(bytes(data).translate(None, _CONTAINER_BYTES))
 
 
@@ -315,9 +332,9 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:
-    """Encode token ids, shape [n], as little-endian int32.
+    """Return token ids, shape [n], as little-endian int32.
 
-    Raises ValueError for a list with values that are not 32-bit integers.
+    Raises ValueError if a list has a value that is not a 32-bit integer.
     """
     if type(tokens) is list:  # struct is four times faster than NumPy here
         try:

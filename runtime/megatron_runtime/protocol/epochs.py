@@ -1,4 +1,7 @@
-"""The epochs of the weights that sampled tokens, as spans. A span ends where the next one begins."""
+"""Encodes and combines the epochs of the weights that sampled the tokens of an answer.
+
+A span is a pair (index of the first token, epoch). It ends at the first token of the next span.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _SPAN = struct.Struct("<IQ")
 def epochs_to_bytes(spans: TokenEpochs) -> bytes:
     """Return the encoded spans.
 
-    Each takes 12 bytes: the index of its first token (u32) and the epoch (u64), little-endian.
+    Each span takes 12 bytes: the index of its first token (u32) and the epoch (u64), little-endian.
     """
     return b"".join([_SPAN.pack(*span) for span in spans])
 
@@ -37,7 +40,8 @@ def epochs_from_bytes(data: Any) -> tuple[tuple[int, int], ...]:
 def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, count: int, at: int) -> None:
     """Append the epochs of the tokens first … first + count - 1 of `spans` to `to`.
 
-    In `to`, these tokens begin at index `at`. If the last span of `to` has the same epoch, no new span begins.
+    In `to`, these tokens begin at index `at`. If the last span of `to` has the same epoch, that span continues and no
+    span is appended.
     """
     begin, end = first, first + count
     for number, (start, epoch) in enumerate(spans):
@@ -49,10 +53,9 @@ def add_epochs(to: list[tuple[int, int]], spans: TokenEpochs, *, first: int, cou
 def continued_epochs(
     spans: TokenEpochs, engine_spans: TokenEpochs, *, prompt_length: int, num_generated: int
 ) -> list[tuple[int, int]]:
-    """Return the epochs of an answer by position, in the form of `policy_epoch` in a reply.
+    """Return the epochs of an answer as (position, epoch) pairs, in the form of `policy_epoch` in a reply.
 
-    A token that the forward pass of a position samples belongs to the next position. The prompt has the epoch of the
-    first token.
+    The forward pass at a position samples the token of the next position. The prompt has the epoch of the first token.
 
     spans:         epochs of the `num_generated` tokens that another engine sampled, by index; empty means unknown.
     engine_spans:  epochs of this engine, by position, for an answer that this engine began.

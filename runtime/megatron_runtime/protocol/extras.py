@@ -1,4 +1,4 @@
-"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking those of other requests."""
+"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking the other requests' details."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Extras:
-    """The packed log-probs of all requests in one PARTIAL, with the position of each.
+    """The packed log-probabilities of all requests in one PARTIAL, with the position of each request's details.
 
     raw: `extras` of the message. All requests of the message share this object, so the positions are determined once.
     """
@@ -25,7 +25,7 @@ class Extras:
         self._bounds = array("I")
 
     def of(self, uid: bytes) -> bytes:
-        """Return the packed details of one request. The result is empty if there are none."""
+        """Return the packed log-probabilities of the request `uid`, or b"" if the message has none for this request."""
         uids = self._uids if self._uids is not None else self._index()
         at = uids.find(uid)
         while at >= 0 and at % UID_BYTES:

@@ -83,7 +83,7 @@ class Role(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Codes of ERROR and of a CONTROL_ACK that rejects a verb. The codes 4xx and 5xx have their meaning in HTTP.
+    """Codes of an ERROR, or of a CONTROL_ACK that rejects a verb. Codes 4xx and 5xx have the same meaning as in HTTP.
 
     Codes below 100 concern the connection.
     """

@@ -36,8 +36,9 @@ class CoordinatorState(StrEnum):
 class Transition:
     """The effect of one signal.
 
-    A coordinator in a state of `idempotent_in` reports success and does nothing. When the engines are in `lands_in`,
-    the coordinator enters `coordinator_after`. After STOP this is RUNNING, for future engines.
+    If the coordinator is in a state of `idempotent_in`, it reports success and does nothing. Otherwise each engine goes
+    through `passing` to `lands_in`, and the coordinator then enters `coordinator_after`. After STOP, the coordinator
+    enters RUNNING, so that engines which join later run.
     """
 
     legal_from: frozenset[CoordinatorState]
@@ -115,7 +116,7 @@ ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
 def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
     """Return the signals, in order, that bring a joining engine from `state` to `target`, the coordinator's state.
 
-    The result is empty if the states already agree, or if `state` or `target` is not steady.
+    Returns an empty tuple if both states already agree, or if `state` or `target` is a state of transition.
     """
     if state.value not in CoordinatorState.__members__ or target not in STEADY_ENGINE_STATES:
         return ()

@@ -1,8 +1,8 @@
 """Images, audio and video of a request, which are an optional last element of SUBMIT and DISPATCH.
 
-A message contains an item as the file that the client sent. It does not contain the features that the model computes
-from the file, because for some models a photo of 200 KB has 25 MB of features. Reading a file also needs no pickle. A
-digest identifies the item.
+A message contains each item as the file that the client sent, and the item's digest. It does not contain the features
+that the model computes from the file, because for some models a photo of 200 KB has 25 MB of features. In addition, a
+file can be read without pickle.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class MediaItem(NamedTuple):
     kind:   one of KINDS.
     digest: media_digest() of kind and data.
     offset, length: range of the prompt tokens that stand for the item.
-    data:   the file; empty in a SUBMIT if another open request of the client has already sent it.
+    data:   the content of the file; empty in a SUBMIT if the client has already sent it with another open request.
     """
 
     kind: str
@@ -56,18 +56,18 @@ class Media(NamedTuple):
 
     @property
     def data_bytes(self) -> int:
-        """Number of bytes of the data of all items."""
+        """Total size of the data of all items, in bytes."""
         return sum(len(item.data) for item in self.items)
 
     def without(self, digests: Iterable[bytes]) -> Self:
-        """Return a copy that lacks the data of the items with these digests."""
+        """Return a copy in which the items with these digests have no data."""
         left_out = frozenset(digests)
         return self._replace(
             items=tuple(item._replace(data=b"") if item.digest in left_out else item for item in self.items)
         )
 
     def to_list(self) -> list[bytes]:
-        """Return the items as the element of a message."""
+        """Return the list that encodes the media as an element of a message."""
         index = [
             _INDEX.pack(item.digest, KINDS.index(item.kind), item.offset, item.length, len(item.data))
             for item in self.items
@@ -76,7 +76,7 @@ class Media(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Return the media in an element of a message. Raises MalformedMessageError."""
+        """Return the media that an element of a message encodes. Raises MalformedMessageError."""
         if type(value) is not list or len(value) < 3 or any(type(part) is not bytes for part in value[:3]):
             raise MalformedMessageError(f"media {shown(value)}: want [template, index, data] as bytes")
         template, index, data = value[:3]
@@ -106,14 +106,17 @@ def media_digest(kind: str, data: bytes) -> bytes:
 
 
 def data_url(kind: str, data: bytes) -> str:
-    """Return a data URL of an item. vLLM uses its media type only to detect whether a video is a list of images."""
+    """Return a data URL of an item.
+
+    vLLM uses the URL's media type only to detect whether a video is a list of images.
+    """
     if kind == FRAMES:
         return f"data:{kind};base64,{data.decode('ascii', 'replace')}"
     return f"data:{kind}/x;base64,{base64.b64encode(data).decode()}"
 
 
 def media_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
-    """Return, by block index, the joined digests of the items that have tokens in this block of the prompt."""
+    """Return the joined digests of the items that have tokens in a block of the prompt, by the index of the block."""
     digests: dict[int, bytes] = {}
     for item in items:
         for block in range(item.offset // block_size, -(-(item.offset + item.length) // block_size)):

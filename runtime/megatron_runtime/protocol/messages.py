@@ -1,10 +1,9 @@
-"""All messages of docs/reference/protocol.md as types, and `decode`, which decodes any of them.
+"""All message types of docs/reference/protocol.md, and `decode`, which decodes any message.
 
 A message is one frame that contains a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are
-`[header, map]`. They are read by field name and validated here. Unknown keys are ignored, and every number, text and
-list has a limit. Messages of the request path are a list of small fields and bodies of opaque bytes, which a
-coordinator forwards without parsing. They are named tuples, because creating a frozen dataclass takes three times as
-long.
+`[header, map]`. They are validated here. Unknown keys are ignored, and every number, text and list has a limit.
+Messages of the request path are lists of small fields and of bodies, which are opaque bytes that a coordinator forwards
+without parsing. These messages are named tuples, because creating a frozen dataclass takes three times as long.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
 
 
 class _Map(BaseModel):
-    """A map of named fields. Unknown keys are ignored, because a newer peer may add some."""
+    """A map of named fields. Unknown keys are ignored, because a newer peer can send additional keys."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
@@ -97,7 +96,7 @@ class ControlMessage(_Map):
 
 
 class AnswerFormats(_Map):
-    """The formats of answers that an OpenAI server parses, by the names of protocol/answer_formats.py."""
+    """The names of the answer formats that an OpenAI server parses. protocol/answer_formats.py lists all names."""
 
     tool_calls: Label = ""
     """Format of tool calls. Empty if it is unknown, or if tools are not offered, so that calls that the model makes on
@@ -121,9 +120,9 @@ class KVPort(_Map):
 
 
 class Hello(ControlMessage):
-    """HELLO, which registers a peer, or reports that an engine has loaded its weights (`serving`).
+    """HELLO, which registers a peer. An engine also sends HELLO when it has loaded its weights (`serving`).
 
-    The answer is HELLO_ACK.
+    The coordinator answers with HELLO_ACK.
     """
 
     header = Header.HELLO
@@ -197,7 +196,7 @@ class Hello(ControlMessage):
 class HelloAck(ControlMessage):
     """HELLO_ACK, the coordinator's answer to HELLO.
 
-    It has the state and epoch that an engine enters before it serves.
+    The message has the state and the epoch that an engine must enter before it serves.
     """
 
     header = Header.HELLO_ACK
@@ -283,8 +282,8 @@ class Control(ControlMessage):
     """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, SET_ADAPTERS, DRAIN,
     START_CUDA_PROFILER or STOP_CUDA_PROFILER.
 
-    An operation id takes effect once. If a control message is sent again, it joins the operation in progress, or gets
-    the earlier answer.
+    An operation id takes effect once. If a control message with the same id arrives again, its sender gets the answer
+    of the first operation, after this operation has ended.
     """
 
     operation_id: OperationId | None = None
@@ -354,9 +353,9 @@ class ControlAck(ControlMessage):
 
 
 class ControlCommit(ControlMessage):
-    """CONTROL_COMMIT, from coordinator to engines. Every engine has acknowledged, so the engines enter `state`.
+    """CONTROL_COMMIT, from coordinator to engines. Every engine has acknowledged, so each engine enters `state`.
 
-    With `discard`, the message reports instead that an engine has failed.
+    With `discard`, an engine has failed, and the other engines discard the operation.
     """
 
     header = Header.CONTROL_COMMIT
@@ -420,7 +419,7 @@ class AdapterStatus(_Map):
 
 
 class KeyReport(_Map):
-    """The public keys in use, in Z85. They show the state of a key rotation."""
+    """The public keys in use, in Z85. They show how far a key rotation has progressed."""
 
     server: Key
     """The coordinator's own public key, which it has used since its start."""
@@ -431,7 +430,7 @@ class KeyReport(_Map):
 
 
 class FailedRequest(_Map):
-    """A request that the coordinator failed because engines crashed while they ran it."""
+    """A request that the coordinator failed because engines crashed while they ran the request."""
 
     uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
     """The uid of the request, in hexadecimal digits."""
@@ -442,7 +441,7 @@ class FailedRequest(_Map):
 
 
 class Operation(_Map):
-    """A record of one control operation at the coordinator."""
+    """The coordinator's record of one control operation."""
 
     operation_id: OperationId
     signal: Header
@@ -484,7 +483,7 @@ class StatusReply(ControlMessage):
 
 
 class Error(ControlMessage):
-    """ERROR, which rejects a message. An ERROR with a `uid` is the final answer to that request."""
+    """ERROR, which rejects a message. An ERROR with a `uid` is the final answer to the request with this uid."""
 
     header = Header.ERROR
     code: ErrorCode
@@ -499,7 +498,10 @@ class Error(ControlMessage):
 
 
 class PairState(ControlMessage):
-    """The state that the two coordinators of a pair exchange, as a heartbeat and after each change."""
+    """PAIR_STATE, the state of one coordinator of a pair.
+
+    The message is sent to the other coordinator as a heartbeat and after each change.
+    """
 
     header = Header.PAIR_STATE
     incarnation: U64
@@ -510,9 +512,10 @@ class PairState(ControlMessage):
 
 
 class Reserve(ControlMessage):
-    """RESERVE, which counts requests and tokens of a tenant against its limits. All of them are counted, or none.
+    """RESERVE, which counts requests and tokens of a tenant against its limits. The reservation is counted as a whole
+    or rejected as a whole.
 
-    The answer is QUOTA. With zero requests and tokens, the message only queries the remaining amounts.
+    The coordinator answers with QUOTA. With zero requests and tokens, the message only queries the remaining amounts.
     """
 
     header = Header.RESERVE
@@ -531,7 +534,7 @@ class Reserve(ControlMessage):
 class Quota(ControlMessage):
     """QUOTA, the answer to RESERVE.
 
-    It has the remaining amount of each limit, and the seconds until each limit is fully available again.
+    The message has the remaining amount of each limit, and the seconds until each limit is fully available again.
     """
 
     header = Header.QUOTA
@@ -548,9 +551,9 @@ class Quota(ControlMessage):
 
 
 class Charge(ControlMessage):
-    """CHARGE, which counts tokens of a tenant, even beyond its limit, or returns tokens of a reservation.
+    """CHARGE, which counts tokens of a tenant, even beyond its limit, or returns unused tokens of a reservation.
 
-    There is no answer.
+    The coordinator does not answer.
     """
 
     header = Header.CHARGE
@@ -570,9 +573,10 @@ ORDERLY_GOODBYES = frozenset({ENGINE_LEAVES, ENGINE_STOPPED, "it left"})
 
 
 class Disconnect(ControlMessage):
-    """DISCONNECT, which reports that the peer leaves.
+    """DISCONNECT, which reports that the sender leaves.
 
-    Its requests are immediately dispatched to other engines, or aborted.
+    The coordinator immediately dispatches the requests of a leaving engine to other engines, and aborts the requests of
+    a leaving client.
     """
 
     header = Header.DISCONNECT
@@ -590,7 +594,7 @@ class Submit(NamedTuple):
 
     generated: tokens that the client already has, if it submits the request again.
     epochs:    epochs of the weights that sampled the tokens in `generated`.
-    handoff:   token of an earlier answer, whose blocks the request may use.
+    handoff:   token from an earlier answer; it lets the request use the KV blocks of that answer's prompt.
     """
 
     uid: bytes
@@ -611,9 +615,9 @@ class Submit(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH, from coordinator to engine. The bodies come from SUBMIT.
+    """DISPATCH, from coordinator to engine. The bodies are those that the client sent in SUBMIT.
 
-    `generated` may be longer than in SUBMIT, and `media` has all data. `epochs` covers all tokens in `generated`. If
+    `generated` can be longer than in SUBMIT, and `media` has all data. `epochs` covers all tokens in `generated`. If
     the receiver is a translator, the prompt can also be PackedTokens.
     """
 
@@ -636,7 +640,7 @@ class Dispatch(NamedTuple):
 class Prefill(NamedTuple):
     """PREFILL, from coordinator to engine.
 
-    It is a DISPATCH for which the engine computes only the prompt's complete blocks.
+    The message has the fields of a DISPATCH. The engine computes only the prompt's complete blocks.
     """
 
     dispatch: Dispatch
@@ -672,9 +676,9 @@ DIGEST_BYTES = 32
 
 
 class Partial(NamedTuple):
-    """PARTIAL, the new tokens of one engine step for one client.
+    """PARTIAL, which has the new tokens of one engine step for all requests of one client.
 
-    The coordinator forwards it to the client unchanged.
+    The coordinator forwards the message to the client unchanged.
     """
 
     route: int
@@ -693,7 +697,10 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """FINAL, the result of a request, with all generated tokens and the reply map. It is forwarded unchanged."""
+    """FINAL, the result of a request, with all generated tokens and the reply map.
+
+    The coordinator forwards both unchanged.
+    """
 
     dispatch_id: int
     uid: bytes
@@ -715,9 +722,9 @@ class Exported(NamedTuple):
     The engine keeps the blocks until RELEASE or its deadline.
 
     digests: digests of the kept blocks, 32 bytes each, in the order of the prompt; empty if the engine could not
-        compute
-             or keep any block.
-    weights: the weights and the epoch that computed the blocks. Engines import only blocks of their own weights.
+             compute or keep any block.
+    weights: text that identifies the weights and the epoch that computed the blocks. Engines import only blocks that
+             their own weights computed.
     """
 
     dispatch_id: int
@@ -729,12 +736,12 @@ class Exported(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """TRANSFER, from coordinator to both engines. One engine imports blocks of the other.
+    """TRANSFER, from coordinator to the exporting and to the importing engine.
 
     export_id:   dispatch id of the PREFILL.
     dispatch_id: dispatch id of the import.
-    ticket:      opens the blocks once, within `seconds`.
-    key:         public key of the other engine, Z85; empty without keys.
+    ticket:      gives access to the blocks once, within `seconds`.
+    key:         public key of the other engine, Z85; empty if connections are not encrypted.
     address:     address of the exporting engine's KV port; empty in the message to the exporting engine.
     """
 
@@ -754,9 +761,10 @@ class Transfer(NamedTuple):
 class Imported(NamedTuple):
     """IMPORTED, from engine to coordinator, after an import has ended.
 
-    ok:       the engine pins the blocks for the next request that begins with them, until RELEASE or its deadline.
-    has_room: False if too few blocks are free. The engine has then requested no block.
-    seconds:  time in which the bytes were received.
+    ok:       whether the import succeeded. The engine then pins the blocks for the next request that begins with them,
+              until RELEASE or its deadline.
+    has_room: False if too few blocks were free, so that the engine requested no block.
+    seconds:  time in which the blocks were received.
     """
 
     dispatch_id: int
@@ -771,9 +779,10 @@ class Imported(NamedTuple):
 
 
 class ReleaseBlocks(NamedTuple):
-    """RELEASE. From the coordinator it tells an engine to drop the blocks of an export or an import.
+    """RELEASE, which drops kept KV blocks. The receiver ignores an unknown id.
 
-    From a client it tells the coordinator to drop the blocks of a handoff. An unknown id is ignored.
+    From coordinator to engine, it drops the blocks of an export or an import. From client to coordinator, it drops the
+    blocks of a handoff.
     """
 
     dispatch_id: int
@@ -786,7 +795,7 @@ class ReleaseBlocks(NamedTuple):
 class Abort:
     """ABORT_REQUEST.
 
-    `id` is the uid from a client, the dispatch id to an engine, or the integer id of a plain client.
+    id: uid of the request, from a client; dispatch id, to an engine; or integer id of a request of a plain client.
     """
 
     id: bytes | int
@@ -797,11 +806,11 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class CachedBlocks:
-    """CACHED_BLOCKS, from engine to coordinator. It has the changes of the engine's prefix cache.
+    """CACHED_BLOCKS, from engine to coordinator, which reports the changes of the engine's prefix cache.
 
     evicted: hashes of removed blocks, little-endian int64.
     stored:  hashes of added blocks, in the order of the prompt, little-endian int64.
-    cleared: all earlier blocks were removed, because of new weights or released memory.
+    cleared: whether all earlier blocks were removed, because weights changed or memory was released.
     """
 
     evicted: bytes = b""
@@ -865,7 +874,10 @@ def _decode_prefill(items: list[Any]) -> Prefill:
 
 
 def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
-    """Return the optional media of a request. The tokens of its items are within the prompt."""
+    """Return the media of a request, or None if the message has no media.
+
+    Raises MalformedMessageError if the tokens of an item are not within the prompt.
+    """
     if not rest or rest[0] is None:
         return None
     media = Media.from_list(rest[0])
@@ -880,7 +892,7 @@ def _media(rest: list[Any], meta: RequestMeta, prompt: bytes) -> Media | None:
 def _epochs(rest: list[Any]) -> TokenEpochs:
     """Return the epochs of tokens, which are the optional last element of a message.
 
-    The result is empty if it is absent.
+    Returns an empty sequence if the message does not have this element.
     """
     return epochs_from_bytes(rest[0]) if rest else ()
 
@@ -969,7 +981,7 @@ def _decode_cached(items: list[Any]) -> CachedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A message of the Megatron protocol as a list. `[]` is the empty frame that registers a plain engine."""
+    """A message of the Megatron protocol as a list. `[]` is the empty frame with which a plain engine registers."""
 
     items: list[Any]
 
@@ -990,7 +1002,7 @@ def frames_of(message: Outgoing) -> Frames:
 def size_of(message: Outgoing) -> int:
     """Return the size of a message in bytes.
 
-    Returns 0 if the message cannot be encoded; its translator then answers with an error.
+    Returns 0 if the message cannot be encoded. Its translator then answers with an error.
     """
     try:
         return sum(map(len, frames_of(message)))

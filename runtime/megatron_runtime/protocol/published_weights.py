@@ -1,9 +1,10 @@
-"""Weights that a trainer publishes: the reference that names them, their manifest, and the messages of a session.
+"""Weights that a trainer publishes: the reference that names the weights, their manifest, and the messages of a
+session.
 
-A rank of an engine connects with CURVE, to the trainer or to the same rank of another engine, and opens a session for a
-reference. The answer contains the manifest and a token. With the token, the rank receives the tensors in blocks, over a
-second connection to the same port, without keys. Because this connection has no keys, the manifest has the SHA-256 of
-each block, and the reference has the SHA-256 of the trainer's manifest.
+Each rank of an engine connects with CURVE, to the trainer or to the same rank of another engine, and opens a session
+for a reference. The answer contains the manifest and a token. With the token, the rank receives the tensors in blocks,
+over a second connection to the same port, without encryption. The rank therefore verifies each block by its SHA-256 in
+the manifest, and the trainer's manifest by its SHA-256 in the reference.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """No engine or trainer could be reached that holds these weights and sends the right bytes.
+    """No reachable engine or trainer holds these weights and sends bytes that match their digests.
 
     The message names the remedy.
     """
@@ -63,7 +64,7 @@ class PublishedSource:
 
     @classmethod
     def parse(cls, source: str) -> PublishedSource:
-        """Return the parts of a reference. Raises ValueError if it is malformed."""
+        """Return the PublishedSource that a reference describes. Raises ValueError if the reference is malformed."""
         reference, _, copies = source.partition(_COPIES)
         match = _SOURCE.fullmatch(reference)
         if match is None:
@@ -84,13 +85,13 @@ class PublishedSource:
 
 
 def with_copies(source: str, copies: Sequence[str]) -> str:
-    """Return a reference extended by the addresses in PublishedSource.copies."""
+    """Return the reference `source` extended by `copies`, the addresses in PublishedSource.copies."""
     return f"{source}{_COPIES}{','.join(copies)}" if copies else source
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """One tensor. A tensor from a trainer is a whole tensor, with the name and layout of transformers.
+    """The manifest entry of one tensor. A trainer publishes whole tensors, with the names and layout of transformers.
 
     dtype:   one of STORED_TYPES.
     digests: SHA-256 of all blocks, joined in order.
@@ -105,7 +106,7 @@ class PublishedTensor:
     def block_rows(self) -> int:
         """Number of rows of each block except the last.
 
-        It is a multiple of eight, with about a million values per block.
+        The number is a multiple of eight. A block has about a million values.
         """
         return max(8, _BLOCK_VALUES // prod(self.shape[1:]) // 8 * 8)
 
@@ -114,7 +115,7 @@ class PublishedTensor:
         return -(-self.shape[0] // self.block_rows)
 
     def rows(self, block: int) -> slice:
-        """Return the range of rows of a block, as a slice."""
+        """Return the rows of the tensor that belong to the block with index `block`."""
         first = block * self.block_rows
         return slice(first, min(first + self.block_rows, self.shape[0]))
 
@@ -124,7 +125,7 @@ class PublishedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """The tensors of one update."""
+    """The manifest of one weight update, which describes its tensors."""
 
     epoch: int
     tensors: tuple[PublishedTensor, ...]
@@ -166,11 +167,12 @@ def digest_of(manifest: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """Request of an engine's rank to a trainer or to another engine's rank, to open the session of a reference.
+    """A message from an engine's rank to a trainer or to another engine's rank, which opens the session of a reference.
 
-    session:     the session to open; empty in a question for the newest session.
-    is_question: only ask whether the other side holds its tensors.
-    part:        the part of the model that the rank holds, as it stores it; empty for whole tensors from a trainer.
+    session:     the session to open; empty in a query for the newest session.
+    is_question: only query whether the other side holds the tensors of the session.
+    part:        text that describes which part of the model the rank stores, and how; empty for the whole tensors of a
+                 trainer.
     """
 
     session: str
@@ -192,10 +194,10 @@ class OpenSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionOpened:
-    """Answer to OpenSession. It describes how to receive the tensors, or why they are not available.
+    """The answer to OpenSession. It describes how to receive the tensors, or why they are not available.
 
-    token:  hexadecimal digits of the first TOKEN_BYTES of the second connection; usable once.
-    digest: from an engine, the digest of its weights as it reports them. For a question, the newest session.
+    token:  hexadecimal digits of the TOKEN_BYTES that the second connection sends first; usable once.
+    digest: from an engine, its weights digest. In the answer to a query, the newest session.
     """
 
     error: str = ""

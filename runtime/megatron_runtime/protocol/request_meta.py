@@ -48,7 +48,7 @@ class RequestMeta(NamedTuple):
     """
 
     def items(self) -> tuple[Any, ...]:
-        """The elements to send. Trailing optional elements that are empty are omitted."""
+        """Return the elements to send. Empty optional elements at the end are omitted."""
         count = len(self)
         while count > _REQUIRED and not self[count - 1]:
             count -= 1
@@ -56,9 +56,10 @@ class RequestMeta(NamedTuple):
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """Return the fields that a list of elements encodes. The last nine elements may be absent.
+        """Return the RequestMeta that a list of elements encodes.
 
-        Peers of earlier releases do not send them. Raises MalformedMessageError.
+        The last nine elements can be absent, because peers of earlier releases do not send them. Raises
+        MalformedMessageError.
         """
         if type(value) is list and len(value) >= 4:
             meta = cls._make((value + _META[len(value) :])[: len(_META)])

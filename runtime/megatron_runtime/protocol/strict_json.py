@@ -1,10 +1,10 @@
-"""JSON without non-finite numbers. RFC 8259 does not allow them, and other parsers than Python's reject such texts.
+"""JSON without non-finite numbers. RFC 8259 does not allow them, and JSON parsers other than Python's reject them.
 
 The functions have the names and options of the standard library's module json, which the linter bans elsewhere:
 
     from megatron_runtime.protocol import strict_json as json
 
-The functions write non-finite numbers as null. Reading a non-finite number is an error. So is reading 1e999, which
+The functions write non-finite numbers as null. Reading a non-finite number is an error, and so is reading 1e999, which
 overflows a float.
 """
 
@@ -19,7 +19,7 @@ def dumps(value: Any, **options: Any) -> str:
     """Return `value` as JSON, with null for numbers that are not finite. options: options of json.dumps().
 
     Raises:
-        ValueError: allow_nan=False is given, and there are such numbers.
+        ValueError: `value` has numbers that are not finite, and `options` has allow_nan=False.
     """
     if "allow_nan" in options:
         return json.dumps(value, **options)
@@ -45,16 +45,16 @@ def raw_decode(text: str, start: int) -> tuple[Any, int]:
 
 
 def loads_python(text: str | bytes | bytearray) -> Any:
-    """Return the value of a text in the form that Python's json writes, with NaN and Infinity.
+    """Return the value of a text that Python's json has written, which can contain NaN and Infinity.
 
-    Use it only for model files, because transformers writes such numbers into config.json. Raises the errors of
-    loads().
+    Use this function only for model files, because transformers writes such numbers into config.json. Raises the errors
+    of loads().
     """
     return json.loads(text)
 
 
 def finite(value: Any) -> Any:
-    """Return `value`, which has only JSON's types, with every non-finite number replaced by None."""
+    """Return a copy of `value` in which every non-finite number is replaced by None. `value` has only JSON's types."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

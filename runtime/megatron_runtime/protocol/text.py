@@ -24,9 +24,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def shown(value: object) -> str:
-    """Return `value` for an error message or a log line.
-
-    The text is short, printable and never longer than the value.
+    """Return `value` as short printable text for an error message or a log line.
 
     Control characters and lone surrogates are escaped, and long text is truncated. Containers are shown only by type
     and length, because a nested value of a few bytes can have a representation of gigabytes.

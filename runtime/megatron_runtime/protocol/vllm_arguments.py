@@ -1,8 +1,8 @@
 """Classifies the engine arguments of vLLM, for the operator and the engine. Imports no module of vLLM.
 
-The names are the fields of vLLM's AsyncEngineArgs in the supported versions. Names of members of nested objects have
-dots. The operator checks classes before it changes a pod. The engine also checks fields and types against the installed
-version.
+The names are the fields of vLLM's AsyncEngineArgs in the supported versions. A field of an object argument is named
+`ARGUMENT.FIELD`. The operator checks the classes before it changes a pod. The engine also checks names and types
+against the installed version of vLLM.
 """
 
 from __future__ import annotations
@@ -262,9 +262,9 @@ an object store, or a path.
 
 
 def _leaves(arguments: Mapping[str, object], parent: str = "") -> Iterator[tuple[str, object, Class | None]]:
-    """Yield the full name, value and class of each argument, and of each member that has its own class.
+    """Yield the full name, value and class of each argument. An object argument yields its fields instead of itself.
 
-    The class is None if the argument is unknown.
+    The class is None if the argument or field is unknown. A field is named `ARGUMENT.FIELD`.
     """
     required = _REQUIRED.get(parent)
     if required is not None and required not in arguments:
@@ -288,14 +288,19 @@ def _loads_code(value: object, classified: Class | None) -> bool:
 
 
 def code_arguments(arguments: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the arguments and members that can load code, with their values."""
+    """Return the vLLM arguments that can load code, with their values.
+
+    A field of an object argument is named `ARGUMENT.FIELD`.
+    """
     return {name: value for name, value, classified in _leaves(arguments) if _loads_code(value, classified)}
 
 
 def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | None:
     """Return the reason to reject the first invalid argument, with its name and the remedy.
 
-    Returns None if all are allowed.
+    Returns None if all arguments are allowed.
+
+    allow_code: whether arguments that can load code are allowed.
     """
     for name, value, classified in _leaves(arguments):
         if _loads_code(value, classified):
@@ -311,7 +316,7 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
     """Return whether speculative_config.model names a model.
 
-    With a method that can load code, the field may name something else.
+    Returns False if speculative_config has a field that can load code, because its `model` can then be something else.
     """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:
@@ -354,7 +359,7 @@ def _problem(name: str, value: object, classified: Class) -> str | None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield all strings in a value, including the names of members."""
+    """Yield all strings in a value, including the keys of maps."""
     if isinstance(value, str):
         yield value
     entries: Sequence[object] = ()

@@ -1,1 +1,1 @@
-"""Connections between peers: the connection of a registered peer, the coordinator's router, and CURVE keys."""
+"""Connections between peers: the link of a registered peer, ZMTP sockets, and CURVE keys."""

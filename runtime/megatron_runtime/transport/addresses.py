@@ -22,8 +22,9 @@ class CoordinatorAddresses:
     """The addresses of one coordinator or of a pair. `current` is the address in use, or the next address to try.
 
     addresses: `tcp://HOST:PORT` or `ipc://PATH` of each coordinator, in the order in which they are tried.
-    learns:    whether the current coordinator may report the host of the other coordinator of its pair. Both use the
-               same port. If False, only `addresses` are used.
+    learns:    whether learn() adds the address of the other coordinator of a pair, which the current coordinator
+               reports.
+               Both coordinators use the same port. If False, only `addresses` are used.
     """
 
     def __init__(self, *addresses: str, learns: bool = True) -> None:
@@ -40,7 +41,7 @@ class CoordinatorAddresses:
         self.current = self._all[(self._all.index(self.current) + 1) % len(self._all)]
 
     def learn(self, other: str | None) -> None:
-        """Record the host of the other coordinator, which the current coordinator reports.
+        """Record the host of the other coordinator of a pair, which the current coordinator reports.
 
         other: host of the other coordinator; None if there is none.
         """

@@ -22,7 +22,7 @@ class ControlRejectedError(Exception):
     code:  ErrorCode; ILLEGAL_SIGNAL, IN_PROGRESS, STALE_FENCE, ENGINES_MISSING, DEADLINE, ENGINE_FAILED …
     state: state of the coordinator, as text; empty if the answer does not contain it.
     fence: with STALE_FENCE, the highest fence that the coordinator has received.
-    ack:   the whole answer, with the result of each engine; None for an ERROR.
+    ack:   the CONTROL_ACK, with the result of each engine; None if the coordinator answered with ERROR.
     """
 
     def __init__(self, code: int, message: str, ack: ControlAck | None = None) -> None:
@@ -37,7 +37,7 @@ class ControlRejectedError(Exception):
 class ControlCalls:
     """The unanswered calls of one connection.
 
-    They are sent again after each new registration. Operation ids prevent a second execution.
+    After each new registration, the calls are sent again. Their operation ids prevent a second execution.
     """
 
     def __init__(self, send: Callable[[Frames], bool], *, address: str) -> None:
@@ -80,7 +80,7 @@ class ControlCalls:
             self._send(Status().to_frames())
 
     def handle(self, message: Message) -> bool:
-        """Handle `message` if it answers a call. Return whether it answers a call."""
+        """Pass `message` to the call that it answers. Return whether `message` answers a call."""
         match message:
             case ControlAck(operation_id=operation_id):
                 _, future = self._operations.get(operation_id, (None, None))
@@ -125,7 +125,7 @@ def _settle(future: asyncio.Future[ControlAck], ack: ControlAck) -> None:
 
 
 def _future(seconds: float, message: str) -> asyncio.Future[Any]:
-    """Return a future that raises CoordinatorUnreachableError after `seconds`. The caller may ignore it."""
+    """Return a future that raises CoordinatorUnreachableError after `seconds`. The caller may ignore the future."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 

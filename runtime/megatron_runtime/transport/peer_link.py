@@ -1,7 +1,7 @@
 """The connection of one peer to a coordinator, with registration, heartbeats, loss detection and reconnection.
 
-Two coordinators may form a pair. The peer is registered with one coordinator at a time. It tries the other one if its
-coordinator is silent or reports that it is a standby.
+Two coordinators may form a pair. The peer is registered with only one coordinator at a time. It tries the other
+coordinator if its current coordinator is silent or reports that it is a standby.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ class CoordinatorUnreachableError(TimeoutError):
 
 
 class HandshakeRejectedError(AssertionError):
-    """The coordinator rejected HELLO, because the port is for another role or no protocol version is shared."""
+    """The coordinator rejected HELLO, because the port is for another role, or because the peers share no protocol
+    version.
+    """
 
 
 SEND_BUFFER_BYTES = 1 << 30
@@ -89,11 +91,12 @@ open_dealer: OpenSocket = partial(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkTiming:
-    """Times in seconds.
+    """Intervals and timeouts of a PeerLink, in seconds.
 
     tick:      interval of heartbeats, and of HELLO until the registration; None uses the interval in HELLO_ACK.
-    silence:   time without any message after which a new socket is opened.
-    other_key: the same timeout before the registration, if another key or address can be tried; None uses `silence`.
+    silence:   time without any message after which the link opens a new socket.
+    other_key: timeout that replaces `silence` before the registration, if another key or address can be tried; None
+               uses `silence`.
     """
 
     tick: float | None = None
@@ -102,7 +105,7 @@ class LinkTiming:
 
 
 async def unreachable_cause(address: str) -> str:
-    """Try to connect to an address of a Dealer, and return the reason why no coordinator answers there."""
+    """Try to connect to the address of a coordinator, and return the reason why no coordinator answers there."""
     try:
         target = parse_address(address)
         async with asyncio.timeout(PROBE_SECONDS):
@@ -126,15 +129,16 @@ def _log_malformed(error: MalformedMessageError) -> None:
 class PeerLink:
     """A link that keeps one DEALER registered with a coordinator.
 
-    It reconnects after a lost connection or a restart.
+    It reconnects after a lost connection or a restart of the coordinator.
 
     addresses:    addresses of the coordinator, or of both coordinators of a pair.
     keys:         keys in use, which are read again when their files change; None means no encryption.
     hello:        returns the HELLO to send now. Its argument is the incarnation of the link.
     on_ack:       called with each HELLO_ACK and a flag that is set if the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
-    heartbeat:    returns the HEARTBEAT to send now, for an incarnation; None if the peer sends no heartbeats.
-    on_lost:      called with the reason when a registration ends other than by close().
+    heartbeat:    returns the HEARTBEAT to send now. Its argument is the incarnation of the link. None if the peer sends
+                  no heartbeats.
+    on_lost:      called with the reason when a registration ends for a reason other than close().
     on_malformed: called with the error of each message that cannot be decoded; by default the error is logged.
     open_socket:  opens a new DEALER for each attempt to register.
     """
@@ -174,16 +178,16 @@ class PeerLink:
 
     @property
     def address(self) -> str:
-        """The address in use, or the next address to try."""
+        """The coordinator's address that is in use, or the next address to try."""
         return self.addresses.current
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the connection to the coordinator, or None if no Dealer is connected."""
+        """This machine's address on the connection to the coordinator, or None if there is no connection."""
         return self._socket.local_host if isinstance(self._socket, Dealer) else None
 
     def open(self) -> None:
-        """Connect in the background, on the running event loop."""
+        """Start to connect, in the background on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._acknowledged = self._loop.create_future()
         self._open()
@@ -211,7 +215,7 @@ class PeerLink:
             raise
 
     def close(self, reason: str = "", *, linger_ms: int = GOODBYE_LINGER_MS) -> None:
-        """Send DISCONNECT and close the socket. This method is idempotent.
+        """Send DISCONNECT with `reason` and close the socket. This method is idempotent.
 
         linger_ms: maximum time for sending DISCONNECT, in milliseconds.
         """
@@ -232,8 +236,8 @@ class PeerLink:
     def send(self, frames: Frames) -> bool:
         """Send a message. Before the registration, the message is dropped.
 
-        Return False, without sending it, if the message is larger than the coordinator accepts or if the socket's
-        buffer is full.
+        Return False, without sending the message, if the message is larger than the coordinator accepts or if the
+        socket's buffer is full.
         """
         size = sum(map(len, frames))
         if size > self.max_message_bytes:
@@ -244,18 +248,21 @@ class PeerLink:
         return True
 
     def beat(self) -> None:
-        """Send a HEARTBEAT now, because its content has changed."""
+        """Send a HEARTBEAT immediately. Call this method when the content of the HEARTBEAT has changed."""
         if self.heartbeat is not None:
             self.send(self.heartbeat(self._incarnation).to_frames())
 
     def say_hello(self) -> None:
-        """Send HELLO, to register or to report that its content has changed."""
+        """Send HELLO, to register or to report that the content of HELLO has changed."""
         if self._socket is not None:
             hello = self.hello(self._incarnation)
             self._socket.send((hello.model_copy(update={"term": self._term}) if self._term else hello).to_frames())
 
     def reopen(self, reason: str, *, after_seconds: float = 0.0) -> None:
-        """Close the socket, and open a new one after `after_seconds`, or after an earlier delay if that ends later."""
+        """Close the socket, and open a new socket after `after_seconds`.
+
+        If an earlier call has set a delay that ends later, the link waits for the end of that delay.
+        """
         self._muted_until = max(self._muted_until, self._now() + after_seconds)
         self._hang_up(reason)
         self._open()
@@ -263,7 +270,7 @@ class PeerLink:
     def move(self, reason: str) -> None:
         """Open a new socket to the other coordinator of a pair.
 
-        Without another one, open it to the same coordinator.
+        If no other coordinator is known, open the socket to the same coordinator.
         """
         self._hang_up(reason)
         self.addresses.move_on()
@@ -276,7 +283,7 @@ class PeerLink:
         self._lose(reason)
 
     def _redirected(self, reason: str) -> None:
-        """Handle the answer of a standby coordinator. The other coordinator is tried after REDIRECT_SECONDS."""
+        """Handle the answer of a standby coordinator: try the other coordinator after REDIRECT_SECONDS."""
         assert self._loop is not None
         self._hang_up(reason)
         self.addresses.move_on()
@@ -302,7 +309,7 @@ class PeerLink:
     def _next_keys(self) -> PeerKeys | None:
         """Return the keys for the next attempt to connect.
 
-        The last attempt may have failed because the keys changed.
+        The files are read again, because the last attempt may have failed because the keys changed.
         """
         tries = self._tries
         self._tries += 1
@@ -356,8 +363,8 @@ class PeerLink:
     def _own_key_changed(self) -> bool:
         """Return whether the key file has a new key.
 
-        The link switches to the new key while the coordinator still accepts the old key, so the switch interrupts
-        nothing.
+        The link then switches to the new key while the coordinator still accepts the old key, so that the switch does
+        not interrupt the connection's service.
         """
         if self.keys is None:
             return False

@@ -1,9 +1,10 @@
 """CURVE keys and their roles. Each port is for one role, and a peer must hold a key of this role.
 
-A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`. ROLE is `server` (the coordinator),
-`engine`, `client` or `admin`. `trainer.pub` and `trainer.key` are optional and belong to a trainer, which publishes
-weights and sends some of the verbs to the admin port. During a rotation a file has two keys, one on each line. A port
-accepts both keys. A peer alternates between the server's keys. A process uses the first line of its own key files.
+A key directory has Z85 text files: `ROLE.pub` for each role, and `ROLE.key` for the role that this process holds. ROLE
+is `server` (the coordinator), `engine`, `client` or `admin`. `trainer.pub` and `trainer.key` are optional. They belong
+to a trainer, which publishes weights and may send some of the verbs to the admin port. During a rotation a file has two
+keys, one on each line. A port accepts both keys. A peer alternates between the two public keys of the server. A process
+uses the first line of its own key files.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class PeerKeys:
-    """The keys of a client, engine or admin: its own pair, and the public keys of the coordinator.
+    """The keys of a client, engine or admin: its own key pair, and the public keys of the coordinator.
 
     source: directory, and file names of both sides, from which refreshed() reads the keys again; None for keys without
             files.
@@ -93,14 +94,17 @@ class PeerKeys:
         return cls(own, first, tuple(others), (directory, name, server))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Return a value that changes when the file of this side's key pair changes, or None without a file."""
+        """Return a value that changes when the file of this side's key pair changes.
+
+        Returns None for keys without files.
+        """
         if self.source is None:
             return None
         directory, name, _ = self.source
         return _stamp(directory / f"{name}.key")
 
     def refreshed(self) -> PeerKeys:
-        """Return the keys that the files have now. If the files cannot be read, return this object."""
+        """Return the keys that the files now contain. If the files cannot be read, return this object."""
         if self.source is None:
             return self
         try:
@@ -117,12 +121,12 @@ class PeerKeys:
 
 
 class Gatekeeper:
-    """The coordinator's own key pair and, for each role, the public keys that open its port.
+    """The coordinator's own key pair and, for each role, the public keys of peers that may connect to the role's port.
 
     own:     the key pair, which stays the same until the process ends.
-    allowed: public keys by role, read again by changed(). Existing connections are not checked again.
-    servers: the public keys of coordinators, including this one; read again by changed().
-    trainers: the public keys of trainers, which open the admin port for some messages; read again by changed().
+    allowed: public keys by role. changed() reads them again, but does not check existing connections again.
+    servers: the public keys of coordinators, including this one. changed() reads them again.
+    trainers: the public keys of trainers, which may send some messages to the admin port. changed() reads them again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -137,7 +141,7 @@ class Gatekeeper:
         return key in self.allowed[role]
 
     def changed(self) -> bool:
-        """Read changed key files again, and return whether `allowed` changed. Unreadable files are ignored."""
+        """Read changed key files again, and return whether `allowed` changed. Files that cannot be read are ignored."""
         stamps = [_stamp(file) for file in self._files]
         if stamps == self._stamps:
             return False
@@ -162,12 +166,12 @@ class Gatekeeper:
 
 
 def public_keys(directory: Path, role: Role) -> frozenset[bytes]:
-    """Return the public keys of a role that a directory has now. Raises KeyFileError."""
+    """Return the public keys of a role that the files in `directory` now contain. Raises KeyFileError."""
     return frozenset(_read_keys(directory / f"{_file_name(role)}.pub"))
 
 
 def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:
-    """Generate key pairs as `{file name: Z85 text}`."""
+    """Return new key pairs of the roles, as `{file name: Z85 text}`."""
     files = {}
     for role in roles:
         pair = KeyPair.generate()

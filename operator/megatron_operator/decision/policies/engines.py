@@ -23,7 +23,7 @@ def delete_pods(engine: EngineView, reason: str) -> DeletePods:
 
 
 def _count(engines: Engines, engine: EngineView) -> str:
-    """Return the field of the spec that gives the number of engines of this role, and its value."""
+    """Return the field of the spec that sets the number of engines of this engine's role, with its value."""
     spec = engines.ctx.spec
     return f"{spec.count_field(engine.role)} = {spec.engines_of(engine.role)}"
 
@@ -33,9 +33,9 @@ def undrain(
 ) -> Verdict | None:
     """Return a drained engine to service if the change for which it was drained will not take place now.
 
-    The change was reverted or paused, or was replaced by a change whose check failed. A drained engine gets requests
-    again only after a new registration. The coordinator reports a process for some time after its pod has ended. The
-    process of a new pod is not drained.
+    The change may have been reverted or paused, or a later change replaced it whose check failed. A drained engine gets
+    requests again only after a new registration, so its pods are replaced. The coordinator reports a process for some
+    time after its pod has ended. The process of a new pod is not drained.
     """
     if not observed.running or rollout.all_draining or world.coordinator.drained_all:
         return None
@@ -60,7 +60,7 @@ def undrain(
 def scale_down(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout
 ) -> Verdict | None:
-    """Remove engines that exceed the number of engines of their role and that no rollout needs.
+    """Remove surplus engines of a role, unless a rollout needs them.
 
     Engines that do not serve are removed immediately. Serving engines are removed one at a time, highest index first,
     after their requests have finished.

@@ -1,4 +1,4 @@
-"""Policies that block all others, and policies for a resource that has reached its state."""
+"""Policies that prevent all other policies from acting, and policies for a resource that has reached its state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
 
 
 def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict | None:
-    """Stop if the coordinator reports a fence that no leader can have sent, because it would reject every signal."""
+    """Stop if the coordinator reports a fence that no leader can have sent, so that it would reject every signal."""
     seen, own = world.rejected_fence, world.fence
     if seen is None or desired.stopped:
         return None

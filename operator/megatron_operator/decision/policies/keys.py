@@ -1,6 +1,7 @@
 """The policy that rotates CURVE keys. It selects the next stage from the Secret and the coordinator's report.
 
-Each stage lasts until it has taken effect, because the kubelet updates a mounted Secret with a delay.
+The next stage begins only when the current stage is in effect in all pods, because the kubelet updates a mounted Secret
+with a delay.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LOOK_SECONDS = 2.0
 def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered, observed: Observed) -> Verdict | None:
     """Rotate the keys in three steps.
 
-    First accept both generations, then switch all components to the new keys, then remove the old keys.
+    First make all components accept both generations, then switch them to the new keys, then remove the old keys.
     """
     view, wanted = world.keys, keys.wanted_generation
     if view is None or wanted is None:
@@ -50,7 +51,7 @@ def rotate_keys_meanwhile(
     observed: Observed,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Rotate the keys during a rollout that is blocked until its check passes or the spec changes."""
+    """Rotate the keys during a rollout that cannot continue until its check passes or the spec changes."""
     wrong = (engine for engine in engines.all if engine.canary is Canary.FAILED and engines.is_drained(engine))
     if check.finding is None and not any(wrong):
         return None
@@ -62,7 +63,7 @@ def _step(generation: int) -> str:
 
 
 def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
-    """Write the Secret of a stage, unless the API server has just rejected it."""
+    """Return the verdict that writes the Secret of a stage. If the API server has just rejected it, only wait."""
     name = ctx.keys_name
     rejection = rendered.just_rejected(ChildRef("Secret", name))
     if rejection is not None:

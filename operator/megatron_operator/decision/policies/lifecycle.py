@@ -42,7 +42,7 @@ SIGNAL_REASON: dict[SignalKind, Reason] = {
 
 
 def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Verdict | None:
-    """Continue the operation in progress: send it, send it again, or wait for its result."""
+    """Continue the operation in progress: send its signal, send the signal again, or wait for the result."""
     operation = desired.operation
     if operation is None or not operation.open or desired.stopped:
         return None
@@ -67,7 +67,7 @@ def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Ve
 def verb_path(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout, blockers: Blockers
 ) -> Verdict | None:
-    """Take the next step towards the desired state, if it is not reached."""
+    """Take the next step towards the desired state, unless this state is reached."""
     if observed.state is ResourceState.STOPPED or desired.stopped:
         return None
     step = f"reaching {desired.state.value}"
@@ -111,9 +111,9 @@ def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
 
 
 def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | None = None, **target: Any) -> Verdict:
-    """Persist the intent of a signal. The pass that finds the intent persisted sends the signal.
+    """Return the verdict that persists the intent of a signal. After this, the next pass sends the signal.
 
-    If the same signal has just failed, the policy first waits.
+    If the same signal has just failed, the verdict only waits.
     """
     last = desired.operation
     same = last is not None and (last.signal, last.engine, last.adapters) == (signal, engine, target.get("adapters"))

@@ -1,7 +1,7 @@
 """Policies that roll out a changed spec to the engines.
 
-`decision.rollout` chooses the next step, and this module turns it into messages and actions. While the resource is
-paused or suspended, only engines that do not serve are changed.
+`decision.rollout` chooses the next step, and this module converts the step to messages and actions. While the resource
+is paused or suspended, only engines that do not serve are changed.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def replace_model(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Drain and replace all engines and servers together if source, dtype or length of the model has changed.
+    """Drain and replace all engines and servers together if source, dtype or maximum length of the model has changed.
 
-    One model never continues the tokens of another model.
+    Engines of different models must not serve together, because one model must not continue another model's tokens.
     """
     old = [engine for engine in engines.old_model if not engine.surplus and _appliable(rendered, engine)]
     server = rendered.server
@@ -129,7 +129,7 @@ def rollout(
 
 @dataclass(frozen=True, kw_only=True)
 class _Carrier:
-    """The executor of one step of a rollout, which chooses its messages and actions."""
+    """The executor of one step of a rollout, which chooses the messages and actions for the step."""
 
     world: World
     desired: Desired
@@ -196,7 +196,7 @@ class _Carrier:
         return waiting(Reason.ROLLING_OUT, self._title, on, actions=deletions, operation=None)
 
     def _surge(self, step: Surge) -> Verdict:
-        """Add an engine that exceeds the number of engines of its role, with the lowest free index."""
+        """Add a surge engine: one above the configured number of engines of its role, at the lowest free index."""
         unvetted = self._vetted(step.name)
         if unvetted is not None:
             return unvetted
@@ -252,7 +252,7 @@ def _server_rejected(rendered: Rendered) -> bool:
 
 
 def _unvetted(world: World, rendered: Rendered, engine: EngineView, *others: Manifest) -> Verdict | None:
-    """Test templates in a dry run before an engine is drained for them. Returns None if no test is due."""
+    """Test the templates in a dry run before the engine is drained for them. Returns None if no test is due."""
     manifest = rendered.engine_manifest(engine.index, role=engine.role)
     templates = [*others, manifest] if manifest is not None and engine.stale else others
     for template in templates:
@@ -270,7 +270,7 @@ def _unchecked(
 ) -> Verdict | None:
     """Check the desired revision before a serving engine is drained for it. Returns None if no check is due.
 
-    reason, step: reason and step of the rollout. An error of the check has its own reason.
+    reason, step: reason and step of the rollout, for the status. An error of the check replaces the reason.
     """
     if not rollout.check_due:
         return None

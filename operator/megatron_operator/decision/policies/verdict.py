@@ -12,14 +12,14 @@ from megatron_operator.resource.conditions import Reason
 
 
 class Recorded(Enum):
-    """The operation that a verdict records if it neither starts nor completes an operation."""
+    """What a verdict records as the operation if it neither starts nor completes an operation."""
 
     UNCHANGED = "unchanged"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The messages and actions of the policy that decided."""
+    """The result of the policy that decided: messages for the status, actions, and the operation to record."""
 
     reason: Reason
     message: str

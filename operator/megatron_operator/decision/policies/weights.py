@@ -1,4 +1,4 @@
-"""Policies that change weights and adapters of engines without a restart. New weights are of the same model."""
+"""Policies that change weights and adapters of engines without a restart. New weights must be of the same model."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def refresh_weights(
 
 
 def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """Replace pods that were created with obsolete weights and have never served."""
+    """Replace pods that were created with weights that are now obsolete, and that have never served."""
     template = ctx.spec.weights_revision
     found = [
         engine
@@ -77,10 +77,10 @@ def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
 def set_adapters(
     world: World, desired: Desired, engines: Engines, observed: Observed, adapters: AdapterView
 ) -> Verdict | None:
-    """Set the list of adapters if the engines' list differs from the spec's, or if an engine lacks an adapter.
+    """Set the list of adapters if the engines' list differs from the spec's list, or if an engine lacks an adapter.
 
     After a failure, the list is set without the adapters that cannot be loaded. The other policies then continue, and
-    the whole list is set again later. While the resource is suspended or stopped, a change waits.
+    the whole list is set again later. While the resource is suspended or stopped, a change of the list waits.
     """
     if REFRESHABLE.get(desired.state) is not observed.state or engines.old_model or adapters.due is None:
         return None

@@ -46,35 +46,42 @@ class Owner(Protocol):
         """Handle a new connection, whose handshake has not begun."""
 
     def admitted(self, connection: Connection, routing_id: bytes) -> PeerId:
-        """Handle the end of the handshake, and return the name of the connection. Raises ViolationError to close it."""
+        """Register a connection that has completed its handshake, and return the connection's name.
+
+        Raises ViolationError if the connection must be closed.
+        """
 
     def received(self, peer: PeerId, frames: Frames) -> None:
-        """Handle a message of a peer."""
+        """Handle a message from a peer."""
 
     def flush_soon(self, connection: Connection) -> None:
-        """Call the connection's flush() in this iteration of the event loop, because it has messages to send."""
+        """Arrange that the connection's flush() is called in this iteration of the event loop.
+
+        The connection has messages to send.
+        """
 
     def has_room(self, connection: Connection) -> None:
         """Handle a connection that accepts messages again.
 
-        Called once after a full buffer, and once for each report_room().
+        The connection calls this method once after its buffer was full, and once for each report_room().
         """
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
         """Handle the end of a connection.
 
-        violation: the peer's violation of the protocol for which this side closed it.
+        violation: the peer's violation of the protocol, if this side closed the connection for this reason; otherwise
+            None.
         """
 
 
 class Connection(asyncio.Protocol):
-    """One TCP or Unix connection, whose messages are decoded and encoded here.
+    """One TCP or Unix connection. It decodes received messages and encodes sent messages.
 
     peer:          name of the connection; the routing id is b"" until the handshake is over.
     heard:         set to True when bytes arrive; the owner resets it.
     ended_by_peer: after the end, whether the peer closed the connection, with a FIN or RST.
 
-    max_message_bytes: size limit of a received message; a larger one closes the connection.
+    max_message_bytes: size limit of a received message; a larger message closes the connection.
     send_buffer_bytes: maximum number of unsent bytes; if there are more, send() returns False.
     """
 
@@ -108,12 +115,12 @@ class Connection(asyncio.Protocol):
 
     @property
     def key(self) -> bytes:
-        """The peer's public key in Z85. b"" without keys."""
+        """The peer's public key in Z85; b"" if the connection is not encrypted."""
         return self._handshake.key
 
     @property
     def local_host(self) -> str:
-        """This machine's address on the connection. The loopback address for a Unix socket."""
+        """This machine's address on the connection. For a Unix socket, it is the loopback address."""
         name = self._transport.get_extra_info("sockname")
         return str(name[0]) if isinstance(name, tuple) else "127.0.0.1"
 
@@ -159,7 +166,7 @@ class Connection(asyncio.Protocol):
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def _read(self, data: bytes) -> None:
-        """Handle the complete frames in `data`, and keep the rest."""
+        """Handle the complete frames in `data`, and keep the remaining bytes for the next call."""
         position, end = 0, len(data)
         if not self._greeted:
             if end < GREETING_BYTES:
@@ -274,8 +281,8 @@ class Connection(asyncio.Protocol):
     def send(self, message: Frames, even_if_full: bool = False) -> bool:
         """Queue a message, which is sent at the end of this iteration of the event loop.
 
-        Return False, without queueing it, if the buffer is full. When the buffer has room again, the owner's has_room()
-        is called.
+        Return False, without queueing the message, if the buffer is full and `even_if_full` is False. When the buffer
+        has room again, the connection calls the owner's has_room().
         """
         if (self._paused or self._out_bytes > self._send_buffer_bytes) and not even_if_full:
             self._reports_room = True
@@ -311,7 +318,7 @@ class Connection(asyncio.Protocol):
         self._send_command(frames.PING)
 
     def flush(self) -> None:
-        """Write all messages of this iteration of the event loop in one system call."""
+        """Write all messages that were queued in this iteration of the event loop, in one system call."""
         out, self._out, self._out_bytes = self._out, [], 0
         if out and not self._transport.is_closing():
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))

@@ -32,7 +32,7 @@ _INNER_MORE, _INNER_COMMAND = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class CurveServer:
-    """The raw key pair of a port. admits: returns whether a peer with this Z85 public key may connect."""
+    """The key pair of a port, as raw bytes. admits: returns whether a peer with this Z85 public key may connect."""
 
     public: bytes
     secret: bytes
@@ -165,7 +165,7 @@ class CurveClientHandshake(Handshake):
 class CurveBox:
     """The encryption and decryption of frames with the keys of one connection.
 
-    Nonces increase, so none is accepted twice.
+    Nonces must increase, so a repeated nonce is rejected.
 
     sent, last_received: last nonces that the handshake used.
     """

@@ -1,7 +1,7 @@
-"""A DEALER on the event loop. It has one connection to a ROUTER, and opens another one when the connection ends.
+"""A DEALER on the event loop. It has one connection to a ROUTER, and opens a new connection when the current one ends.
 
-Its memory is limited in bytes. libzmq limits only the size of a frame and the number of messages, so a message with an
-unlimited number of frames could fill the memory of the process.
+The DEALER limits its memory in bytes. libzmq limits only the size of a frame and the number of messages, so a message
+with an unlimited number of frames could fill the memory of the process.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Dealer:
 
     on_message: called with the frames of each message. Its exceptions are logged and counted.
     on_open:    called after each handshake; from then on send() works.
-    on_lost:    called with the reason when an open connection ends other than by close().
+    on_lost:    called with the reason when an established connection ends for a reason other than close().
     keys:       this side's key pair and the ROUTER's public key; None means no encryption.
     max_message_bytes: size limit of a received message; a larger message closes the connection.
     send_buffer_bytes: maximum number of unsent bytes; if there are more, send() returns False.
@@ -115,21 +115,21 @@ class Dealer:
         self._task: asyncio.Task[None] | None = asyncio.create_task(self._run(), name=f"dealer {self.address}")
 
     def send(self, message: Frames) -> bool:
-        """Send a message on the open connection.
+        """Send a message on the established connection.
 
-        Return False if there is no connection, or if its buffer is full. The message is then dropped.
+        Return False, and drop the message, if there is no connection or if its buffer is full.
         """
         connection = self._connection
         return connection is not None and connection.is_open and connection.send(message)
 
     @property
     def local_host(self) -> str | None:
-        """This machine's address on the connection, or None without an open connection."""
+        """This machine's address on the connection, or None without an established connection."""
         connection = self._connection
         return connection.local_host if connection is not None and connection.is_open else None
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Close the connection after up to `linger_ms` milliseconds, in which queued messages are sent. Idempotent."""
+        """Close the connection. Queued messages are still sent for up to `linger_ms` milliseconds. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

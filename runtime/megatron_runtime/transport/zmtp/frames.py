@@ -31,7 +31,7 @@ def greeting(mechanism: bytes, *, as_server: bool) -> bytes:
 
 
 def check_greeting(data: bytes, mechanism: bytes) -> None:
-    """Raise ViolationError unless the peer speaks version 3 and the same security mechanism."""
+    """Raise ViolationError unless the greeting `data` has version 3 of ZMTP and the security mechanism `mechanism`."""
     if data[0] != 0xFF or not data[9] & 1 or data[10] < 3:
         raise ViolationError("the greeting is not of ZMTP 3")
     if data[12:32] != mechanism.ljust(20, b"\0"):
@@ -46,18 +46,18 @@ def frame(flags: int, body: bytes) -> bytes:
 
 
 def message(frames: Sequence[bytes]) -> bytes:
-    """Return the bytes of a whole unencrypted message."""
+    """Return the bytes of an unencrypted message, with all its frames."""
     last = len(frames) - 1
     return b"".join(frame(MORE if number < last else 0, body) for number, body in enumerate(frames))
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """Return the body of a command's frame."""
+    """Return the body of a frame that contains a command."""
     return b"".join((bytes((len(name),)), name, body))
 
 
 def pong(body: bytes) -> bytes | None:
-    """Return the body of the answer to a PING, or None for another command."""
+    """Return the body of the answer to a PING, or None if `body` is another command."""
     if not body.startswith(_PING_NAME):
         return None
     return command(b"PONG", body[len(_PING_NAME) + _TIME_TO_LIVE_BYTES :])
@@ -72,7 +72,7 @@ def properties(values: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[bytes, bytes]:
-    """Return the properties by lower-case name, because names are case-insensitive. Raises ViolationError."""
+    """Return the properties by name, in lower case because names are case-insensitive. Raises ViolationError."""
     properties = {}
     position = 0
     while position < len(data):

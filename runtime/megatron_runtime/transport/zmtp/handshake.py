@@ -1,7 +1,7 @@
-"""The handshake of a connection, and the mechanism without keys.
+"""The handshake of a connection, and the mechanism NULL, which uses no keys.
 
 A handshake does no I/O. `receive` takes one command of the peer and returns the answer. After the handshake,
-`properties` has the peer's properties, and `box` encrypts and decrypts every frame unless it is None.
+`properties` has the peer's properties, and `box`, unless it is None, encrypts and decrypts every frame.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron_runtime.transport.zmtp.frames import ViolationError
 
 
 class NotAdmittedError(ViolationError):
-    """The peer has no key, or its key does not open this port."""
+    """The peer may not connect to this port, because it has no key or a key that the port does not accept."""
 
 
 class Box(Protocol):
@@ -45,12 +45,12 @@ class Handshake(ABC):
         self._own = own_properties
 
     def begin(self) -> bytes:
-        """Return the first command. b"" if the peer sends the first command."""
+        """Return the first command of this side. Returns b"" if the peer sends the first command."""
         return b""
 
     @abstractmethod
     def receive(self, command: bytes) -> bytes:
-        """Return the answer to the peer's next command. b"" if there is no answer. Raises ViolationError."""
+        """Return the answer to the peer's command. Returns b"" if there is no answer. Raises ViolationError."""
 
 
 class NullHandshake(Handshake):

@@ -35,21 +35,22 @@ class Router:
     """A ROUTER that accepts connections on one port.
 
     The name of a connection consists of the port's `number` and a routing id, which the peer sends or the ROUTER
-    generates. If a connection sends the routing id of an earlier connection, it takes over the name, and the earlier
-    connection is closed. But if the keys of the two connections differ, the later connection is closed.
+    generates. If a connection sends the routing id of an earlier connection and both have the same key, it takes over
+    the name, and the ROUTER closes the earlier connection. If the keys differ, the ROUTER closes the later connection.
 
     connections:  connections that have completed the handshake, by name. Several ports may share this map.
     handshake:    creates the server side of a handshake with these properties.
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
-    on_gone:      called for each connection that ends other than by cut() or close(), with its name and whether the
-                  peer closed it with a FIN or RST, which the operating system also sends when a process exits.
+    on_gone:      called for each connection that ends for a reason other than cut() or close(). Its arguments are the
+                  name and whether the peer closed the connection with a FIN or RST. The operating system also sends
+                  them when a process exits.
     on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
     check_seconds: interval of PING. A connection without a byte in two to three intervals is closed.
     may_be_silent: returns whether a silent connection is kept, because its process has announced that it is busy.
     first:        returns the protocol of each new TCP connection. Its argument is a function that returns a Connection,
                   which can later replace the protocol. None makes each new connection a Connection.
     type, last_endpoint: the same as the attributes of a zmq.Socket.
-    rejected:     number of connections that were closed because their keys do not open the port.
+    rejected:     number of connections that were closed because the port does not accept their keys.
     """
 
     number: int
@@ -126,7 +127,7 @@ class Router:
                 connection.abort()
 
     async def closed(self, *, seconds: float = CLOSING_SECONDS) -> None:
-        """Wait until every connection has ended. Messages that cannot be sent within `seconds` are lost."""
+        """Wait until every connection has ended. After `seconds`, unsent messages are dropped."""
         try:
             await asyncio.wait_for(self._ended.wait(), seconds)
         except TimeoutError:
@@ -150,7 +151,9 @@ class Router:
         )
 
     def _check(self) -> None:
-        """Send PING to each connection. Close the connections that have sent nothing since the last two PINGs."""
+        """Send PING to each connection, and close each connection from which no byte has arrived since the last two
+        PINGs.
+        """
         self._checks = self._loop.call_later(self.check_seconds, self._check)
         silent, self._silent = self._silent, set()
         for connection in [connection for connection in self._all if connection.is_open]:
@@ -165,7 +168,7 @@ class Router:
             connection.ping()
 
     def cut(self, peer: PeerId) -> None:
-        """Close a connection immediately. No further message is received from it or sent to it."""
+        """Close a connection immediately. No further message is received from this peer or sent to it."""
         connection = self.connections.pop(peer, None)
         if connection is not None:
             connection.close()
