@@ -148,23 +148,25 @@ def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(ha
                 continue
             tokens, fastest = len(chain) * BLOCK + rng.randint(0, 3), min(each.prefill_cost for each in pool)
             found = choose.cheapest(
-                open_engines,
+                by_load,
                 {BLOCK: chain},
                 tokens=tokens,
                 min_prefill_cost=fastest,
                 fits=Engine.has_room,
             )
-            costs = {}
+            costs, must_compare = {}, set()
             for place, each in enumerate(open_engines):
                 held = [block for block in chain if choose._blocks.holds(each, block)]
-                if place < MAX_COMPARED or any(len(list(choose._blocks.holders(b))) <= MAX_HOLDERS for b in held):
-                    uncached = tokens - len(held) * BLOCK
-                    costs[each.index] = each.cost_of(uncached), uncached
+                uncached = tokens - len(held) * BLOCK
+                costs[each.index] = each.cost_of(uncached), uncached
+                if place < MAX_COMPARED or any(len(choose._blocks.holders(b)) <= MAX_HOLDERS for b in held):
+                    must_compare.add(each.index)
             cost, uncached = costs[found.index]
+            minimum = min(costs[index] for index in must_compare)
             if has_rates:
-                assert cost == pytest.approx(min(costs.values())[0])
+                assert cost <= minimum[0] * (1 + 1e-9)
             else:
-                assert (cost, uncached) == min(costs.values())
+                assert (cost, uncached) <= minimum
 
 
 def test_a_block_that_many_engines_hold_counts_for_the_least_loaded_engines(engines) -> None:
@@ -189,7 +191,7 @@ def cheapest(choose: EngineRouter, pool: list[Engine], prompt: list[int], *, ses
     hashes = hashes_of(choose, prompt)
     fastest = min(engine.prefill_cost for engine in pool)
     chosen = choose.cheapest(
-        list(by_load),
+        by_load,
         hashes,
         tokens=len(prompt),
         min_prefill_cost=fastest,

@@ -86,11 +86,18 @@ class EnginesByLoad:
 
     def __init__(self, load: Callable[[Engine], float]) -> None:
         self._load = load
+        self.changed: dict[int, Engine] = {}
+        """Engines, by index, whose load may have changed. They are moved when the order is needed."""
         self._loads: dict[int, float] = {}
         self._order: list[tuple[float, int, Engine]] = []
 
+    def __len__(self) -> int:
+        return len(self._order)
+
     def __iter__(self) -> Iterator[Engine]:
         """Yield all engines that are not full, by load. Loads must not change during the iteration."""
+        while self.changed:
+            self.put(self.changed.popitem()[1])
         for load, _, engine in self._order:
             if load == math.inf:
                 return
@@ -105,6 +112,7 @@ class EnginesByLoad:
             bisect.insort(self._order, (load, engine.index, engine))
 
     def remove(self, engine: Engine) -> None:
+        self.changed.pop(engine.index, None)
         load = self._loads.pop(engine.index, None)
         if load is not None:
             del self._order[bisect.bisect_left(self._order, (load, engine.index))]
@@ -124,9 +132,7 @@ class EngineRegistry:
         self._by_name: dict[str, Engine] = {}
         self._by_peer: dict[PeerId, Engine] = {}
         self.at: Callable[[PeerId], Engine | None] = self._by_peer.get
-        self._by_load = EnginesByLoad(load)
-        self._changed: dict[int, Engine] = {}
-        """Engines, by index, whose place in _by_load is out of date. The answers in one message change one engine."""
+        self.by_load = EnginesByLoad(load)
         self.indices = count()
         """Index numbers for future registrations."""
         self.stopped = False
@@ -157,15 +163,12 @@ class EngineRegistry:
 
     def with_room(self) -> Iterator[Engine]:
         """Engines that can accept one more request now, the least loaded first."""
-        changed = self._changed
-        while changed:
-            self._by_load.put(changed.popitem()[1])
-        return filter(Engine.has_room, self._by_load)
+        return filter(Engine.has_room, self.by_load)
 
     def load_changed(self, engine: Engine) -> None:
         """Call after every change of what Engine.cost() reads, or of `engine.max_requests`."""
         if self.is_registered(engine):
-            self._changed[engine.index] = engine
+            self.by_load.changed[engine.index] = engine
 
     def update_costs(self) -> None:
         """Update the costs from the rates in the last heartbeats. An engine that reports no rate, or one within a
@@ -214,11 +217,10 @@ class EngineRegistry:
     def add(self, engine: Engine) -> None:
         self.stopped = False
         self._by_name[engine.name] = self._by_peer[engine.peer] = engine
-        self._by_load.put(engine)
+        self.by_load.put(engine)
 
     def remove(self, engine: Engine) -> None:
-        self._changed.pop(engine.index, None)
-        self._by_load.remove(engine)
+        self.by_load.remove(engine)
         if self._by_name.get(engine.name) is engine:
             del self._by_name[engine.name]
         if self._by_peer.get(engine.peer) is engine:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -41,8 +41,10 @@ class KnownBlocks:
         self.clock = 0
         self._held: dict[int, OrderedDict[int, int]] = {}
         """Index of an engine's registration -> block -> the clock when the engine was last given it."""
-        self._holders: dict[int, Engine | set[Engine]] = {}
-        """Block -> the engines that hold it: without a set if it is one, as for most blocks."""
+        self._holders: dict[int, set[Engine] | tuple[Engine]] = {}
+        """Block -> the engines that hold it. If it is one, as for most blocks: the engine's tuple in _alone."""
+        self._alone: dict[int, tuple[Engine]] = {}
+        """Index of an engine's registration -> a tuple of the engine, shared by its blocks."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders
@@ -53,9 +55,9 @@ class KnownBlocks:
     def count(self, engine: Engine) -> int:
         return len(self._held.get(engine.index, ()))
 
-    def holders(self, block: int) -> Iterator[Engine]:
-        found = self._holders.get(block)
-        return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
+    def holders(self, block: int) -> Collection[Engine]:
+        """Return the engines that hold a block, and therefore all blocks before it."""
+        return self._holders.get(block, ())
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
         """Return how many leading blocks of a prompt an engine holds, and when it last received the last of them."""
@@ -68,21 +70,6 @@ class KnownBlocks:
             depth -= 1
         return depth, given
 
-    def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
-        """Yield (number of leading blocks, engines that hold them) for a prompt, the longest prefix first.
-
-        An engine that holds a block also holds all blocks before it. A shorter prefix that the same number of engines
-        hold is therefore left out.
-        """
-        count = 0
-        for depth in range(len(hashes), 0, -1):
-            found = self._holders.get(hashes[depth - 1])
-            if found is not None:
-                engines = found if isinstance(found, set) else (found,)
-                if len(engines) != count:
-                    count = len(engines)
-                    yield depth, engines
-
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
         """Record that the engine receives these blocks now. Return how many of them it held already."""
         self.clock += 1
@@ -91,6 +78,7 @@ class KnownBlocks:
         held = self._held.get(engine.index)
         if held is None:
             held = self._held[engine.index] = OrderedDict()
+            self._alone[engine.index] = (engine,)
         before = len(held)
         # The deepest first: where the table is full, a prompt is forgotten from its end.
         for block in reversed(hashes):
@@ -114,25 +102,27 @@ class KnownBlocks:
     def forget(self, engine: Engine) -> None:
         for block in self._held.pop(engine.index, ()):
             self._remove_holder(block, engine)
+        self._alone.pop(engine.index, None)
 
     def forget_all(self) -> None:
         self._held.clear()
         self._holders.clear()
+        self._alone.clear()
 
     def _add_holder(self, block: int, engine: Engine) -> None:
-        found = self._holders.setdefault(block, engine)
-        if isinstance(found, set):
-            found.add(engine)
-        elif found is not engine:
-            self._holders[block] = {found, engine}
+        engines = self._holders.setdefault(block, self._alone[engine.index])
+        if isinstance(engines, set):
+            engines.add(engine)
+        elif engines[0] is not engine:
+            self._holders[block] = {*engines, engine}
 
     def _remove_holder(self, block: int, engine: Engine) -> None:
-        found = self._holders.get(block)
-        if isinstance(found, set):
-            found.discard(engine)
-            if len(found) == 1:
-                self._holders[block] = found.pop()
-        elif found is engine:
+        engines = self._holders[block]
+        if isinstance(engines, set):
+            engines.discard(engine)
+            if len(engines) == 1:
+                self._holders[block] = self._alone[engines.pop().index]
+        else:
             del self._holders[block]
 
 
@@ -258,7 +248,7 @@ class EngineRouter:
 
     def cheapest(
         self,
-        by_load: Iterable[Engine],
+        by_load: Collection[Engine],
         hashes: PromptHashes,
         *,
         tokens: int,
@@ -268,10 +258,10 @@ class EngineRouter:
     ) -> Engine | None:
         """Return the engine with the lowest cost for a prompt; None if no engine is suitable.
 
-        The candidates are the first MAX_COMPARED engines of `by_load`, and the engines that hold a block of the prompt
-        that at most MAX_HOLDERS engines hold.
+        The candidates are the engines that hold a block of the prompt that at most MAX_HOLDERS engines hold, and the
+        first MAX_COMPARED other engines of `by_load`.
 
-        by_load:  the suitable engines in the order of load_by().
+        by_load:  all engines in the order of load_by(). Engines at capacity may be left out of the iteration.
         tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  the session of the request; empty if it has none.
@@ -280,8 +270,12 @@ class EngineRouter:
         compared: Collection[Engine] = ()  # with a longer prefix
         common, min_uncached = [], tokens  # common: uncached tokens of many engines, and the engines
         for size, blocks in hashes.items():
-            for depth, engines in self._blocks.by_depth(blocks):
-                uncached = tokens - depth * size
+            count = 0
+            for depth in range(len(blocks), 0, -1):
+                engines = self._blocks.holders(blocks[depth - 1])
+                if len(engines) == count:
+                    continue  # the engines of the longer prefix
+                count, uncached = len(engines), tokens - depth * size
                 if cost <= uncached * min_prefill_cost:
                     break
                 if len(engines) > MAX_HOLDERS:
@@ -292,10 +286,9 @@ class EngineRouter:
                     if engine not in compared and (found := engine.cost_of(uncached)) < cost and fits(engine):
                         best, cost, fewest = engine, found, uncached
                 compared = engines
-        if best is None or cost > min_uncached * min_prefill_cost:
-            for engine in islice(by_load, MAX_COMPARED):
-                if engine in compared:
-                    continue
+        if len(compared) < len(by_load) and (best is None or cost > min_uncached * min_prefill_cost):
+            others = (engine for engine in by_load if engine not in compared and fits(engine))
+            for engine in islice(others, MAX_COMPARED):
                 uncached = next((uncached for uncached, engines in common if engine in engines), tokens)
                 found = engine.cost_of(uncached)
                 if found < cost or (found == cost and uncached < fewest):
