@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 from soak import SOAK
 
-from megatron_runtime.coordinator.core.context import EnginesByLoad
 from megatron_runtime.coordinator.core.records import Engine
 from megatron_runtime.coordinator.core.routing import (
     MAX_COMPARED,
     MAX_HOLDERS,
     MAX_KNOWN_BLOCKS,
     EngineRouter,
+    EnginesByLoad,
     PromptHashes,
     load_by,
 )

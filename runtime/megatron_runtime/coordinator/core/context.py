@@ -6,7 +6,6 @@ after it. It calls run_timers() no later than `next_timer`.
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Container, Iterator
 from itertools import count
@@ -14,7 +13,7 @@ from typing import TypeAlias
 
 from megatron_runtime.coordinator.core.counters import Counters
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
-from megatron_runtime.coordinator.core.routing import load_by
+from megatron_runtime.coordinator.core.routing import EnginesByLoad, load_by
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Role
@@ -76,46 +75,6 @@ class ClientRegistry:
         self._by_route.pop(client.route, None)
         client.outbox.clear()
         client.outbox_bytes = 0
-
-
-class EnginesByLoad:
-    """Engines sorted by load, so that the dispatch of a request need not examine every engine.
-
-    load: returns the sort key of an engine that is not full. Engines with equal keys are sorted by their index.
-    """
-
-    def __init__(self, load: Callable[[Engine], float]) -> None:
-        self._load = load
-        self.changed: dict[int, Engine] = {}
-        """Engines, by index, whose load may have changed. They are moved when the order is needed."""
-        self._loads: dict[int, float] = {}
-        self._order: list[tuple[float, int, Engine]] = []
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[Engine]:
-        """Yield all engines that are not full, by load. Loads must not change during the iteration."""
-        while self.changed:
-            self.put(self.changed.popitem()[1])
-        for load, _, engine in self._order:
-            if load == math.inf:
-                return
-            yield engine
-
-    def put(self, engine: Engine) -> None:
-        """Add an engine, or move it to the position that its current load gives it."""
-        load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
-        if self._loads.get(engine.index) != load:
-            self.remove(engine)
-            self._loads[engine.index] = load
-            bisect.insort(self._order, (load, engine.index, engine))
-
-    def remove(self, engine: Engine) -> None:
-        self.changed.pop(engine.index, None)
-        load = self._loads.pop(engine.index, None)
-        if load is not None:
-            del self._order[bisect.bisect_left(self._order, (load, engine.index))]
 
 
 class EngineRegistry:
