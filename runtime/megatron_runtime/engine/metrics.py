@@ -43,12 +43,8 @@ class EngineMetrics(Collector):
                 "prompt tokens that are not computed and not cached; not with vLLM",
                 stats.queued_tokens,
             ),
-            ("prefill_tokens_per_second", "rate of prompts, fitted to steps; not with vLLM", stats.prefill_rate),
-            (
-                "decode_tokens_per_second",
-                "tokens held per second that they add to a step; not with vLLM",
-                stats.decode_rate,
-            ),
+            ("prefill_tokens_per_second", "rate of prompts, fitted to steps", stats.prefill_rate),
+            ("decode_tokens_per_second", "tokens held per second that they add to a step", stats.decode_rate),
         ):
             if value is not None:
                 yield GaugeMetricFamily(f"megatron_{name}", text, value=value)

@@ -21,6 +21,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_runtime.backends.open_request import BackendRequest
+from megatron_runtime.backends.step_rates import OutputRates
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError, note_progress
@@ -91,6 +92,7 @@ class VllmRequest(BackendRequest):
 
     tokens:         tokens generated so far, by this or another engine.
     is_running:     whether vLLM runs it.
+    is_prefilling:  whether vLLM has sent no output since it runs it.
     timer, grammar: timer of its deadline, and the check of its grammar while that is in progress.
     parts:          parts of its answer; None if it has only one. vLLM runs each part as a request that continues the
                     previous one, because its grammars describe the whole text of a request.
@@ -99,6 +101,7 @@ class VllmRequest(BackendRequest):
 
     tokens: list[int]
     is_running: bool = False
+    is_prefilling: bool = False
     timer: asyncio.TimerHandle | None = None
     grammar: asyncio.Task[None] | None = None
     parts: AnswerParts | None = None
@@ -214,6 +217,7 @@ class VllmBackend(EngineBackend):
         """Set while the staged weights are loaded and not committed."""
         self._adapters: dict[str, str] = {}
         """Directory of each loaded LoRA adapter, by its key."""
+        self._rates = OutputRates()
         self._stats: Mapping[str, float] = {}
         self._metrics = b""
         self._failed = False
@@ -308,7 +312,9 @@ class VllmBackend(EngineBackend):
 
     def stats(self) -> BackendStats:
         counts: dict[str, Any] = {name: int(value) for name, value in self._stats.items()}
-        return BackendStats(weights_digest=self._digest, **{**counts, "kv_usage": self._stats.get("kv_usage", 0.0)})
+        counts["kv_usage"] = self._stats.get("kv_usage", 0.0)
+        prefill_rate, decode_rate = self._rates.rates()
+        return BackendStats(weights_digest=self._digest, prefill_rate=prefill_rate, decode_rate=decode_rate, **counts)
 
     def metrics(self) -> Iterable[Metric]:
         return text_string_to_metric_families(self._metrics.decode())
@@ -422,7 +428,8 @@ class VllmBackend(EngineBackend):
             return
         request, (params, free) = opened.request, opened.submission()
         assert self._process is not None
-        opened.is_running = True
+        opened.is_running = opened.is_prefilling = True
+        self._rates.begin(time.monotonic())
         if params.pooling is not None:
             tokens, salt = request.prompt_tokens.tolist(), params.cache_salt
             of_request = (request.text, tokens, request.adapter, params.priority, salt)
@@ -470,6 +477,7 @@ class VllmBackend(EngineBackend):
                     if opened is not None and opened.is_running:  # otherwise it belongs to the previous part
                         take = self._take_pooled if entry[1] == "pooled" else self._take
                         outputs.append(take(opened, *entry[1:]))
+                self._note_arrival()
                 self._deliver(outputs)
             case ["cache", stored, evicted, cleared]:
                 self._listener.on_cache_events(CacheEvents(stored, evicted, cleared=cleared))
@@ -477,6 +485,10 @@ class VllmBackend(EngineBackend):
                 self._stats, self._metrics = stats, text
             case ["progress", *_]:
                 note_progress(message)
+
+    def _note_arrival(self) -> None:
+        running = [opened.is_prefilling for opened in self._open.values() if opened.is_running]
+        self._rates.arrived(time.monotonic(), has_prompts=any(running), has_work=bool(running))
 
     def _take(self, opened: VllmRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
         """Return the output for an entry of service.py: new tokens, or an error."""
@@ -488,6 +500,9 @@ class VllmBackend(EngineBackend):
         stop, cached, chosen, top, prompt, prompt_top = details
         if opened.released is None:  # a later part finds the earlier ones in the cache
             opened.num_cached_tokens = cached
+        uncached = opened.total_tokens - cached if opened.is_prefilling else 0
+        self._rates.output(prompt_tokens=uncached, held_tokens=opened.total_tokens)
+        opened.is_prefilling = False
         if tokens and opened.first_token is None:
             opened.first_token = time.monotonic()
         kept, ends = opened.take(tokens)
@@ -552,6 +567,7 @@ class VllmBackend(EngineBackend):
         return await self._perform(self._pause())
 
     async def _pause(self) -> None:
+        self._rates.stop()
         if self._is_loaded and not self._is_asleep:
             await (await self._vllm()).call("pause")
         self._running = False
