@@ -1047,3 +1047,15 @@ async def test_rates_count_each_prompt_once_and_the_tokens_of_every_output(runni
     assert sums["held_tokens"] == sum(range(3, 23)) + sum(range(6, 8)), "before each token"
     assert 20 <= sums["steps"] <= 22
     assert sums["seconds"] > 0
+
+
+async def test_prompts_count_as_queued_until_their_first_output(running: Running) -> None:
+    await running.backend.pause()
+    running.submit(1, PROMPT, num_tokens_to_generate=2)
+    running.submit(3, [*PROMPT, 14], num_tokens_to_generate=2)
+    assert (running.backend.stats().queued_tokens, running.backend.stats().last_request) == (7, 3)
+    running.backend._stats = {"prefix_cache_queries": 100.0, "prefix_cache_hits": 75.0}
+    assert running.backend.stats().queued_tokens == 2
+    await running.backend.unpause()
+    await running.listener.end_of(1, 3)
+    assert (running.backend.stats().queued_tokens, running.backend.stats().last_request) == (0, 3)

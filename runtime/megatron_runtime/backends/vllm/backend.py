@@ -217,6 +217,7 @@ class VllmBackend(EngineBackend):
         """Set while the staged weights are loaded and not committed."""
         self._adapters: dict[str, str] = {}
         """Directory of each loaded LoRA adapter, by its key."""
+        self._last_request = 0
         self._rates = OutputRates()
         self._stats: Mapping[str, float] = {}
         self._metrics = b""
@@ -314,7 +315,24 @@ class VllmBackend(EngineBackend):
         counts: dict[str, Any] = {name: int(value) for name, value in self._stats.items()}
         counts["kv_usage"] = self._stats.get("kv_usage", 0.0)
         prefill_rate, decode_rate = self._rates.rates()
-        return BackendStats(weights_digest=self._digest, prefill_rate=prefill_rate, decode_rate=decode_rate, **counts)
+        return BackendStats(
+            weights_digest=self._digest,
+            prefill_rate=prefill_rate,
+            decode_rate=decode_rate,
+            queued_tokens=self._queued_tokens(),
+            last_request=self._last_request,
+            **counts,
+        )
+
+    def _queued_tokens(self) -> int:
+        """Return the estimated number of uncached tokens of the requests without an output.
+
+        vLLM reports the cached tokens of a request with its first output. Until then, the average share is assumed.
+        """
+        opened = list(self._open.values())  # another thread may ask for metrics
+        tokens = sum(request.total_tokens for request in opened if request.is_prefilling or not request.is_running)
+        queries, hits = self._stats.get("prefix_cache_queries", 0.0), self._stats.get("prefix_cache_hits", 0.0)
+        return round(tokens * (1 - hits / queries)) if queries else tokens
 
     def metrics(self) -> Iterable[Metric]:
         return text_string_to_metric_families(self._metrics.decode())
@@ -345,6 +363,7 @@ class VllmBackend(EngineBackend):
             opened.parts.feed_all(opened.tokens)
         opened.note(Event.ADD_ENGINE)
         self._open[request.request_id] = opened
+        self._last_request = max(self._last_request, request.request_id)
         if request.deadline_seconds is not None:
             opened.timer = self._loop.call_later(request.deadline_seconds, self._on_deadline, opened)
         reason = opened.finish_reason(opened.tokens[-1], opened.total_tokens) if opened.tokens else None
