@@ -299,8 +299,8 @@ class EngineRouter:
     ) -> Engine | None:
         """Return the engine with the lowest cost for a prompt; None if no engine is suitable.
 
-        The candidates are the engines that hold a block of the prompt that at most MAX_HOLDERS engines hold, and the
-        first MAX_COMPARED other engines of `by_load`.
+        The candidates are the first MAX_COMPARED suitable engines of `by_load`, and the engines that hold a block of
+        the prompt that at most MAX_HOLDERS engines hold.
 
         by_load:  all engines in the order of load_by(). Engines at capacity may be left out of the iteration.
         tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
@@ -328,9 +328,14 @@ class EngineRouter:
                         best, cost, fewest = engine, found, uncached
                 compared = engines
         if len(compared) < len(by_load) and (best is None or cost > min_uncached * min_prefill_cost):
-            others = (engine for engine in by_load if engine not in compared and fits(engine))
-            for engine in islice(others, MAX_COMPARED):
-                uncached = next((uncached for uncached, engines in common if engine in engines), tokens)
+            for engine in islice(filter(fits, by_load), MAX_COMPARED):
+                if engine in compared:
+                    continue
+                for uncached, engines in common:
+                    if engine in engines:
+                        break
+                else:
+                    uncached = tokens
                 found = engine.cost_of(uncached)
                 if found < cost or (found == cost and uncached < fewest):
                     best, cost, fewest = engine, found, uncached
