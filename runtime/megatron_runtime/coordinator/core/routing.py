@@ -331,11 +331,11 @@ class EngineRouter:
             for engine in islice(filter(fits, by_load), MAX_COMPARED):
                 if engine in compared:
                     continue
-                for uncached, engines in common:
+                uncached = tokens
+                for fewer, engines in common:
                     if engine in engines:
+                        uncached = fewer
                         break
-                else:
-                    uncached = tokens
                 found = engine.cost_of(uncached)
                 if found < cost or (found == cost and uncached < fewest):
                     best, cost, fewest = engine, found, uncached
