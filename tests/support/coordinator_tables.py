@@ -38,7 +38,7 @@ def _check_loads(core: CoordinatorCore) -> None:
         assert engine.held == sum(entry.size for entry in engine.in_flight.values()), "held tokens are miscounted"
     placed = [place[:2] for place in core.engines.by_load._order]
     assert placed == sorted(order), "an engine is not in its place by load"
-    holders = {engine for engines in core.router._blocks._holders.values() for engine in engines}
+    holders = {engine for engines in core.router.blocks._holders.values() for engine in engines}
     assert holders <= set(core.engines), "blocks of a removed engine are known"
 
 

@@ -53,9 +53,6 @@ class KnownBlocks:
     def holds(self, engine: Engine, block: int) -> bool:
         return block in self._held.get(engine.index, ())
 
-    def count(self, engine: Engine) -> int:
-        return len(self._held.get(engine.index, ()))
-
     def holders(self, block: int) -> Collection[Engine]:
         """Return the engines that hold a block, and therefore all blocks before it."""
         return self._holders.get(block, ())
@@ -94,6 +91,7 @@ class KnownBlocks:
         return known
 
     def evict(self, engine: Engine, hashes: Iterable[int]) -> None:
+        """Record that the engine holds these blocks no longer."""
         held = self._held.get(engine.index)
         if held is not None:
             for block in hashes:
@@ -101,11 +99,13 @@ class KnownBlocks:
                     self._remove_holder(block, engine)
 
     def forget(self, engine: Engine) -> None:
+        """Forget all blocks of an engine that has left or has emptied its cache."""
         for block in self._held.pop(engine.index, ()):
             self._remove_holder(block, engine)
         self._alone.pop(engine.index, None)
 
     def forget_all(self) -> None:
+        """Forget all blocks, because they were computed with weights that have been replaced."""
         self._held.clear()
         self._holders.clear()
         self._alone.clear()
@@ -220,7 +220,7 @@ class EngineRouter:
         self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
-        self._blocks = KnownBlocks()
+        self.blocks = KnownBlocks()
         self._sessions: OrderedDict[str, tuple[Engine, int]] = OrderedDict()
         """Session -> its last engine, and the last block of the prompt that the engine was given."""
         self._last_index = -1
@@ -277,9 +277,9 @@ class EngineRouter:
         best, rank = min_loaded, self._rank(min_loaded, hashes)
         for_room = 1 - self._alpha
         for blocks in hashes.values():
-            deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
+            deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self.blocks), 0)
             for_match = self._alpha * deepest / len(blocks)
-            for engine in self._blocks.holders(blocks[0]):
+            for engine in self.blocks.holders(blocks[0]):
                 # A common prefix has many holders, of which most are busier than the best one: skip those.
                 if for_match + for_room * (1 - len(engine.in_flight) / engine.max_requests) < rank[0] - _ROUNDING:
                     continue
@@ -313,7 +313,7 @@ class EngineRouter:
         for size, blocks in hashes.items():
             count = 0
             for depth in range(len(blocks), 0, -1):
-                engines = self._blocks.holders(blocks[depth - 1])
+                engines = self.blocks.holders(blocks[depth - 1])
                 if len(engines) == count:
                     continue  # the engines of the longer prefix
                 count, uncached = len(engines), tokens - depth * size
@@ -349,7 +349,7 @@ class EngineRouter:
         """Return how many of the tokens of a request an engine would have to compute."""
         size = self._block_size or engine.block_size_tokens
         blocks = hashes.get(size)
-        return max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
+        return max(0, tokens - self.blocks.match(engine, blocks)[0] * size) if blocks else tokens
 
     def _session_engine(
         self,
@@ -367,7 +367,7 @@ class EngineRouter:
         requests and one.
         """
         engine, block = self._sessions.get(session, (best, 0))
-        if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
+        if engine is best or not self.blocks.holds(engine, block) or not fits(engine):
             return best
         uncached = self.uncached(engine, hashes, tokens)
         maximum = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
@@ -379,7 +379,7 @@ class EngineRouter:
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
         """Return the sort key of an engine: its score, when it last received the matching block, its index."""
         blocks = self._of_engine(hashes, engine)
-        depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
+        depth, given = self.blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
         # 1 - load, as the order by load: equal loads have equal scores.
         room = 1 - waiting / slots if waiting < slots else 0.0
@@ -402,36 +402,20 @@ class EngineRouter:
         cached = 0
         if self.by_prefix or self.decisions is not None:
             blocks = self._of_engine(hashes, engine)
-            cached = self.learn(engine, blocks) * (self._block_size or engine.block_size_tokens)
+            cached = self.blocks.give(engine, blocks) * (self._block_size or engine.block_size_tokens)
             if session and blocks and self.by_cost:
                 self._sessions[session] = engine, blocks[-1]
                 self._sessions.move_to_end(session)
                 if len(self._sessions) > MAX_SESSIONS:
                     self._sessions.popitem(last=False)
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
-            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._blocks.clock})
+            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self.blocks.clock})
         return cached
-
-    def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that `engine` receives these blocks now. Return how many of them it held already."""
-        return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
         """Record that `engine` reports these blocks as stored, such as blocks of an answer."""
         if self.by_prefix and not self._by_first_block:
-            self.learn(engine, hashes)
-
-    def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
-        """Record that the engine reports these blocks as evicted."""
-        self._blocks.evict(engine, hashes)
-
-    def forget(self, engine: Engine) -> None:
-        """Forget all blocks of an engine that has left or has emptied its cache."""
-        self._blocks.forget(engine)
-
-    def forget_all(self) -> None:
-        """Forget all blocks, because they were computed with weights that have been replaced."""
-        self._blocks.forget_all()
+            self.blocks.give(engine, hashes)
 
     def decisions_text(self) -> str:
         """Return the recorded scheduling decisions as JSON, the content of `schedule_output_path`."""
