@@ -179,6 +179,7 @@ class EngineRegistry:
         self.by_load.put(engine)
 
     def remove(self, engine: Engine) -> None:
+        self.by_load.changed.pop(engine.index, None)
         self.by_load.remove(engine)
         if self._by_name.get(engine.name) is engine:
             del self._by_name[engine.name]

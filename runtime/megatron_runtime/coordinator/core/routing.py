@@ -155,8 +155,9 @@ class EnginesByLoad:
 
     def __iter__(self) -> Iterator[Engine]:
         """Yield all engines that are not full, by load. Loads must not change during the iteration."""
-        while self.changed:
-            self.put(self.changed.popitem()[1])
+        changed = self.changed
+        while changed:
+            self.put(changed.popitem()[1])
         for load, _, engine in self._order:
             if load == math.inf:
                 return
@@ -171,7 +172,6 @@ class EnginesByLoad:
             bisect.insort(self._order, (load, engine.index, engine))
 
     def remove(self, engine: Engine) -> None:
-        self.changed.pop(engine.index, None)
         load = self._loads.pop(engine.index, None)
         if load is not None:
             del self._order[bisect.bisect_left(self._order, (load, engine.index))]
