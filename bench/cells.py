@@ -188,7 +188,7 @@ def bytes_per_block() -> float:
     hashes = [random.Random(1).getrandbits(63) + number for number in range(MAX_KNOWN_BLOCKS)]
     before = psutil.Process().memory_info().rss
     for first in range(0, MAX_KNOWN_BLOCKS, 16):
-        router.learn(engine, hashes[first : first + 16])
+        router.blocks.give(engine, hashes[first : first + 16])
     # The tables keep the numbers of the list alive, so their size counts too.
     size = psutil.Process().memory_info().rss - before + sum(map(sys.getsizeof, hashes))
     return round(size / MAX_KNOWN_BLOCKS, 1)

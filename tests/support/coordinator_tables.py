@@ -27,7 +27,7 @@ def check_tables(core: CoordinatorCore) -> None:
 
 
 def _check_loads(core: CoordinatorCore) -> None:
-    core.engines.with_room()  # which moves engines whose load has changed
+    list(core.engines.by_load)  # which moves engines whose load has changed
     load = load_by(core.context.settings.routing_policy, alpha=core.context.settings.alpha)
     order = []
     for engine in core.engines:
@@ -36,8 +36,10 @@ def _check_loads(core: CoordinatorCore) -> None:
         waiting = sum(entry.uncached > 0 for entry in engine.in_flight.values())
         assert engine.waiting == waiting, "requests that wait for their first token are miscounted"
         assert engine.held == sum(entry.size for entry in engine.in_flight.values()), "held tokens are miscounted"
-    placed = [place[:2] for place in core.engines._by_load._order]
+    placed = [place[:2] for place in core.engines.by_load._order]
     assert placed == sorted(order), "an engine is not in its place by load"
+    holders = {engine for engines in core.router.blocks._holders.values() for engine in engines}
+    assert holders <= set(core.engines), "blocks of a removed engine are known"
 
 
 def _check_requests(dispatcher: Dispatcher) -> None:

@@ -39,17 +39,9 @@ class EngineMetrics(Collector):
             age, text = time.monotonic() - stats.last_step, "since the last step ended; not with vLLM"
             yield GaugeMetricFamily("megatron_seconds_since_last_step", text, value=age)
         for name, text, value in (
-            (
-                "queued_prompt_tokens",
-                "prompt tokens that are not computed and not cached; not with vLLM",
-                stats.queued_tokens,
-            ),
-            ("prefill_tokens_per_second", "rate of prompts, fitted to steps; not with vLLM", stats.prefill_rate),
-            (
-                "decode_tokens_per_second",
-                "tokens held per second that they add to a step; not with vLLM",
-                stats.decode_rate,
-            ),
+            ("queued_prompt_tokens", "prompt tokens that are not computed and not cached", stats.queued_tokens),
+            ("prefill_tokens_per_second", "rate of prompts, fitted to steps", stats.prefill_rate),
+            ("decode_tokens_per_second", "tokens held per second that they add to a step", stats.decode_rate),
         ):
             if value is not None:
                 yield GaugeMetricFamily(f"megatron_{name}", text, value=value)

@@ -214,7 +214,7 @@ class DataParallelInferenceCoordinator:
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
         """Record that the blocks with these hashes were sent to an engine."""
-        self._core.router.learn(self._engine(rank_identity), request_hashes)
+        self._core.router.blocks.give(self._engine(rank_identity), request_hashes)
 
     def _candidates(self) -> list[Engine]:
         candidates = self._core.engines.serving()

@@ -272,9 +272,9 @@ async def test_requests_of_one_adapter_share_prefixes_with_no_others(stage, para
     prompt = list(range(1, 9))
     router = coordinator.core.router
     await client.add_request(prompt, params(1))
-    [base] = [set(held) for held in router._blocks._held.values()]
+    [base] = [set(held) for held in router.blocks._held.values()]
     await client.add_request(prompt, params(1), adapter="sql")
-    known = set().union(*router._blocks._held.values())
+    known = set().union(*router.blocks._held.values())
     frame = b"".join(token.to_bytes(4, "little") for token in prompt)
     assert base == set(frame_hashes(frame, 4))
     assert known - base == set(frame_hashes(frame, 4, adapter=SQL.key))

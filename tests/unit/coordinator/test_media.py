@@ -150,5 +150,5 @@ async def test_requests_with_other_files_share_no_prefix(stage: Any, params: Any
     known: list[int] = []
     for media in (None, media_of(b"cat"), media_of(b"dog"), media_of(b"cat")):
         await client.add_request(PROMPT, params(1), **({} if media is None else {"media": media}))
-        known.append(len(set().union(*router._blocks._held.values())))
+        known.append(len(set().union(*router.blocks._held.values())))
     assert known == [4, 8, 12, 12]

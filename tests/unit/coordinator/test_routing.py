@@ -7,13 +7,13 @@ from collections import Counter
 import pytest
 from soak import SOAK
 
-from megatron_runtime.coordinator.core.context import EnginesByLoad
 from megatron_runtime.coordinator.core.records import Engine
 from megatron_runtime.coordinator.core.routing import (
     MAX_COMPARED,
     MAX_HOLDERS,
     MAX_KNOWN_BLOCKS,
     EngineRouter,
+    EnginesByLoad,
     PromptHashes,
     load_by,
 )
@@ -98,13 +98,13 @@ def test_the_search_by_load_and_by_holder_finds_what_a_look_at_every_engine_does
                 load(engine, rng.randint(0, engine.max_requests))
                 by_load.put(engine)
             elif step < 0.5:
-                choose.learn(engine, chain[: rng.randint(1, len(chain))])
+                choose.blocks.give(engine, chain[: rng.randint(1, len(chain))])
             elif step < 0.6:
                 choose.stored(engine, rng.sample(chain, k=rng.randint(1, len(chain))))
             elif step < 0.7:
-                choose.evicted(engine, rng.sample(chain, k=1))
+                choose.blocks.evict(engine, rng.sample(chain, k=1))
             elif step < 0.73:
-                choose.forget(engine)
+                choose.blocks.forget(engine)
             elif step < 0.8:
                 engine.suspect = not engine.suspect
             open_engines = [each for each in pool if each.has_room()]
@@ -139,16 +139,16 @@ def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(ha
             for each in pool:
                 by_load.put(each)
             for each in rng.sample(pool, rng.choice([1, len(pool) // 2])):
-                choose.learn(each, chain[: rng.randint(1, len(chain))])
+                choose.blocks.give(each, chain[: rng.randint(1, len(chain))])
             evicted = rng.choice(chain)  # engines evict no block before those that follow it
             after = [block for each in chains if evicted in each for block in each[each.index(evicted) :]]
-            choose.evicted(rng.choice(pool), after)
+            choose.blocks.evict(rng.choice(pool), after)
             open_engines = [each for each in by_load if each.has_room()]
             if not open_engines:
                 continue
             tokens, fastest = len(chain) * BLOCK + rng.randint(0, 3), min(each.prefill_cost for each in pool)
             found = choose.cheapest(
-                open_engines,
+                by_load,
                 {BLOCK: chain},
                 tokens=tokens,
                 min_prefill_cost=fastest,
@@ -156,8 +156,8 @@ def test_the_search_for_the_least_cost_finds_what_a_look_at_every_engine_does(ha
             )
             costs = {}
             for place, each in enumerate(open_engines):
-                held = [block for block in chain if choose._blocks.holds(each, block)]
-                if place < MAX_COMPARED or any(len(list(choose._blocks.holders(b))) <= MAX_HOLDERS for b in held):
+                held = [block for block in chain if choose.blocks.holds(each, block)]
+                if place < MAX_COMPARED or any(len(choose.blocks.holders(b)) <= MAX_HOLDERS for b in held):
                     uncached = tokens - len(held) * BLOCK
                     costs[each.index] = each.cost_of(uncached), uncached
             cost, uncached = costs[found.index]
@@ -175,9 +175,9 @@ def test_a_block_that_many_engines_hold_counts_for_the_least_loaded_engines(engi
         have_rates(engine, prefill=1000, decode=1e6, queued=engine.index + 5, held=0)
         engine.step_tokens = 100
         if engine.index >= 4:
-            choose.learn(engine, blocks[:2])
+            choose.blocks.give(engine, blocks[:2])
     assert cheapest(choose, pool, PROMPT) is pool[4], "17 tokens; 21 at the first engine"
-    choose.learn(pool[-1], blocks)
+    choose.blocks.give(pool[-1], blocks)
     have_rates(pool[-1], prefill=1000, decode=1e6, queued=8, held=0)
     assert cheapest(choose, pool, PROMPT) is pool[-1], "few engines hold the whole prompt"
 
@@ -189,7 +189,7 @@ def cheapest(choose: EngineRouter, pool: list[Engine], prompt: list[int], *, ses
     hashes = hashes_of(choose, prompt)
     fastest = min(engine.prefill_cost for engine in pool)
     chosen = choose.cheapest(
-        list(by_load),
+        by_load,
         hashes,
         tokens=len(prompt),
         min_prefill_cost=fastest,
@@ -232,7 +232,7 @@ def test_a_prompt_counts_more_where_it_delays_more_answers(engines) -> None:
 def test_without_rates_the_fewest_requests_and_then_the_longest_prefix_win(engines) -> None:
     pool = engines(3)
     choose = router(RoutingPolicy.LEAST_COST)
-    choose.learn(pool[2], hashes_of(choose, PROMPT)[BLOCK])
+    choose.blocks.give(pool[2], hashes_of(choose, PROMPT)[BLOCK])
     assert cheapest(choose, pool, PROMPT) is pool[2]
     load(pool[2], 1)
     assert cheapest(choose, pool, PROMPT) is pool[0]
@@ -247,17 +247,17 @@ def test_a_session_stays_while_its_engine_holds_the_prompt_and_is_not_much_busie
     assert cheapest(choose, pool, PROMPT, session="a") is pool[0]
     have_rates(pool[0], prefill=1000, decode=1e6, queued=28, held=0)
     # 36 with 8 of its own; the other engine has 20, and 16 would be computed again
-    choose.learn(pool[1], hashes_of(choose, PROMPT[:4])[BLOCK])
+    choose.blocks.give(pool[1], hashes_of(choose, PROMPT[:4])[BLOCK])
     turn = [*PROMPT, *range(50, 58)]
     assert cheapest(choose, pool, turn) is pool[1]
-    choose.evicted(pool[1], hashes_of(choose, turn)[BLOCK][1:])
+    choose.blocks.evict(pool[1], hashes_of(choose, turn)[BLOCK][1:])
     assert cheapest(choose, pool, turn, session="b") is pool[1], "another session"
-    choose.evicted(pool[1], hashes_of(choose, turn)[BLOCK][1:])
+    choose.blocks.evict(pool[1], hashes_of(choose, turn)[BLOCK][1:])
     assert cheapest(choose, pool, turn, session="a") is pool[0]
     have_rates(pool[0], prefill=1000, decode=1e6, queued=28 + len(turn), held=0)
     assert cheapest(choose, pool, turn, session="a") is pool[1], "its engine is too busy"
     have_rates(pool[0], prefill=1000, decode=1e6, queued=0, held=0)
-    choose.evicted(pool[0], hashes_of(choose, turn)[BLOCK])
+    choose.blocks.evict(pool[0], hashes_of(choose, turn)[BLOCK])
     have_rates(pool[1], prefill=1000, decode=1e6, queued=1, held=0)
     assert cheapest(choose, pool, turn, session="a") is pool[1], "it moved with its last request"
 
@@ -307,10 +307,10 @@ def test_the_blocks_of_a_lost_engine_are_forgotten_and_the_table_is_bounded(engi
     choose = router(alpha=1.0)
     hashes = hashes_of(choose, PROMPT)
     choose.assigned(pool[1], hashes, request=b"a")
-    choose.forget(pool[1])
+    choose.blocks.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[1], {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50)}, request=b"b")
-    assert choose._blocks.count(pool[1]) == MAX_KNOWN_BLOCKS
+    assert len(choose.blocks._held[pool[1].index]) == MAX_KNOWN_BLOCKS
 
 
 def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
@@ -318,7 +318,7 @@ def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     choose = router()
     choose.assigned(engine, {BLOCK: [1, 2, 3, 4]}, request=b"a")
     choose.assigned(engine, {BLOCK: range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2)}, request=b"b")
-    assert choose._blocks.match(engine, [1, 2, 3, 4])[0] == 2
+    assert choose.blocks.match(engine, [1, 2, 3, 4])[0] == 2
 
 
 def test_evicted_blocks_count_no_more(engines) -> None:
@@ -328,15 +328,15 @@ def test_evicted_blocks_count_no_more(engines) -> None:
     choose.assigned(pool[1], hashes, request=b"a")
     blocks = hashes[BLOCK]
     choose.assigned(pool[0], {BLOCK: blocks[:2]}, request=b"b")
-    choose.evicted(pool[1], blocks[1:])
+    choose.blocks.evict(pool[1], blocks[1:])
     assert choose.select(pool, hashes) is pool[0]
-    choose.evicted(pool[0], blocks[:1])
-    assert choose._blocks.match(pool[0], blocks) == (0, 0), "a block is of no use without those before it"
+    choose.blocks.evict(pool[0], blocks[:1])
+    assert choose.blocks.match(pool[0], blocks) == (0, 0), "a block is of no use without those before it"
     choose.assigned(pool[0], hashes, request=b"c")
-    assert choose._blocks.match(pool[0], blocks)[0] == 4
-    choose.forget_all()
-    choose.evicted(pool[1], blocks)
-    assert choose._blocks.match(pool[0], blocks) == (0, 0)
+    assert choose.blocks.match(pool[0], blocks)[0] == 4
+    choose.blocks.forget_all()
+    choose.blocks.evict(pool[1], blocks)
+    assert choose.blocks.match(pool[0], blocks) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +348,7 @@ def test_blocks_that_an_engine_reports_as_stored_count(engines, policy: RoutingP
     choose = router(policy, alpha=1.0)
     hashes = hashes_of(router(), PROMPT)
     choose.stored(pool[1], hashes[BLOCK])
-    assert choose._blocks.match(pool[1], hashes[BLOCK])[0] == depth
+    assert choose.blocks.match(pool[1], hashes[BLOCK])[0] == depth
     assert choose.select(pool, hashes) is pool[1 if depth else 0]
 
 
@@ -358,7 +358,7 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
     hashes = hashes_of(choose, PROMPT)
     for engine in (pool[2], pool[0]):
         choose.assigned(engine, hashes, request=b"a")
-    assert [choose._blocks.match(engine, hashes[BLOCK]) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
+    assert [choose.blocks.match(engine, hashes[BLOCK]) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[2], hashes, request=b"again")
     assert choose.select(pool, hashes) is pool[2]
@@ -399,7 +399,7 @@ def test_engines_with_different_block_sizes_are_compared_by_the_share_that_they_
     choose.assigned(pool[0], choose.hashes_of(prompt[: 8 * 4], (8, 4, 0)), request=b"half")
     choose.assigned(pool[1], choose.hashes_of(prompt[: 12 * 4], (8, 4, 0)), request=b"three quarters")
     choose.assigned(pool[2], hashes, request=b"unknown")
-    assert [choose._blocks.match(pool[n], hashes[(8, 4)[n]])[0] for n in (0, 1)] == [1, 3]
+    assert [choose.blocks.match(pool[n], hashes[(8, 4)[n]])[0] for n in (0, 1)] == [1, 3]
     assert choose.select(pool, hashes) is pool[1]
     choose.assigned(pool[0], hashes, request=b"whole")
     assert choose.select(pool, hashes) is pool[0]

@@ -517,11 +517,11 @@ async def test_an_update_of_weights_is_committed_and_empties_the_table_of_prefix
     engines = [await stage.engine(f"engine-{n}", block_size_tokens=4) for n in range(2)]
     link, client = await stage.admin(), await stage.client()
     await client.add_request(list(range(8)), params(1))
-    assert any(coordinator.core.router._blocks._held.values())
+    assert any(coordinator.core.router.blocks._held.values())
     ack = await control(link, H.UPDATE_WEIGHTS, source="/models/8", epoch=8, expected_engines=2)
     assert (ack.ok, ack.ranks) == (True, 2)
     assert coordinator.core.verbs.epoch == 8
-    assert not coordinator.core.router._blocks._held
+    assert not coordinator.core.router.blocks._held
     for engine in engines:
         await engine.until(lambda engine=engine: engine.epoch == 8)
         assert [(c.kind, c.source, c.epoch) for c in engine.controls] == [(H.UPDATE_WEIGHTS, "/models/8", 8)]
@@ -633,11 +633,11 @@ async def test_newer_weights_of_an_engine_that_registers_after_recovery_reach_th
     await old.until(lambda: old.acks[-1].state == S.RUNNING)
     client = await stage.client()
     await client.add_request(list(range(8)), params(1))
-    assert any(coordinator.core.router._blocks._held.values())
+    assert any(coordinator.core.router.blocks._held.values())
     new = await stage.engine("new", revision="a", epoch=5, source="/models/5", block_size_tokens=4)
     assert (coordinator.core.verbs.epoch, coordinator.core.verbs.source) == (5, "/models/5")
     assert (new.acks[-1].epoch, new.acks[-1].source) == (5, "/models/5")
-    assert not coordinator.core.router._blocks._held, "what was computed with the older weights"
+    assert not coordinator.core.router.blocks._held, "what was computed with the older weights"
     await old.until(lambda: (old.acks[-1].epoch, old.acks[-1].source) == (5, "/models/5"))
 
 

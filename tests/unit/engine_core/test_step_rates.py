@@ -1,10 +1,11 @@
 """The rates that an engine reports, fitted to the durations of its steps."""
 
 import random
+from dataclasses import dataclass
 
 import pytest
 
-from megatron_runtime.backends.native.step_rates import MIN_STEPS, StepRates
+from megatron_runtime.backends.step_rates import MAX_SUMMED, MIN_RECORDS, OutputRates, StepRates
 
 from .echo_core import make_engine, request
 
@@ -29,7 +30,7 @@ def test_the_costs_of_steps_are_found_in_noise() -> None:
 def test_rates_need_steps_that_differ() -> None:
     rates = StepRates()
     assert rates.rates() == (None, None)
-    for _ in range(2 * MIN_STEPS):
+    for _ in range(2 * MIN_RECORDS):
         rates.observe(prompt_tokens=0, held_tokens=100, seconds=0.01)
     assert rates.rates() == (None, None)
 
@@ -69,3 +70,67 @@ def test_an_engine_measures_its_steps() -> None:
     stats = engine.stats()
     assert stats.prefill_rate == pytest.approx(1000, rel=0.05)
     assert stats.decode_rate is not None
+
+
+STEP, PROMPT, HELD = 6e-3, 2e-4, 1e-6
+"""Costs of the simulated engine below, in seconds."""
+
+
+@dataclass
+class Request:
+    uncomputed: int
+    tokens_left: int
+    held: int = 0
+
+
+def served(rates: OutputRates, *, prompts: int, budget: int, interrupted: bool = False) -> OutputRates:
+    """Simulate an engine that computes at most `budget` prompt tokens in a step, and report its outputs only."""
+    rng, now = random.Random(4), 0.0
+    requests: list[Request] = []
+    for _ in range(prompts):
+        requests.append(Request(uncomputed=rng.choice([20, 300, 3000]), tokens_left=rng.randint(1, 60)))
+        rates.begin(now)
+        for _ in range(rng.randint(0, 20)):
+            room, now, has_outputs = budget, now + STEP, False
+            for running in requests:
+                computed = min(running.uncomputed, room)
+                room -= computed
+                if running.uncomputed and not computed:
+                    continue
+                running.held += computed or 1
+                now += computed * PROMPT + running.held * HELD
+                running.uncomputed -= computed
+                if not running.uncomputed:
+                    has_outputs = True
+                    running.tokens_left -= 1
+                    prompt_tokens = running.held if computed else 0
+                    rates.output(prompt_tokens=prompt_tokens, held_tokens=running.held)
+            requests = [running for running in requests if running.tokens_left]
+            if has_outputs:
+                has_prompts = any(running.uncomputed for running in requests)
+                rates.arrived(now, has_prompts=has_prompts, has_work=bool(requests))
+            if interrupted and rng.random() < 0.005:
+                rates.stop()
+                now += 10.0
+            if not requests:
+                now += rng.choice([0, 5])
+                break
+    return rates
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+@pytest.mark.parametrize("budget", [500, 8000])
+def test_outputs_of_steps_show_the_rates(budget: int, interrupted: bool) -> None:
+    """With the small budget, most prompts are computed in steps that report nothing of them."""
+    prefill, decode = served(OutputRates(), prompts=400, budget=budget, interrupted=interrupted).rates()
+    assert prefill == pytest.approx(1 / PROMPT, rel=0.05)
+    assert decode == pytest.approx(1 / HELD, rel=0.05)
+
+
+def test_outputs_are_recorded_while_prompts_are_always_in_progress() -> None:
+    rates = OutputRates()
+    rates.begin(0.0)
+    for step in range(1, MIN_RECORDS * MAX_SUMMED):
+        rates.output(prompt_tokens=0, held_tokens=step)
+        rates.arrived(step * 0.01, has_prompts=True, has_work=True)
+    assert rates._steps._num_records == MIN_RECORDS - 1

@@ -139,7 +139,7 @@ async def test_stored_blocks_reach_the_coordinators_prefix_table(served: Served)
     hashes = core.router.hashes_of(tokens_to_bytes(tokens), core.engines.block_sizes)
 
     async def is_known() -> bool:
-        return core.router._blocks.match(engine, hashes[8])[0] == 3
+        return core.router.blocks.match(engine, hashes[8])[0] == 3
 
     await eventually(is_known, what="the coordinator knows all three blocks")
 

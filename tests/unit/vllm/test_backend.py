@@ -1034,3 +1034,28 @@ def test_without_vllm_the_engine_names_the_remedy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys, "path", [part for part in sys.path if part != str(FAKE)])
     with pytest.raises(ValueError, match="vLLM is not installed: use an image that has it"):
         build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", model=str(model), backend="vllm"))
+
+
+async def test_rates_count_each_prompt_once_and_the_tokens_of_every_output(running: Running) -> None:
+    records: list[dict[str, float]] = []
+    running.backend._rates._steps.observe = lambda **record: records.append(record)
+    running.submit(1, PROMPT, num_tokens_to_generate=20)
+    running.submit(2, [*PROMPT, 14], generated=[5, 6], num_tokens_to_generate=4)
+    await running.listener.end_of(1, 2)
+    sums = {name: sum(record[name] for record in records) for name in records[0]}
+    assert sums["prompt_tokens"] == 3 + (4 + 2), "another engine has generated two tokens"
+    assert sums["held_tokens"] == sum(range(3, 23)) + sum(range(6, 8)), "before each token"
+    assert 20 <= sums["steps"] <= 22
+    assert sums["seconds"] > 0
+
+
+async def test_prompts_count_as_queued_until_their_first_output(running: Running) -> None:
+    await running.backend.pause()
+    running.submit(1, PROMPT, num_tokens_to_generate=2)
+    running.submit(3, [*PROMPT, 14], num_tokens_to_generate=2)
+    assert (running.backend.stats().queued_tokens, running.backend.stats().last_request) == (7, 3)
+    running.backend._stats = {"prefix_cache_queries": 100.0, "prefix_cache_hits": 75.0}
+    assert running.backend.stats().queued_tokens == 2
+    await running.backend.unpause()
+    await running.listener.end_of(1, 3)
+    assert (running.backend.stats().queued_tokens, running.backend.stats().last_request) == (0, 3)

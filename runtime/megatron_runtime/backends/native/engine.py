@@ -18,7 +18,7 @@ from megatron_runtime.backends.native.admission import Admission, CoreRequest, t
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.request_slots import RequestSlots
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
-from megatron_runtime.backends.native.step_rates import StepRates
+from megatron_runtime.backends.step_rates import StepRates
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.engine_request import STEP_SIZES, BackendStats, EngineRequest, FinishReason, RequestOutput
 from megatron_runtime.engine.kv_transfer import ExportedBlocks

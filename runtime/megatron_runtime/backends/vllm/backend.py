@@ -21,6 +21,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_runtime.backends.open_request import BackendRequest
+from megatron_runtime.backends.step_rates import OutputRates
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError, note_progress
@@ -95,6 +96,7 @@ class VllmRequest(BackendRequest):
 
     tokens:         tokens that this or another engine has generated.
     is_running:     whether vLLM has the request now.
+    is_prefilling:  whether vLLM has the request and has sent no output for it.
     timer:          timer of the request's deadline.
     grammar:        task that checks the request's grammar or starts the next part of the answer; None if no such task
                     runs.
@@ -105,6 +107,7 @@ class VllmRequest(BackendRequest):
 
     tokens: list[int]
     is_running: bool = False
+    is_prefilling: bool = False
     timer: asyncio.TimerHandle | None = None
     grammar: asyncio.Task[None] | None = None
     parts: AnswerParts | None = None
@@ -225,6 +228,8 @@ class VllmBackend(EngineBackend):
         """Set from load_staged_weights() until the weights are committed or discarded."""
         self._adapters: dict[str, str] = {}
         """Directory of each loaded LoRA adapter, by its key."""
+        self._last_request = 0
+        self._rates = OutputRates()
         self._stats: Mapping[str, float] = {}
         self._metrics = b""
         self._failed = False
@@ -322,7 +327,26 @@ class VllmBackend(EngineBackend):
 
     def stats(self) -> BackendStats:
         counts: dict[str, Any] = {name: int(value) for name, value in self._stats.items()}
-        return BackendStats(weights_digest=self._digest, **{**counts, "kv_usage": self._stats.get("kv_usage", 0.0)})
+        counts["kv_usage"] = self._stats.get("kv_usage", 0.0)
+        prefill_rate, decode_rate = self._rates.rates()
+        return BackendStats(
+            weights_digest=self._digest,
+            prefill_rate=prefill_rate,
+            decode_rate=decode_rate,
+            queued_tokens=self._queued_tokens(),
+            last_request=self._last_request,
+            **counts,
+        )
+
+    def _queued_tokens(self) -> int:
+        """Return the estimated number of uncached tokens of the requests without an output.
+
+        vLLM reports the cached tokens of a request with its first output. Until then, the average share is assumed.
+        """
+        opened = list(self._open.values())  # another thread may ask for metrics
+        tokens = sum(request.total_tokens for request in opened if request.is_prefilling or not request.is_running)
+        queries, hits = self._stats.get("prefix_cache_queries", 0.0), self._stats.get("prefix_cache_hits", 0.0)
+        return round(tokens * (1 - hits / queries)) if queries else tokens
 
     def metrics(self) -> Iterable[Metric]:
         return text_string_to_metric_families(self._metrics.decode())
@@ -353,6 +377,7 @@ class VllmBackend(EngineBackend):
             opened.parts.feed_all(opened.tokens)
         opened.note(Event.ADD_ENGINE)
         self._open[request.request_id] = opened
+        self._last_request = max(self._last_request, request.request_id)
         if request.deadline_seconds is not None:
             opened.timer = self._loop.call_later(request.deadline_seconds, self._on_deadline, opened)
         reason = opened.finish_reason(opened.tokens[-1], opened.total_tokens) if opened.tokens else None
@@ -437,7 +462,8 @@ class VllmBackend(EngineBackend):
             return
         request, (params, free) = opened.request, opened.submission()
         assert self._process is not None
-        opened.is_running = True
+        opened.is_running = opened.is_prefilling = True
+        self._rates.begin(time.monotonic())
         if params.pooling is not None:
             tokens, salt = request.prompt_tokens.tolist(), params.cache_salt
             of_request = (request.text, tokens, request.adapter, params.priority, salt)
@@ -488,6 +514,7 @@ class VllmBackend(EngineBackend):
                     if opened is not None and opened.is_running:  # otherwise it belongs to the previous part
                         take = self._take_pooled if entry[1] == "pooled" else self._take
                         outputs.append(take(opened, *entry[1:]))
+                self._note_arrival()
                 self._deliver(outputs)
             case ["cache", stored, evicted, cleared]:
                 self._listener.on_cache_events(CacheEvents(stored, evicted, cleared=cleared))
@@ -495,6 +522,10 @@ class VllmBackend(EngineBackend):
                 self._stats, self._metrics = stats, text
             case ["progress", *_]:
                 note_progress(message)
+
+    def _note_arrival(self) -> None:
+        running = [opened.is_prefilling for opened in self._open.values() if opened.is_running]
+        self._rates.arrived(time.monotonic(), has_prompts=any(running), has_work=bool(running))
 
     def _take(self, opened: VllmRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
         """Return the RequestOutput for a message of service.py, which contains new tokens or an error."""
@@ -506,6 +537,9 @@ class VllmBackend(EngineBackend):
         stop, cached, chosen, top, prompt, prompt_top = details
         if opened.released is None:  # a later part finds the earlier ones in the cache
             opened.num_cached_tokens = cached
+        uncached = opened.total_tokens - cached if opened.is_prefilling else 0
+        self._rates.output(prompt_tokens=uncached, held_tokens=opened.total_tokens)
+        opened.is_prefilling = False
         if tokens and opened.first_token is None:
             opened.first_token = time.monotonic()
         kept, ends = opened.take(tokens)
@@ -570,6 +604,7 @@ class VllmBackend(EngineBackend):
         return await self._perform(self._pause())
 
     async def _pause(self) -> None:
+        self._rates.stop()
         if self._is_loaded and not self._is_asleep:
             await (await self._vllm()).call("pause")
         self._running = False

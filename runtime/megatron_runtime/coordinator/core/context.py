@@ -7,7 +7,6 @@ performs `effects`, in order, after the event. The shell calls run_timers() no l
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Callable, Container, Iterator
 from itertools import count
@@ -15,7 +14,7 @@ from typing import TypeAlias
 
 from megatron_runtime.coordinator.core.counters import Counters
 from megatron_runtime.coordinator.core.records import Client, Ended, Engine, Entry, PeerId
-from megatron_runtime.coordinator.core.routing import load_by
+from megatron_runtime.coordinator.core.routing import EnginesByLoad, load_by
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Role
@@ -83,38 +82,6 @@ class ClientRegistry:
         client.outbox_bytes = 0
 
 
-class EnginesByLoad:
-    """Engines sorted by load, so that a dispatch need not examine every engine.
-
-    load: returns the sort key of an engine that is not full. Engines with equal keys are sorted by their index.
-    """
-
-    def __init__(self, load: Callable[[Engine], float]) -> None:
-        self._load = load
-        self._loads: dict[int, float] = {}
-        self._order: list[tuple[float, int, Engine]] = []
-
-    def __iter__(self) -> Iterator[Engine]:
-        """Yield all engines that are not full, lowest load first. Loads must not change during the iteration."""
-        for load, _, engine in self._order:
-            if load == math.inf:
-                return
-            yield engine
-
-    def put(self, engine: Engine) -> None:
-        """Add an engine, or move it to the position that matches its current load."""
-        load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
-        if self._loads.get(engine.index) != load:
-            self.remove(engine)
-            self._loads[engine.index] = load
-            bisect.insort(self._order, (load, engine.index, engine))
-
-    def remove(self, engine: Engine) -> None:
-        load = self._loads.pop(engine.index, None)
-        if load is not None:
-            del self._order[bisect.bisect_left(self._order, (load, engine.index))]
-
-
 class EngineRegistry:
     """The registered engines.
 
@@ -131,11 +98,7 @@ class EngineRegistry:
         self._by_name: dict[str, Engine] = {}
         self._by_peer: dict[PeerId, Engine] = {}
         self.at: Callable[[PeerId], Engine | None] = self._by_peer.get
-        self._by_load = EnginesByLoad(load)
-        self._changed: dict[int, Engine] = {}
-        """Engines, by index, whose position in _by_load is out of date. The answers in one message change only one
-        engine.
-        """
+        self.by_load = EnginesByLoad(load)
         self.indices = count()
         """Generator of index numbers for future registrations."""
         self.stopped = False
@@ -166,10 +129,7 @@ class EngineRegistry:
 
     def with_room(self) -> Iterator[Engine]:
         """Yield the engines that can accept one more request now, lowest load first."""
-        changed = self._changed
-        while changed:
-            self._by_load.put(changed.popitem()[1])
-        return filter(Engine.has_room, self._by_load)
+        return filter(Engine.has_room, self.by_load)
 
     def load_changed(self, engine: Engine) -> None:
         """Update the position of an engine in the order by load.
@@ -177,7 +137,7 @@ class EngineRegistry:
         Call after every change of `engine.max_requests` or of a value that Engine.cost() reads.
         """
         if self.is_registered(engine):
-            self._changed[engine.index] = engine
+            self.by_load.changed[engine.index] = engine
 
     def update_costs(self) -> None:
         """Update the costs of all engines from the rates in their last heartbeats.
@@ -231,11 +191,11 @@ class EngineRegistry:
     def add(self, engine: Engine) -> None:
         self.stopped = False
         self._by_name[engine.name] = self._by_peer[engine.peer] = engine
-        self._by_load.put(engine)
+        self.by_load.put(engine)
 
     def remove(self, engine: Engine) -> None:
-        self._changed.pop(engine.index, None)
-        self._by_load.remove(engine)
+        self.by_load.changed.pop(engine.index, None)
+        self.by_load.remove(engine)
         if self._by_name.get(engine.name) is engine:
             del self._by_name[engine.name]
         if self._by_peer.get(engine.peer) is engine:

@@ -331,8 +331,8 @@ class CoordinatorCore:
 
     def _cached_blocks(self, engine: Engine, message: CachedBlocks, _: Outgoing) -> None:
         if message.cleared:
-            self.router.forget(engine)
+            self.router.blocks.forget(engine)
         evicted = block_hashes_from_bytes(message.evicted)
         self.counters.evicted_blocks += len(evicted)
-        self.router.evicted(engine, evicted)
+        self.router.blocks.evict(engine, evicted)
         self.router.stored(engine, block_hashes_from_bytes(message.stored))

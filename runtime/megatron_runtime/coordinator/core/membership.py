@@ -136,7 +136,7 @@ class Recovery:
             self._announce()
 
     def _announce(self) -> None:
-        self._router.forget_all()
+        self._router.blocks.forget_all()
         self._context.needs_pump = True
         for engine in self._context.engines:
             self._verbs.welcome(engine)
@@ -276,7 +276,7 @@ class Membership:
         self._engines.remove(engine)
         if crash is not CrashEvidence.NONE and ran and not self._verbs.waits_for(engine):
             self._dispatcher.quarantine.crashed(engine, certain=crash is CrashEvidence.CERTAIN)
-        self._router.forget(engine)
+        self._router.blocks.forget(engine)
         self._dispatcher.release(engine)
         self._verbs.engine_lost(engine, reason)
 

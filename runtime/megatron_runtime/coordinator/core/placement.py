@@ -48,6 +48,17 @@ class Placement:
         accepts: returns whether an engine may be chosen; None means that every engine may be chosen.
         """
         router, may_answer = self._router, self._condition(entry, accepts)
+        if router.by_cost:
+            if entry.hashes is None:
+                entry.hashes = self.hashes_of(entry)
+            return router.cheapest(
+                self._engines.by_load,
+                entry.hashes,
+                tokens=entry.num_tokens,
+                min_prefill_cost=self._engines.min_prefill_cost,
+                fits=_with_room(may_answer),
+                session=entry.meta.session,
+            )
         engines = self._engines.available() if router.deterministic else self._engines.with_room()
         by_load = iter(engines) if may_answer is None else filter(may_answer, engines)
         if router.in_turn:
@@ -55,17 +66,6 @@ class Placement:
             return router.next_in_turn(fitting) if fitting else None
         if not router.by_prefix:
             return next(by_load, None)
-        if router.by_cost:
-            if entry.hashes is None:
-                entry.hashes = self.hashes_of(entry)
-            return router.cheapest(
-                by_load,
-                entry.hashes,
-                tokens=entry.num_tokens,
-                min_prefill_cost=self._engines.min_prefill_cost,
-                fits=_with_room(may_answer),
-                session=entry.meta.session,
-            )
         least_loaded = list(islice(by_load, 2))
         if len(least_loaded) < 2:
             return least_loaded[0] if least_loaded else None

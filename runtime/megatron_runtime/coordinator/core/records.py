@@ -295,12 +295,12 @@ class Engine:
 
     def cost_of(self, tokens: int) -> float:
         """Return the engine's cost if it receives another request with `tokens` uncached tokens (see EngineRouter)."""
-        prefill_cost, requests, ahead = self.prefill_cost, len(self.in_flight), self.queued
-        if not prefill_cost:
+        requests, ahead = len(self.in_flight), self.queued
+        if not self.prefill_cost:
             return requests
-        if ahead > tokens and (shared := self.waiting * tokens + self.step_tokens) < ahead:
+        if (shared := self.waiting * tokens + self.step_tokens) < ahead:
             ahead = shared
-        return (ahead + tokens + tokens * requests / self.max_requests) * prefill_cost + self.held * self.held_cost
+        return (ahead + tokens + tokens * requests / self.max_requests) * self.prefill_cost + self.held * self.held_cost
 
     def add_work(self, entry: Entry, cached: int) -> None:
         """Count the tokens of a request that the engine received.

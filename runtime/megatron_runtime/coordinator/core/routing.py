@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -50,10 +51,12 @@ class KnownBlocks:
         """Maps the index of an engine's registration to its blocks. Each block has the clock value at which the engine
         last received it.
         """
-        self._holders: dict[int, Engine | set[Engine]] = {}
+        self._holders: dict[int, set[Engine] | tuple[Engine]] = {}
         """Maps each block to the engines that hold it. If only one engine holds the block, as for most blocks, the
-        value is the engine itself.
+        value is the tuple of this engine in `_alone`.
         """
+        self._alone: dict[int, tuple[Engine]] = {}
+        """Maps the index of an engine's registration to a tuple of the engine, which all its blocks share."""
 
     def __contains__(self, block: int) -> bool:
         return block in self._holders
@@ -61,12 +64,9 @@ class KnownBlocks:
     def holds(self, engine: Engine, block: int) -> bool:
         return block in self._held.get(engine.index, ())
 
-    def count(self, engine: Engine) -> int:
-        return len(self._held.get(engine.index, ()))
-
-    def holders(self, block: int) -> Iterator[Engine]:
-        found = self._holders.get(block)
-        return iter(found) if isinstance(found, set) else iter(() if found is None else (found,))
+    def holders(self, block: int) -> Collection[Engine]:
+        """Return the engines that hold a block, and therefore all blocks before it."""
+        return self._holders.get(block, ())
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
         """Return how many leading blocks of a prompt an engine holds, and when it last received the last of these
@@ -81,21 +81,6 @@ class KnownBlocks:
             depth -= 1
         return depth, given
 
-    def by_depth(self, hashes: Sequence[int]) -> Iterator[tuple[int, Collection[Engine]]]:
-        """Yield pairs (number of leading blocks, engines that hold these blocks) for a prompt, longest prefix first.
-
-        An engine that holds a block also holds all blocks before it. A shorter prefix that the same number of engines
-        hold is therefore skipped.
-        """
-        count = 0
-        for depth in range(len(hashes), 0, -1):
-            found = self._holders.get(hashes[depth - 1])
-            if found is not None:
-                engines = found if isinstance(found, set) else (found,)
-                if len(engines) != count:
-                    count = len(engines)
-                    yield depth, engines
-
     def give(self, engine: Engine, hashes: Sequence[int]) -> int:
         """Record that the engine receives these blocks now. Return how many of these blocks the engine already held."""
         self.clock += 1
@@ -104,6 +89,7 @@ class KnownBlocks:
         held = self._held.get(engine.index)
         if held is None:
             held = self._held[engine.index] = OrderedDict()
+            self._alone[engine.index] = (engine,)
         before = len(held)
         # Start with the deepest block, so that a full table forgets a prompt from its end.
         for block in reversed(hashes):
@@ -118,6 +104,7 @@ class KnownBlocks:
         return known
 
     def evict(self, engine: Engine, hashes: Iterable[int]) -> None:
+        """Record that the engine holds these blocks no longer."""
         held = self._held.get(engine.index)
         if held is not None:
             for block in hashes:
@@ -125,27 +112,31 @@ class KnownBlocks:
                     self._remove_holder(block, engine)
 
     def forget(self, engine: Engine) -> None:
+        """Forget all blocks of an engine that has left or has emptied its cache."""
         for block in self._held.pop(engine.index, ()):
             self._remove_holder(block, engine)
+        self._alone.pop(engine.index, None)
 
     def forget_all(self) -> None:
+        """Forget all blocks, because they were computed with weights that have been replaced."""
         self._held.clear()
         self._holders.clear()
+        self._alone.clear()
 
     def _add_holder(self, block: int, engine: Engine) -> None:
-        found = self._holders.setdefault(block, engine)
-        if isinstance(found, set):
-            found.add(engine)
-        elif found is not engine:
-            self._holders[block] = {found, engine}
+        engines = self._holders.setdefault(block, self._alone[engine.index])
+        if isinstance(engines, set):
+            engines.add(engine)
+        elif engines[0] is not engine:
+            self._holders[block] = {*engines, engine}
 
     def _remove_holder(self, block: int, engine: Engine) -> None:
-        found = self._holders.get(block)
-        if isinstance(found, set):
-            found.discard(engine)
-            if len(found) == 1:
-                self._holders[block] = found.pop()
-        elif found is engine:
+        engines = self._holders[block]
+        if isinstance(engines, set):
+            engines.discard(engine)
+            if len(engines) == 1:
+                self._holders[block] = self._alone[engines.pop().index]
+        else:
             del self._holders[block]
 
 
@@ -157,6 +148,46 @@ def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]
         return lambda engine: len(engine.in_flight)
     # With alpha 1 the free share has no weight, so the lowest index is first.
     return (lambda engine: len(engine.in_flight) / engine.max_requests) if alpha < 1 else (lambda engine: 0.0)
+
+
+class EnginesByLoad:
+    """Engines sorted by load, so that the dispatch of a request need not examine every engine.
+
+    load: returns the sort key of an engine that is not full. Engines with equal keys are sorted by their index.
+    """
+
+    def __init__(self, load: Callable[[Engine], float]) -> None:
+        self._load = load
+        self.changed: dict[int, Engine] = {}
+        """Engines, by index, whose load may have changed. They move to their new positions at the next iteration."""
+        self._loads: dict[int, float] = {}
+        self._order: list[tuple[float, int, Engine]] = []
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Engine]:
+        """Yield all engines that are not full, by load. Loads must not change during the iteration."""
+        changed = self.changed
+        while changed:
+            self.put(changed.popitem()[1])
+        for load, _, engine in self._order:
+            if load == math.inf:
+                return
+            yield engine
+
+    def put(self, engine: Engine) -> None:
+        """Add an engine, or move it to the position that its current load gives it."""
+        load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
+        if self._loads.get(engine.index) != load:
+            self.remove(engine)
+            self._loads[engine.index] = load
+            bisect.insort(self._order, (load, engine.index, engine))
+
+    def remove(self, engine: Engine) -> None:
+        load = self._loads.pop(engine.index, None)
+        if load is not None:
+            del self._order[bisect.bisect_left(self._order, (load, engine.index))]
 
 
 class EngineRouter:
@@ -207,7 +238,7 @@ class EngineRouter:
         self.in_turn = policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
-        self._blocks = KnownBlocks()
+        self.blocks = KnownBlocks()
         self._sessions: OrderedDict[str, tuple[Engine, int]] = OrderedDict()
         """Maps each session to its last engine, and to the last block of the prompt that this engine received."""
         self._last_index = -1
@@ -268,9 +299,9 @@ class EngineRouter:
         best, rank = min_loaded, self._rank(min_loaded, hashes)
         for_room = 1 - self._alpha
         for blocks in hashes.values():
-            deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self._blocks), 0)
+            deepest = next((depth for depth in range(len(blocks), 0, -1) if blocks[depth - 1] in self.blocks), 0)
             for_match = self._alpha * deepest / len(blocks)
-            for engine in self._blocks.holders(blocks[0]):
+            for engine in self.blocks.holders(blocks[0]):
                 # A common prefix has many holders, most of which are busier than the best one and are skipped.
                 if for_match + for_room * (1 - len(engine.in_flight) / engine.max_requests) < rank[0] - _ROUNDING:
                     continue
@@ -280,7 +311,7 @@ class EngineRouter:
 
     def cheapest(
         self,
-        by_load: Iterable[Engine],
+        by_load: EnginesByLoad,
         hashes: PromptHashes,
         *,
         tokens: int,
@@ -290,10 +321,10 @@ class EngineRouter:
     ) -> Engine | None:
         """Return the engine with the lowest cost for a prompt, or None if no engine is suitable.
 
-        The candidates are the first MAX_COMPARED engines of `by_load`, and the engines that hold a block of the prompt
-        if at most MAX_HOLDERS engines hold this block.
+        The candidates are the first MAX_COMPARED suitable engines of `by_load`, and the engines that hold a block of
+        the prompt if at most MAX_HOLDERS engines hold this block.
 
-        by_load:  the suitable engines in the order of load_by().
+        by_load:  all engines in the order of load_by(). Engines at capacity may be left out of the iteration.
         tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  the session of the request; empty if it has none.
@@ -302,8 +333,12 @@ class EngineRouter:
         compared: Collection[Engine] = ()  # with a longer prefix
         common, min_uncached = [], tokens  # common: (uncached tokens, engines) of blocks with many holders
         for size, blocks in hashes.items():
-            for depth, engines in self._blocks.by_depth(blocks):
-                uncached = tokens - depth * size
+            count = 0
+            for depth in range(len(blocks), 0, -1):
+                engines = self.blocks.holders(blocks[depth - 1])
+                if len(engines) == count:
+                    continue  # the engines of the longer prefix
+                count, uncached = len(engines), tokens - depth * size
                 if cost <= uncached * min_prefill_cost:
                     break
                 if len(engines) > MAX_HOLDERS:
@@ -314,11 +349,15 @@ class EngineRouter:
                     if engine not in compared and (found := engine.cost_of(uncached)) < cost and fits(engine):
                         best, cost, fewest = engine, found, uncached
                 compared = engines
-        if best is None or cost > min_uncached * min_prefill_cost:
-            for engine in islice(by_load, MAX_COMPARED):
+        if len(compared) < len(by_load) and (best is None or cost > min_uncached * min_prefill_cost):
+            for engine in islice(filter(fits, by_load), MAX_COMPARED):
                 if engine in compared:
                     continue
-                uncached = next((uncached for uncached, engines in common if engine in engines), tokens)
+                uncached = tokens
+                for fewer, engines in common:
+                    if engine in engines:
+                        uncached = fewer
+                        break
                 found = engine.cost_of(uncached)
                 if found < cost or (found == cost and uncached < fewest):
                     best, cost, fewest = engine, found, uncached
@@ -332,7 +371,7 @@ class EngineRouter:
         """Return how many tokens of a request an engine would have to compute."""
         size = self._block_size or engine.block_size_tokens
         blocks = hashes.get(size)
-        return max(0, tokens - self._blocks.match(engine, blocks)[0] * size) if blocks else tokens
+        return max(0, tokens - self.blocks.match(engine, blocks)[0] * size) if blocks else tokens
 
     def _session_engine(
         self,
@@ -350,7 +389,7 @@ class EngineRouter:
         unknown, the session stays if its engine has at most twice as many requests as `best`, plus one.
         """
         engine, block = self._sessions.get(session, (best, 0))
-        if engine is best or not self._blocks.holds(engine, block) or not fits(engine):
+        if engine is best or not self.blocks.holds(engine, block) or not fits(engine):
             return best
         uncached = self.uncached(engine, hashes, tokens)
         maximum = cost + (tokens - uncached) * engine.prefill_cost if engine.prefill_cost else 2 * cost + 1
@@ -362,7 +401,7 @@ class EngineRouter:
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
         """Return the sort key of an engine: its score, when it last received the matching block, and its index."""
         blocks = self._of_engine(hashes, engine)
-        depth, given = self._blocks.match(engine, blocks) if blocks else (0, 0)
+        depth, given = self.blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
         # Use 1 - load, as in the order by load, so that equal loads have equal scores.
         room = 1 - waiting / slots if waiting < slots else 0.0
@@ -388,36 +427,20 @@ class EngineRouter:
         cached = 0
         if self.by_prefix or self.decisions is not None:
             blocks = self._of_engine(hashes, engine)
-            cached = self.learn(engine, blocks) * (self._block_size or engine.block_size_tokens)
+            cached = self.blocks.give(engine, blocks) * (self._block_size or engine.block_size_tokens)
             if session and blocks and self.by_cost:
                 self._sessions[session] = engine, blocks[-1]
                 self._sessions.move_to_end(session)
                 if len(self._sessions) > MAX_SESSIONS:
                     self._sessions.popitem(last=False)
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
-            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._blocks.clock})
+            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self.blocks.clock})
         return cached
-
-    def learn(self, engine: Engine, hashes: Sequence[int]) -> int:
-        """Record that `engine` receives these blocks now. Return how many of these blocks the engine already held."""
-        return self._blocks.give(engine, hashes)
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
         """Record that `engine` has reported these blocks, such as the blocks of an answer, as stored in its cache."""
         if self.by_prefix and not self._by_first_block:
-            self.learn(engine, hashes)
-
-    def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
-        """Record that `engine` has reported these blocks as evicted from its cache."""
-        self._blocks.evict(engine, hashes)
-
-    def forget(self, engine: Engine) -> None:
-        """Forget all blocks of an engine that has left or has emptied its cache."""
-        self._blocks.forget(engine)
-
-    def forget_all(self) -> None:
-        """Forget all blocks, because they were computed with weights that have been replaced."""
-        self._blocks.forget_all()
+            self.blocks.give(engine, hashes)
 
     def decisions_text(self) -> str:
         """Return the recorded scheduling decisions as JSON, which is the content of `schedule_output_path`."""

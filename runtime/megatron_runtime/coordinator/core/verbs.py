@@ -517,7 +517,7 @@ class Verbs:
             self._source_revisions.clear()
             for engine in operation.succeeded:
                 self.see_source(operation.control.source, engine.revision)
-            self._router.forget_all()
+            self._router.blocks.forget_all()
         if kind is Header.SET_ADAPTERS and operation.control.adapters is not None:
             self.adapters = operation.control.adapters
             self._adapters_changed()
