@@ -134,9 +134,7 @@ class Origins:
         ]
 
     def preflight(self, request: Headers) -> dict[str, str] | None:
-        """Return the additional headers for the answer to a CORS preflight request, or None if the request is not a
-        preflight.
-        """
+        """Return the additional headers for the answer to a CORS preflight, or None if `request` is not a preflight."""
         origin, method = request.get("origin"), request.get("access-control-request-method")
         if origin is None or method is None or not self.allow(origin):
             return None

@@ -210,8 +210,7 @@ class NativeAnswerFormat:
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
-        """Return a new parser for the answer after its reasoning, if a grammar forces tool calls there; otherwise None.
-        """
+        """Return a parser for the text after the reasoning if a grammar forces it to be tool calls, otherwise None."""
         if self.request.forced is None:
             return None
         if self.request.forced == ANY_CALLS:

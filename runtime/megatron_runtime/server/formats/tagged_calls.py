@@ -159,9 +159,7 @@ class _TaggedCallParser(ToolParser):
                 return
 
     def _read_arguments(self, name: str) -> Generator[None, None, bool]:
-        """Read the rest of a tool call after its head, including its terminator. Return whether it was the last tool
-        call.
-        """
+        """Read the rest of a tool call after its head. Return whether it was the last tool call."""
         properties = self._tools.get(name, {}).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         ends = (self._close,) if self._call_end is None else (self._call_end, self._close)

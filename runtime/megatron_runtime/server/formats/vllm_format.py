@@ -210,9 +210,7 @@ class VllmAnswerFormat:
         return self.native.reasoning
 
     def parser(self) -> AnswerParser | None:
-        """Return a parser for the text in the events of the vLLM parser, or None if this text needs no further
-        parsing.
-        """
+        """Return a parser for the text in the vLLM parser's events, or None if this text needs no further parsing."""
         return self.native.forced_parser()
 
     def async_parser(self) -> AsyncAnswerParser | None:

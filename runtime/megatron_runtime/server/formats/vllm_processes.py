@@ -300,7 +300,7 @@ class _Worker:
         return await call.reply
 
     def forget(self, key: int) -> None:
-        """Tell the worker, with the next batch, to drop the parser of an answer. key: number of the answer."""
+        """Make the worker drop the parser of an answer when the next batch is sent. key: number of the answer."""
         self.answers -= 1
         self._closed.append(key)
 
@@ -375,9 +375,7 @@ class _Worker:
         return bytes(received)
 
     def _disconnect(self) -> None:
-        """Close the socket. An idle worker exits when its socket is closed, and a busy worker is killed by its
-        alarm.
-        """
+        """Close the socket. This makes an idle worker exit. An alarm kills a busy worker."""
         if self._channel is not None:
             self._channel.close()
             self._channel = self.pid = None

@@ -1,6 +1,4 @@
-"""Parsers for tool calls whose arguments have a special syntax. A parser translates each tool call to JSON when it is
-complete.
-"""
+"""Parsers for tool calls whose arguments have a special syntax. They translate a tool call when it is complete."""
 
 from __future__ import annotations
 
