@@ -91,7 +91,7 @@ def cached_directory(
     tokenizer_only: fetch only the tokenizer of a repository that has one.
     cache:          cache directory. By default, a model in $MEGATRON_MODEL_CACHE is used from there. Any other model is
                     fetched to the cache of the Hugging Face libraries.
-    progress: called with the numbers of bytes received and in total. By default, the progress is logged.
+    progress: called with the progress of the transfers. By default, the progress is logged.
 
     Raises HubError, HubUnavailableError, ModelFileError or OSError.
     """
@@ -121,12 +121,13 @@ def cached_directory(
 
 
 def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, cache: Path | None = None) -> Path | None:
-    """Return the cached directory of a model if the network is not needed to use it, otherwise None.
+    """Return the cached directory of a model if it can be used without the network, otherwise None.
 
-    The result is None if a file is missing, and for a branch or an object store, whose files may have changed.
+    Any revision can be used from $MEGATRON_MODEL_CACHE and, if HF_HUB_OFFLINE is set, from the user's cache. Otherwise,
+    only a commit can be used, because a branch or an object store may have changed. The result is also None if a file
+    is missing.
 
-    Any revision is used from $MEGATRON_MODEL_CACHE or, if HF_HUB_OFFLINE is set, from the user's cache. Otherwise only
-    a commit is. Raises HubError if HF_HUB_OFFLINE is set and the cache lacks the model.
+    Raises HubError if HF_HUB_OFFLINE is set and the cache lacks the model.
     """
     shared = os.environ.get(MODEL_CACHE) if cache is None else None
     if shared:

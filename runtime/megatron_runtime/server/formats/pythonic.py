@@ -14,8 +14,7 @@ _JSON_NAMES = {"null": None, "true": True, "false": False}
 
 
 class PythonicParser(ToolParser):
-    """Parses answers of Llama 3.2 and 4, in which a Python list of tool calls `[name(argument="value"), …]` is the
-    whole answer.
+    """Parses answers of Llama 3.2 and 4, which are text or a Python list of tool calls `[name(argument="value"), …]`.
 
     If the answer does not begin with `[`, the name of a tool and `(`, the whole answer is text. The parser emits each
     tool call when it is complete.
