@@ -99,6 +99,6 @@ def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[
 
 
 def show_only(gpus: tuple[int, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Restrict programs started with `environment` to these GPUs. A number is an index among the GPUs visible so far."""
+    """Restrict programs started with `environment` to `gpus`, which are indices among the GPUs visible so far."""
     visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     environment[VISIBLE] = ",".join(visible[number] if visible else str(number) for number in gpus)
