@@ -1,4 +1,4 @@
-"""Send many prompts concurrently from one event loop, print each answer when it is complete, then pause and continue.
+"""Send many prompts concurrently from one event loop, print each answer when it is complete, pause and continue.
 
 python docs/examples/concurrent_async.py --model builtin:smollm2-135m
 """

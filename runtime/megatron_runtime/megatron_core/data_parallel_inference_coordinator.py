@@ -168,7 +168,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def router_socket(self) -> Router:
-        """The ROUTER socket of the coordinator. The coordinator's loop owns the socket, so callers must not use it."""
+        """The ROUTER socket for all communication. Only the coordinator's loop may send and receive on this socket."""
         return self._coordinator.transport.router(SHARED_PORT)
 
     @property

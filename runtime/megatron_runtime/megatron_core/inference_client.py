@@ -428,9 +428,8 @@ class InferenceClient:
 class _Starting(Coroutine[Any, Any, None]):
     """The coroutine that start() returns.
 
-    If there is an event loop, it runs immediately in a task, without being awaited.
-
-    The coroutine can be awaited on another loop.
+    If there is an event loop, the coroutine runs immediately in a task, without being awaited. It can be awaited on
+    another loop.
 
     begin: creates the task on the given loop unless it exists, and returns it.
     loop:  loop for the task if the caller runs on no loop. None: the task starts when the coroutine is awaited.

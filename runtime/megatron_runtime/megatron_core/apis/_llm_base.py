@@ -155,7 +155,7 @@ class _MegatronLLMBase:
     coordinator_host, coordinator_port: address of the coordinator. Default: a free port on the loopback interface.
     inference_wrapper_cls: the class that runs the model, a subclass of GPTInferenceWrapper.
     dtype:     type with which the engine computes: "auto", "float32" or "bfloat16". For a GPTModel, "auto" means its
-               `params_dtype`. For other models, "auto" means bfloat16 if the device supports it, otherwise float32.
+               `params_dtype`. For other models, "auto" means bfloat16 if the device supports it.
     threads:   number of torch threads; None: torch's default.
     tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: number of ranks of one engine
         in each dimension. None: the size from a Megatron-Core model or its parallel state, otherwise 1. With torchrun,

@@ -160,9 +160,7 @@ class KVBlockAllocator:
 
 
 def config_of(source: Any) -> InferenceConfig:
-    """Return `source`, an InferenceConfig of Megatron-Core or of this project, as an InferenceConfig of this
-    project.
-    """
+    """Return this project's InferenceConfig for `source`, which is one of Megatron-Core's or of this project's."""
     if isinstance(source, InferenceConfig):
         return source
     names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)

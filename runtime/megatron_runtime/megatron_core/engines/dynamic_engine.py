@@ -104,9 +104,7 @@ class DynamicInferenceEngine:
 
     @property
     def state(self) -> EngineState:
-        """The state of the engine: RUNNING without a coordinator, otherwise the state that the coordinator's signals
-        determine.
-        """
+        """The state of the engine, which the coordinator's signals change. Without a coordinator, always RUNNING."""
         return EngineState.RUNNING if self._service is None else EngineState(self._service.events.state)
 
     # --- without a coordinator ----------------------------------------------------------------------------------

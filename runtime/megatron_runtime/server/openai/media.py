@@ -123,7 +123,8 @@ class MediaLoader:
 class _Target:
     """The target for fetching a file.
 
-    path: path and query of the URL. address: validated IP address of the host.
+    path:    path and query of the URL.
+    address: validated IP address of the host.
     """
 
     scheme: str

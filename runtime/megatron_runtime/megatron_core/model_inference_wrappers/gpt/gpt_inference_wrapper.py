@@ -27,9 +27,7 @@ class GPTInferenceWrapper:
         self.inference_context = inference_context
 
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        """Compute the tokens of `plan`, write their keys and values to `cache_LPXE`, and return the results of the
-        step.
-        """
+        """Compute the tokens of `plan`, write their keys and values to the cache, and return the ForwardStep."""
         return forward(self.model, plan, cache_LPXE)
 
     @classmethod
