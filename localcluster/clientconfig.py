@@ -96,7 +96,10 @@ def uv_cache(environment: Mapping[str, str]) -> Path:
 
 
 def mounts(folder: Path, *, target: str) -> list[Mount]:
-    """Write pip.conf and uv.toml into `folder`, and return the mounts for a build. target: where the build mounts it."""
+    """Write pip.conf and uv.toml into `folder`, and return the mounts for a build.
+
+    target: path at which the build mounts `folder`.
+    """
     environment = os.environ
     home = Path.home()
     pip = pip_settings(environment, pip_files(environment, home))

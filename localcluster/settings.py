@@ -148,7 +148,8 @@ class Settings:
     def bridge(self) -> str:
         """The name of the bridge.
 
-        The name contains a digest of the cluster's name, because interface names have at most 15 bytes.
+        The name contains a digest of the cluster's name instead of the name itself, because interface names have at
+        most 15 bytes.
         """
         return "mlc" + hashlib.sha256(self.name.encode()).hexdigest()[:8]
 

@@ -219,10 +219,7 @@ class _MegatronLLMBase:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """Load a model and its tokenizer, and return an instance.
-
-        model: "builtin:NAME", a GGUF file or a directory in the format of transformers.
-        """
+        """Return an instance with the model `model`: "builtin:NAME", a GGUF file or a transformers directory."""
         return cls(model=str(model), tokenizer=None, **options)
 
     def _start_runtime(self, host: str | None, port: int | None) -> None:

@@ -26,11 +26,10 @@ class MegatronLLM(_MegatronLLMBase):
     def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Return the answer to one prompt, or a list of answers in the order of the prompts.
+        """Return the answer to one prompt, or the list of answers to prompts. A failed request has the status FAILED.
 
-        An answer whose request has failed has the status FAILED.
-
-        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts.
+        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts, whose answers
+                 are in the same order.
 
         Raises RuntimeError on a worker rank, TypeError for prompts of another type, and RequestRejectedError.
         """
@@ -76,9 +75,7 @@ class MegatronLLM(_MegatronLLMBase):
         self._manager().run_sync(self._resume_impl())
 
     def update_weights(self, source: Any, epoch: int | None = None) -> None:
-        """Load the weights of `source` into the engines, and label the weights with `epoch`.
-
-        Allowed if the engines are running or paused.
+        """Load the weights of `source`, and label them with `epoch`. Allowed if the engines are running or paused.
 
         source: a model reference, a model in memory as for the argument `model` of the constructor, or a Trainer, whose
                 last published weights are loaded. The engines copy the current weights of a model in memory. Every rank
