@@ -70,7 +70,7 @@ def namespace_path(namespace: str) -> Path:
 
 
 def remove_namespaces(namespaces: Collection[str]) -> None:
-    """Remove those of the network namespaces that exist, with their interfaces and iptables rules."""
+    """Remove the network namespaces in `namespaces` that exist, with their interfaces and iptables rules."""
     for namespace in namespaces:
         if namespace_path(namespace).exists():
             run(["ip", "netns", "delete", namespace])

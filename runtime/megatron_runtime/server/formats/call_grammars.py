@@ -26,7 +26,7 @@ CallGrammar: TypeAlias = tuple[dict[str, str], str]
 
 Role: TypeAlias = Literal["name", "arguments", "id"]
 Keys: TypeAlias = tuple[tuple[str, Role], ...]
-"""The keys of a JSON call in order, each with its role. Only the key of the id is optional."""
+"""The keys of a JSON tool call in order, each with its role. Only the key of the id is optional."""
 KEYS: Keys = (("name", "name"), ("arguments", "arguments"))
 _KEYS_OF_LLAMA: Keys = (("name", "name"), ("parameters", "arguments"))
 _ID = {"type": "string", "pattern": "^[0-9A-Za-z_-]{1,64}$"}
@@ -95,7 +95,7 @@ def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
-    """Return the Lark expression for a call list after its first call, and the rules for `call` and all arguments."""
+    """Return the Lark expression for a list of tool calls after its first call, and the rules that it uses."""
     calls = " | ".join(f'{quoted(f"{name}(")} arguments_{place} ")"' for place, name in enumerate(tools))
     rules = [f"call: {calls}"]
     for place, schema in enumerate(tools.values()):
@@ -140,7 +140,7 @@ def minimax_m3(tools: Schemas, written: Written, is_single: bool) -> CallGrammar
 
 
 def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of an answer that ends with a call.
+    """Return the grammar of an answer that ends with a tool call.
 
     The call is `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`.
     """

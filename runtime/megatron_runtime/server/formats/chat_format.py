@@ -64,7 +64,7 @@ class AnswerRequest:
 
 
 ANY_CALLS = "*"
-"""Value of `AnswerRequest.forced` for an answer that must be a list of calls, of any tools."""
+"""Value of `AnswerRequest.forced` for an answer that must be a list of tool calls, of any tools."""
 
 
 class AsyncAnswerParser(Protocol):

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _TOOL = "lookup_place"
 _ARGUMENTS = {"place": "Rome"}
 CALL: tuple[str, Mapping[str, Any]] = (_TOOL, _ARGUMENTS)
-"""The call in the conversation that is rendered to detect formats."""
+"""The tool call in the conversation that is rendered to detect formats."""
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
         "type": "function",

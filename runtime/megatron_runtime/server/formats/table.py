@@ -225,7 +225,7 @@ _HINTS: Mapping[str, tuple[str, ...]] = {
     "pythonic": ("[func_name1(",),
     "llama3_json": ("<|python_tag|>", '{"name": function name, "parameters":'),
 }
-"""`ToolFormat.hints` by name of the format: texts in chat templates other than the texts that begin a call."""
+"""`ToolFormat.hints` by name of the format: texts in chat templates other than the texts that begin a tool call."""
 
 
 def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:

@@ -41,7 +41,7 @@ _SMALL_IMAGE = bytes.fromhex(
 )
 """A PNG image of 64 x 64 pixels."""
 TEXT, REASONING, CALL, ARGUMENTS = range(4)
-"""Kinds of events in replies. An event is [kind, text]. The beginning of a call is [CALL, name, id or None]."""
+"""Kinds of events in replies. An event is [kind, text]. The beginning of a tool call is [CALL, name, id or None]."""
 
 _HARMONY = "gpt_oss"
 """The `model_type` for which vLLM uses the package openai_harmony instead of the chat template."""

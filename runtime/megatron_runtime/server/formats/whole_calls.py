@@ -13,8 +13,9 @@ from megatron_runtime.server.formats.parser import MAX_JSON_DEPTH, Reading, Tool
 from megatron_runtime.server.formats.tagged_calls import value_of
 
 MAX_CALL_CHARACTERS = 1 << 20
-"""Maximum length of a call in characters. A longer call is returned as text, because a call is held until it is
-complete.
+"""Maximum length of a tool call in characters.
+
+A longer tool call is returned as text, because a tool call is held until it is complete.
 """
 
 
@@ -25,7 +26,7 @@ class WholeCallParser(ToolParser):
     HEAD: Head
     END: str
     CLOSE = ""
-    """Text after the last call. A model can omit it."""
+    """Text after the last tool call. A model can omit this text."""
 
     @abstractmethod
     def arguments(self, name: str, body: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class MixedContent:
     def text(self) -> str:
         """The text of the content.
 
-        Placeholders replace images, audio and video; those without placeholder are left out.
+        Placeholders replace images, audio and video. Media without a placeholder are left out.
         """
         texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
         return "\n".join(text for text in texts if text is not None)

@@ -149,7 +149,7 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Return the two text fields of the request. Call prepared() before."""
+        """Return the two text fields of the request. Call prepared() first."""
         return next(pair for pair in self.pairs() if all(side.texts is not None for side in pair))
 
     def prepared(self) -> Self:

@@ -330,7 +330,7 @@ _LEFT_OUT = (
 """Types of items that are not included in the prompt, because they contain no text for the model."""
 _ITEM_KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT)
 _IMAGE_TEXT = "[image]"
-"""Placeholder for an image in the result of a call."""
+"""Placeholder for an image in a tool result."""
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

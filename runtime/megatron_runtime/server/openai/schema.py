@@ -187,7 +187,7 @@ class ModelRequest(Body):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the names of the unknown fields in this request. Call prepared() before."""
+        """Return the names of the unknown fields in this request. Call prepared() first."""
         return tuple(self.__pydantic_extra__ or ())
 
     def prepared(self) -> Self:
@@ -758,7 +758,7 @@ class ConvertedRequest(ModelRequest):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat request to which this request was converted. Call prepared() before."""
+        """Return the chat request to which this request was converted. Call prepared() first."""
         assert self._chat is not None
         return self._chat
 

@@ -61,7 +61,7 @@ class TextsRequest(ModelRequest):
 
     @property
     def completion(self) -> CompletionRequest:
-        """Return the completion request whose prompts are the texts of this request. Call prepared() before."""
+        """Return the completion request whose prompts are the texts of this request. Call prepared() first."""
         assert self._completion is not None
         return self._completion
 
