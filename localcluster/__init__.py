@@ -1,7 +1,8 @@
-"""A real one-node Kubernetes for demos and tests. One command starts it, and one command removes it.
+"""Starts and removes a real one-node Kubernetes cluster for demos and tests.
 
-It writes to `build/<name>/` in the repository and to a cache in the user's cache folder. `down` restores everything
-else that it changes on the machine. `LocalCluster` is the library, and `python -m localcluster` is the command.
+The cluster writes to `build/<name>/` in the repository and to a cache in the user's cache folder. `down` undoes all
+other changes that the cluster makes to the machine. Python programs use the class `LocalCluster`. The command is
+`python -m localcluster`.
 """
 
 from localcluster.cluster import LocalCluster

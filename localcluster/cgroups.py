@@ -1,8 +1,8 @@
-"""The cgroups of a node, for both cgroup versions. One is for all pods, and one is for the node's own processes.
+"""The two cgroups of a node, for both cgroup versions: one for all pods, and one for the node's own processes.
 
-With a separate group for pods, `down` can list every process of every pod, even if its shim is gone. The node's group
-sets CPU weights as on an ordinary node. In the machine's root group, each process of the control plane would have the
-same weight as all pods together.
+From the cgroup for pods, `down` can list every process of every pod, even if the pod's shim has exited. The cgroup for
+the node's processes gives them a CPU weight as on an ordinary node. In the machine's root cgroup, each process of the
+control plane would have the same weight as all pods together.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ KUBELET_CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "hugetlb", "io")
 
 
 def of_node(pods: str) -> str:
-    """Return the cgroup of a node's processes. pods: the cgroup of its pods."""
+    """Return the name of the cgroup for a node's processes. pods: name of the cgroup for the node's pods."""
     return f"{pods}-node"
 
 
 def is_v2() -> bool:
     """Return whether the controllers are in the unified hierarchy.
 
-    On hybrid machines they are in version 1 hierarchies.
+    If not, the controllers are in version 1 hierarchies, which is also the case on hybrid machines.
     """
     return (ROOT / "cgroup.controllers").exists()
 
@@ -45,7 +45,7 @@ def folders(cgroup: str) -> list[Path]:
 
 
 def create(cgroup: str) -> None:
-    """Create a cgroup in every hierarchy. The kubelet requires that its cgroup exists."""
+    """Create a cgroup in every hierarchy. Call this before the kubelet starts, because it needs an existing cgroup."""
     if is_v2():
         _delegate()
     for folder in folders(cgroup):
@@ -53,7 +53,7 @@ def create(cgroup: str) -> None:
 
 
 def weigh(cgroup: str, cpus: int) -> None:
-    """Set the CPU weight of a cgroup. Under contention it gets the share of `cpus` cgroups with the default weight."""
+    """Set the CPU weight of a cgroup to `cpus` times the default weight."""
     for folder in folders(cgroup):
         for name, one in (("cpu.shares", 1024), ("cpu.weight", 100)):
             if (folder / name).exists():
@@ -69,7 +69,7 @@ def gather(cgroup: str, pids: Iterable[int]) -> None:
 
 
 def freeze(cgroup: str, *, frozen: bool) -> None:
-    """Stop all processes in a cgroup and the cgroups below it, or let them continue.
+    """Stop all processes in a cgroup and the cgroups below it if `frozen` is true, otherwise let them continue.
 
     Do nothing if the cgroup does not exist.
     """
@@ -80,10 +80,10 @@ def freeze(cgroup: str, *, frozen: bool) -> None:
 
 
 def _delegate() -> None:
-    """Delegate the controllers of the unified hierarchy to its children.
+    """Delegate the controllers of the unified hierarchy's root cgroup to its child cgroups.
 
-    In a container, the visible root contains processes, but the kernel delegates only from a cgroup without processes.
-    The processes are therefore first moved to a leaf cgroup.
+    In a container, the visible root cgroup contains processes, but the kernel delegates only from a cgroup without
+    processes. This function therefore moves the processes to a leaf cgroup first.
     """
     available = (ROOT / "cgroup.controllers").read_text().split()
     wanted = " ".join(f"+{name}" for name in KUBELET_CONTROLLERS if name in available)
@@ -109,7 +109,7 @@ def _move(pid: str, leaf: Path) -> None:
 
 
 def remove(cgroup: str, *, seconds: float = 15.0) -> int:
-    """Kill all processes in a cgroup and below it, remove the cgroup, and return the number of processes."""
+    """Kill all processes in a cgroup and below it, remove the cgroup, and return the number of killed processes."""
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
     existing = [folder for folder in folders(cgroup) if folder.is_dir()]
@@ -134,7 +134,8 @@ def _pids(folder: Path) -> set[int]:
 def _pids_of(group: Path) -> set[int]:
     """Return the pids in a cgroup.
 
-    The result is empty if the cgroup was removed after it was listed, for example because its pod ended.
+    The result is empty if the cgroup no longer exists, for example because its pod has ended since the cgroup was
+    listed.
     """
     try:
         return {int(pid) for pid in (group / "cgroup.procs").read_text().split()}

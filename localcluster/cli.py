@@ -63,7 +63,7 @@ def up(
     pod_subnet: str | None,
     service_subnet: str | None,
 ) -> None:
-    """Start the cluster, or repair it. Components that run are kept."""
+    """Start the cluster, or repair it. Running components are not restarted."""
     options = Options(api_port, pod_subnet, service_subnet, nodes)
     LocalCluster(name=name, control_plane_only=control_plane_only, options=options, root=root).up(
         with_images=with_images

@@ -1,6 +1,6 @@
 """Passes the machine's pip and uv settings to an image build without storing them in the image.
 
-The settings, such as an index, a proxy or a certificate authority, are written to files that the build mounts.
+This module writes the settings, such as an index, a proxy or a certificate authority, to files that the build mounts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Mount:
 def pip_settings(environment: Mapping[str, str], files: Iterable[Path]) -> dict[str, str]:
     """Return pip's settings on this machine.
 
-    The environment overrides the files, and later files override earlier ones.
+    Environment variables override the files, and later files override earlier files.
     """
     settings: dict[str, str] = {}
     for path in files:
@@ -67,7 +67,7 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: str) -> str:
-    """Return the text of uv.toml. Settings come from uv's variables if they are set, otherwise from pip's settings."""
+    """Return the text of uv.toml. Settings without one of uv's environment variables have pip's values."""
     values: dict[str, object] = {"system-certs": True, "cache-dir": cache, "link-mode": "copy"}
     index = environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL") or pip.get("index-url")
     extra = environment.get("UV_INDEX") or environment.get("UV_EXTRA_INDEX_URL") or pip.get("extra-index-url")
@@ -83,9 +83,9 @@ def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: st
 
 
 def uv_cache(environment: Mapping[str, str]) -> Path:
-    """Return the machine's uv cache.
+    """Return the folder of the machine's uv cache.
 
-    An image build uses it, so that the packages of `.venv` are not downloaded again.
+    An image build uses this cache, so that the packages of `.venv` are not downloaded again.
     """
     if environment.get("UV_CACHE_DIR"):
         return Path(environment["UV_CACHE_DIR"])
@@ -96,7 +96,10 @@ def uv_cache(environment: Mapping[str, str]) -> Path:
 
 
 def mounts(folder: Path, *, target: str) -> list[Mount]:
-    """Write pip.conf and uv.toml into `folder`, and return all mounts. A build mounts `folder` at `target`."""
+    """Write pip.conf and uv.toml into `folder`, and return the mounts for a build.
+
+    target: path at which the build mounts `folder`.
+    """
     environment = os.environ
     home = Path.home()
     pip = pip_settings(environment, pip_files(environment, home))

@@ -1,6 +1,6 @@
 """`LocalCluster`: starts, stops and inspects a cluster.
 
-All operations are idempotent and may be interrupted at any point.
+All operations are idempotent. After an interruption at any point, an operation can be repeated.
 """
 
 from __future__ import annotations
@@ -52,16 +52,17 @@ class ComponentStatus:
 
 
 class LocalCluster:
-    """A real Kubernetes on this machine. It has one node unless `options` request more.
+    """A real Kubernetes cluster on this machine. It has one node unless `options` request more nodes.
 
     Args:
         name:               name of the state folder `build/<name>`. Clusters with different names can run at the same
-                            time, but only one of them can have nodes, because the service rules of node 1 are rules of
-                            the machine.
-        control_plane_only: start only etcd, API server and controller manager. The API server accepts pods, which never
-                            run. No root permissions are needed if etcd and openssl are installed.
+                            time, but only one of these clusters can have nodes, because the iptables rules of node 1
+                            are the machine's rules.
+        control_plane_only: whether to start only etcd, API server and controller manager, without nodes. The API server
+                            accepts pods, which never run. No root permissions are needed if etcd and openssl are
+                            installed.
         options:            ports, networks and the number of nodes.
-        root:               folder of the state folders, by default `build/` in the repository.
+        root:               folder that contains the state folders, by default `build/` in the repository.
         steps:              reports the progress, by default to standard error.
     """
 
@@ -107,8 +108,8 @@ class LocalCluster:
         """Start the cluster from any state: not installed, partly started, killed or running.
 
         Args:
-            with_images: also build helm and the project's images, in parallel with the other programs, and load the
-                images.
+            with_images: whether to also build helm and the project's images, in parallel with the other programs, and
+                load the images.
         """
         if with_images and self.control_plane_only:
             raise ClusterError("a control plane runs no pods, so it takes no images: leave out one of the two options")
@@ -151,7 +152,7 @@ class LocalCluster:
             self._load(image)
 
     def load_image(self, reference: str) -> None:
-        """Make an image in the launcher's store available to pods."""
+        """Load the image `reference` from the launcher's image store into the nodes, so that pods can use it."""
         image = store.find(reference)
         if image is None:
             raise ClusterError(f"image {reference!r} is not in the store: run `python -m localcluster build-images`")
@@ -164,9 +165,9 @@ class LocalCluster:
             sweep.down(self.name, self.layout, self._steps, purge=purge)
 
     def freeze_node(self, index: int) -> None:
-        """Suspend all processes of a node, as if its machine hung: kubelet, container runtime, Services and containers.
+        """Suspend all processes of a node, including its containers, as if its machine did not respond.
 
-        The node's kernel still accepts connections. If `cut_network` is also called, the node is lost.
+        The kernel still accepts connections to the node. To simulate the loss of a node, also call `cut_network`.
 
         index: 2 or higher, because node 1 also runs the control plane.
 
@@ -178,7 +179,7 @@ class LocalCluster:
         cgroups.freeze(node.cgroup, frozen=True)
 
     def thaw_node(self, index: int) -> None:
-        """Let a frozen node continue. A running node is not changed. Raises the errors of `freeze_node`."""
+        """Let a frozen node continue. Do nothing if the node is not frozen. Raises the errors of `freeze_node`."""
         node = self._further_node(index)
         cgroups.freeze(node.cgroup, frozen=False)
         processes.send(processes.owned_pids(self.layout.of_node(index).state), signal.SIGCONT)
@@ -210,7 +211,7 @@ class LocalCluster:
         return bool(running)
 
     def status(self) -> list[ComponentStatus]:
-        """Return, for each component, whether it runs and whether it is ready.
+        """Return the status of each component: whether the component runs and whether it is ready.
 
         The result is empty if the cluster is down.
         """
@@ -224,9 +225,9 @@ class LocalCluster:
         return [self._component_status(component) for component in expected]
 
     def program(self, name: str) -> Path:
-        """Return the path of a program (kubectl or helm) in the version of the node.
+        """Return the path of a program (kubectl or helm) in the version that belongs to the cluster.
 
-        The program is built if it does not exist, and is linked into the state folder.
+        The program is built if it does not exist. The path is a link in the state folder.
         """
         if name not in programs.PACKAGES:
             raise ClusterError(f"program {name!r} is unknown; there are {', '.join(programs.PACKAGES)}")
@@ -235,7 +236,7 @@ class LocalCluster:
     def run_kubectl(
         self, *arguments: str, stdin: str | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        """Run kubectl on this cluster. check: raise ClusterError with kubectl's output if kubectl fails."""
+        """Run kubectl on this cluster. check: whether to raise ClusterError with kubectl's output if kubectl fails."""
         return run([self.kubectl, "--kubeconfig", self.kubeconfig, *arguments], stdin=stdin, check=check)
 
     def _component_status(self, component: components.Component) -> ComponentStatus:
@@ -306,7 +307,7 @@ class LocalCluster:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the cluster, so that only one launcher at a time changes it.
+        """Return a context that holds the lock of the cluster, so that only one launcher at a time changes the cluster.
 
         The kernel releases the lock if the launcher is killed.
         """

@@ -16,12 +16,12 @@ class Component:
 
     Attributes:
         name:      name of the process, its log and its record.
-        argv:      whole command line. It always contains a path below the state folder, by which the process is
-                   recognised as this cluster's process even if its record is lost.
-        ready_url: URL that answers 200 when the component is ready. Over TLS, the launcher uses the admin's
-            certificate.
-        files:     configuration files whose change requires a restart.
-        namespace: network namespace of the process; None for the machine's namespace.
+        argv:      whole command line. It always contains a path below the state folder, by which the launcher
+                   recognises the process as this cluster's process even if its record is lost.
+        ready_url: URL that answers with status 200 when the component is ready. With TLS, the launcher authenticates
+            with the admin's certificate.
+        files:     configuration files. If one changes, the process must be restarted.
+        namespace: network namespace of the process; None: the machine's namespace.
     """
 
     name: str
@@ -49,7 +49,7 @@ PROGRAM_NAMES = frozenset(
 
 
 def etcd(settings: Settings, layout: Layout) -> Component:
-    """Return the component etcd. It runs without fsync, because a test cluster need not survive a power failure."""
+    """Return the component etcd. It runs without fsync, because a test cluster need not survive power failures."""
     client = f"http://127.0.0.1:{settings.ports['etcd']}"
     peer = f"http://127.0.0.1:{settings.ports['etcd-peer']}"
     argv = (

@@ -1,4 +1,4 @@
-"""`make demo`, which creates a real Kubernetes and then takes one resource through its lifecycle."""
+"""The program of `make demo`: creates a Kubernetes cluster and takes a custom resource through its lifecycle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Target:
 
 @contextmanager
 def _forwarded(target: Target, service: str) -> Iterator[str]:
-    """Yield the URL of a Service through `kubectl port-forward`. Used for clusters whose Services are not reachable."""
+    """Yield a URL of a Service through `kubectl port-forward`, for clusters whose Services are not reachable."""
     command = target.kube.command("port-forward", f"service/{service}", ":80")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -64,7 +64,7 @@ def _embedded(steps: Steps) -> Target:
 def _current() -> Target:
     """Return the user's current cluster as the target.
 
-    The operator must be installed there, and its nodes must be able to pull images from a registry.
+    The operator must be installed in this cluster, and the cluster's nodes must be able to pull images from a registry.
     """
     kube = Kubectl()
     try:
@@ -117,7 +117,7 @@ make cluster-down removes it."""
     help="Cluster to use: an embedded one-node cluster, or the cluster of the current kubeconfig context.",
 )
 def main(cluster: str) -> None:
-    """Run the whole demo, and check every step."""
+    """Run the whole demo, and check every step. cluster: which cluster to use."""
     steps = Steps()
     try:
         if cluster == "embedded":

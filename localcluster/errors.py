@@ -1,4 +1,4 @@
-"""The error of this package for problems that a user can fix."""
+"""`ClusterError`, the error for problems that a user can fix."""
 
 
 class ClusterError(Exception):

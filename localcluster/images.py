@@ -1,7 +1,7 @@
 """Builds the project's images with buildah, and loads them into a running cluster.
 
 No image is pulled from a registry. debootstrap creates the base image, and apt, pip and uv install everything else with
-the settings of this machine. An image whose inputs have not changed is not built again.
+the settings of this machine. An image is built again only if its inputs have changed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def inputs_digest(repository: Path, base: str) -> str:
 
 
 def build(targets: Sequence[str], steps: Steps, *, repository: Path = REPOSITORY) -> list[store.Image]:
-    """Build the targets whose inputs have changed, and return the images of all targets."""
+    """Build the images of `targets` whose inputs have changed, and return the images of all `targets`."""
     unknown = [target for target in targets if target not in TARGETS]
     if unknown:
         raise ClusterError(f"image {', '.join(unknown)} is unknown; there are {', '.join(TARGETS)}")
@@ -124,8 +124,8 @@ def _stamp(target: str, inputs: str) -> str | None:
 
     Returns None if there is no image.
 
-    The stamp is stored in a file next to the image store. It is not a label of the image, because buildah's layer cache
-    ignores labels.
+    The launcher stores the stamp in a file next to the image store, and not as a label of the image, because buildah's
+    layer cache ignores labels.
     """
     image = store.find(TARGETS[target])
     return f"{inputs} {image.digest}" if image is not None else None
@@ -141,7 +141,7 @@ def _last_stamp(target: str) -> str:
 
 
 def _stream(command: Sequence[str], log: Path, step: Step) -> None:
-    """Run a build, and show its current instruction. log: file that receives the whole output."""
+    """Run a build command, and show its current instruction in `step`. log: file that receives the whole output."""
     environment = {**os.environ, "TMPDIR": str(_scratch())}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -164,7 +164,10 @@ def _stream(command: Sequence[str], log: Path, step: Step) -> None:
 
 
 def _ensure_base(steps: Steps) -> store.Image:
-    """Return the base image. It is a minimal system with Python, from this machine's distribution and mirror."""
+    """Return the base image, a minimal system with Python, and create it if it does not exist.
+
+    The packages are from this machine's distribution and mirror.
+    """
     suite, mirror, components = _distribution()
     reference = f"localhost/megatron-base:{suite}"
     current = store.find(reference)
@@ -213,7 +216,9 @@ def _distribution() -> tuple[str, str, list[str]]:
 
 
 def archive(listing: str, suite: str) -> tuple[str, list[str]]:
-    """Return the mirror that has the suite's main component, and all components on this mirror.
+    """Return the mirror of the suite's main component, and all components of the suite on this mirror.
+
+    listing: apt's list of sources.
 
     All components are needed, because Ubuntu's package for venv is in universe.
     """
@@ -246,7 +251,10 @@ def _scratch() -> Path:
 
 @contextlib.contextmanager
 def _exclusive(steps: Steps) -> Iterator[None]:
-    """Hold the lock of the image store. Before and after, unmount mounts that a killed build has left."""
+    """Return a context that holds the lock of the image store.
+
+    At its begin and end, it unmounts mounts that killed builds have left.
+    """
     with locked(_scratch() / ".lock", steps, reason="another image build"):
         try:
             _forget_interrupted()

@@ -1,4 +1,4 @@
-"""Installs the operator on a cluster (images, node and chart), for the demo and the end-to-end tests."""
+"""Installs the operator and its images on a cluster, for the demo and the end-to-end tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VALUES = {"operator": "operator", "runtime": "runtime", "vllm": "runtime-vllm"}
 
 
 def prepare(cluster: LocalCluster, steps: Steps) -> Path:
-    """Start the node, build and load the images, and return the path of helm.
+    """Start the cluster, build the project's images, load the images, and return the path of helm.
 
     Programs and images are built in parallel.
     """
@@ -38,7 +38,7 @@ def prepare(cluster: LocalCluster, steps: Steps) -> Path:
 def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: Sequence[str] = ()) -> None:
     """Install or upgrade the chart with the images built here, and wait until the operator is ready.
 
-    values: further `--set` assignments, which take precedence.
+    values: further assignments for helm's option `--set`, which take precedence.
     """
     with steps.step("helm upgrade --install: the operator is ready"):
         defaults = [

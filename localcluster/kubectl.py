@@ -1,4 +1,4 @@
-"""Calls kubectl. The demo and the end-to-end tests change a cluster only by kubectl, as users do."""
+"""Runs kubectl. The demo and the end-to-end tests change a cluster only through kubectl, as users do."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class CommandError(RuntimeError):
 
 @dataclass(frozen=True)
 class Kubectl:
-    """kubectl bound to one cluster and namespace.
+    """A caller of kubectl for one cluster and namespace.
 
-    kubeconfig: None uses the user's current context.
+    kubeconfig: file that names the cluster; None: the user's current context.
     """
 
     executable: str = "kubectl"
@@ -65,11 +65,14 @@ class Kubectl:
         return self("patch", "mi", name, "--type", "merge", "-p", json.dumps({"spec": spec}))
 
     def wait(self, what: str, condition: str, *, seconds: float = PATIENCE_SECONDS) -> str:
-        """Wait for a condition by watching. `condition` is as in `kubectl wait --for`."""
+        """Wait until the object `what` has a condition, and return kubectl's output.
+
+        condition: as in `kubectl wait --for`.
+        """
         return self("wait", what, f"--for={condition}", f"--timeout={seconds:g}s", timeout=seconds + 15)
 
     def wait_state(self, name: str, state: str, *, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
-        """Wait until the resource's status.state is `state`, and return the status."""
+        """Wait until the custom resource `name` has the status.state `state`, and return its status."""
         self.wait(f"mi/{name}", f"jsonpath={{.status.state}}={state}", seconds=seconds)
         status: dict[str, Any] = self.json("mi", name)["status"]
         return status
@@ -78,7 +81,7 @@ class Kubectl:
         return str(self.json("service", service)["spec"]["clusterIP"])
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events about the resource `name`, oldest first."""
+        """Return the Kubernetes events about the custom resource `name`, oldest first."""
         items = self.json(
             "events", "--field-selector", f"involvedObject.kind=MegatronInference,involvedObject.name={name}"
         )

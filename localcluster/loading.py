@@ -1,9 +1,9 @@
 """Loads an image from buildah's store into containerd's store without copying its layers.
 
-Both stores keep a layer as the folder that overlayfs mounts. Each layer that containerd lacks becomes a snapshot whose
-files are hard links to buildah's files, which takes seconds and no disk space. No process writes to these files,
-because a container's changes go to its own upper folder. Then the manifest and the configuration are imported. Archives
-of the layers are not needed, because containerd unpacks only layers without a snapshot.
+Both stores keep each layer as a folder that overlayfs mounts. For each layer that containerd lacks, this module creates
+a snapshot whose files are hard links to buildah's files, which takes seconds and no disk space. No process writes to
+these files, because a container's changes go to a separate upper folder. Afterwards, this module imports the manifest
+and the configuration. It needs no archives of the layers, because containerd unpacks only layers without a snapshot.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 
 
 def chain_ids(digests: Iterable[str]) -> list[str]:
-    """Return the name of each layer's snapshot.
+    """Return the name of each layer's snapshot. digests: digests of the layers, lowest layer first.
 
-    The name is the digest of all layers up to this layer (ChainID of the OCI image format).
+    The name is a digest of this layer and all layers below it (ChainID of the OCI image format).
     """
     chain: list[str] = []
     for digest in digests:
@@ -41,7 +41,7 @@ def chain_ids(digests: Iterable[str]) -> list[str]:
 
 
 def load(image: Image, layout: Layout, steps: Steps) -> None:
-    """Make an image available to pods. Layers that already exist are skipped."""
+    """Load an image into containerd, so that pods can use the image. Layers that containerd already has are skipped."""
     with steps.step(f"load {image.reference}") as step:
         if runtime.image_digest(layout, image.reference) == image.digest:
             step.note("is there")
@@ -76,7 +76,9 @@ def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> Non
 
 
 def copy_command(source: Path, target: Path, *, same_device: bool) -> list[str]:
-    """Return the command that copies a layer with all attributes. same_device: create hard links instead of copies.
+    """Return the command that copies a layer with all attributes.
+
+    same_device: whether both folders are on one device, so that the command creates hard links.
 
     A running buildah mounts its overlay folder onto itself, and the kernel creates no links across mounts. The links
     are therefore created in a separate mount namespace without this mount.
@@ -90,7 +92,7 @@ def copy_command(source: Path, target: Path, *, same_device: bool) -> list[str]:
 
 
 def writable_folder(mount_command: str) -> Path:
-    """Return the folder of a prepared snapshot. mount_command: the command that `ctr` prints for the snapshot."""
+    """Return the upper folder of a prepared snapshot. mount_command: the command that `ctr` prints for the snapshot."""
     upper = re.search(r"upperdir=([^,\s]+)", mount_command)
     if upper:
         return Path(upper[1])
@@ -101,7 +103,7 @@ def writable_folder(mount_command: str) -> Path:
 
 
 def bare_archive(image: Image) -> bytes:
-    """Return an archive in OCI layout that has the manifest and configuration of an image but no layers."""
+    """Return an archive in OCI layout with the manifest and the configuration of an image, but without its layers."""
     files: dict[str, bytes] = {}
 
     def blob(content: bytes) -> str:

@@ -12,9 +12,9 @@ from localcluster.progress import Steps
 
 @contextmanager
 def locked(path: Path, steps: Steps, *, reason: str) -> Iterator[None]:
-    """Hold the lock of the file `path`, which is created if needed.
+    """Return a context that holds a lock on the file `path`, which is created if it does not exist.
 
-    reason: why a caller may have to wait, such as "another build of the same programs".
+    reason: what a caller waits for if the lock is in use, such as "another build of the same programs".
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:

@@ -1,7 +1,7 @@
 """The changes that nodes make to the machine outside the state folder, and the record for undoing them.
 
-The record is in /run. Like the changes, it does not survive a reboot, but it survives the removal of the state folder.
-It also ensures that only one cluster has nodes, because kube-proxy's chains have fixed names.
+The record is in /run. Like the changes, the record does not survive a reboot, but it survives the removal of the state
+folder. The record also ensures that only one cluster has nodes, because kube-proxy's chains have fixed names.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SYSCTLS = (
 
 @dataclass(frozen=True)
 class Footprint:
-    """The changes of a node to the machine.
+    """The record of the changes that a cluster's nodes make to the machine.
 
     Attributes:
-        state:      state folder of the cluster to which the node belongs.
-        sysctls:    values before the changes, by name.
-        chains:     iptables chains that existed before, by address family and table.
-        cgroups:    cgroup of the pods of each node.
+        state:      state folder of the cluster.
+        sysctls:    values of sysctls before the changes, by name.
+        chains:     iptables chains that existed before the changes, by address family and table.
+        cgroups:    the cgroup for pods of each node.
         namespaces: network namespaces of all nodes except the first.
     """
 
@@ -68,9 +68,9 @@ def facts() -> Machine:
 
 
 def recorded() -> Footprint | None:
-    """Return the recorded changes to this machine, by whichever cluster has nodes.
+    """Return the recorded changes to this machine by the cluster that has nodes.
 
-    Returns None if there are no changes.
+    Returns None if no cluster has nodes.
     """
     try:
         return Footprint(**json.loads(RECORD.read_text()))
@@ -81,7 +81,10 @@ def recorded() -> Footprint | None:
 
 
 def claim(settings: Settings, layout: Layout) -> None:
-    """Record that this cluster has nodes, and the settings to restore later. Call it before anything is changed."""
+    """Record that this cluster has nodes, and the machine's settings to restore later.
+
+    Call this function before any change to the machine.
+    """
     owner = recorded()
     if owner is not None:
         if owner.state != str(layout.state):

@@ -1,7 +1,7 @@
-"""Creates and removes the bridge. Removes the iptables rules of kube-proxy, the kubelet and the CNI plugins.
+"""Creates and removes the bridge and the nodes' networks, and removes the cluster's iptables rules.
 
-A pure function selects the rules to remove. It converts the output of `iptables-save` to the input of
-`iptables-restore`.
+kube-proxy, the kubelet and the CNI plugins create the iptables rules. The pure function cleanup() selects the rules to
+remove. It converts the output of `iptables-save` to the input of `iptables-restore`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FAMILIES = ("iptables", "ip6tables")
 
 
 def create_bridge(settings: Settings) -> None:
-    """Create the bridge.
+    """Create the bridge of node 1.
 
-    It must exist before the first pod, because the API server and the DNS server listen on its address.
+    Call this before the API server and the DNS server start, because they listen on the bridge's address.
     """
     if not Path(f"/sys/class/net/{settings.bridge}").exists():
         run(["ip", "link", "add", settings.bridge, "type", "bridge"])
@@ -42,7 +42,7 @@ def create_bridge(settings: Settings) -> None:
 def join(settings: Settings, node: Node) -> None:
     """Create the network namespace of a node and connect it to the bridge of node 1.
 
-    The namespace has its own bridge in the same subnet, and no route to other networks.
+    The namespace has a separate bridge in the same subnet, and no route to other networks.
     """
     assert node.namespace is not None
     if not namespace_path(node.namespace).exists():
@@ -60,7 +60,7 @@ def join(settings: Settings, node: Node) -> None:
 
 
 def connect(node: Node, *, up: bool) -> None:
-    """Connect a node to the other nodes if `up` is set. Otherwise disconnect it, so that no packet passes."""
+    """Connect a node to the other nodes if `up` is true. Otherwise disconnect the node, so that no packet passes."""
     assert node.namespace is not None
     run(["ip", "link", "set", node.namespace, "up" if up else "down"])
 
@@ -70,7 +70,7 @@ def namespace_path(namespace: str) -> Path:
 
 
 def remove_namespaces(namespaces: Collection[str]) -> None:
-    """Remove the network namespaces that exist, with their interfaces and rules."""
+    """Remove the network namespaces in `namespaces` that exist, with their interfaces and iptables rules."""
     for namespace in namespaces:
         if namespace_path(namespace).exists():
             run(["ip", "netns", "delete", namespace])
@@ -82,14 +82,14 @@ def remove_namespaces(namespaces: Collection[str]) -> None:
 
 
 def admit(settings: Settings) -> None:
-    """Allow traffic between pods and to this node, in case the firewall drops packets by default."""
+    """Add iptables rules that allow traffic between pods and to this node, even if the firewall drops packets."""
     bridge = settings.bridge
     for rule in (["FORWARD", "-i", bridge, "-o", bridge], ["INPUT", "-i", bridge]):
         _insert_rule([*rule, "-j", "ACCEPT"])
 
 
 def keep_service_traffic(settings: Settings) -> None:
-    """Reject connections to a Service whose address kube-proxy does not translate yet.
+    """Add a rule that rejects connections to a Service while kube-proxy does not translate its address.
 
     Otherwise the packets would leave this machine by its default route, and another host might answer.
     """
@@ -115,7 +115,7 @@ def remove_bridge(bridge: str) -> bool:
 
 
 def chains(saved: str) -> dict[str, list[str]]:
-    """Return the chains of Kubernetes and CNI by table. saved: the output of `iptables-save`."""
+    """Return the iptables chains of Kubernetes and CNI, by table. saved: the output of `iptables-save`."""
     by_table: dict[str, list[str]] = {}
     table = ""
     for line in saved.splitlines():
@@ -131,8 +131,9 @@ def cleanup(saved: str, *, bridge: str, keep: Mapping[str, Collection[str]]) -> 
 
     Args:
         saved:  output of `iptables-save`.
-        bridge: interface of the cluster. Rules in other chains that name it were created by the launcher.
-        keep:   chains, by table, that existed before the cluster.
+        bridge: interface of the cluster. Rules in other chains that name this interface are removed too, because the
+                launcher has created them.
+        keep:   chains, by table, that existed before the cluster and are not removed.
     """
     doomed = {table: [c for c in names if c not in keep.get(table, ())] for table, names in chains(saved).items()}
     output: list[str] = []
@@ -167,7 +168,7 @@ def saved_rules() -> dict[str, str]:
 
 
 def remove_rules(*, bridge: str, keep: Mapping[str, Mapping[str, Collection[str]]]) -> int:
-    """Remove the cluster's chains and rules, and return the number of lines for `iptables-restore`."""
+    """Remove the cluster's chains and rules, and return the number of lines passed to `iptables-restore`."""
     count = 0
     for family, saved in saved_rules().items():
         script = cleanup(saved, bridge=bridge, keep=keep.get(family, {}))

@@ -35,7 +35,7 @@ def _of_node(settings: Settings, node: Node, layout: Layout, programs: Path, fac
 
 
 def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None:
-    """Start the nodes, and wait until they are Ready. The control plane must run, and claim() must have been called."""
+    """Start the nodes, and wait until they are Ready. Start the control plane and call claim() before."""
     facts = machine.facts()
     write(layout.config / "Corefile", render.corefile(settings, layout))
     start(components.scheduler(settings, layout, programs), layout, steps)
@@ -59,7 +59,7 @@ def _start_node(settings: Settings, node: Node, layout: Layout, programs: Path, 
 
 
 def configure(settings: Settings, node: Node, layout: Layout, facts: Machine) -> None:
-    """Write the configuration of a node. layout: the paths of the cluster."""
+    """Write the configuration files of a node. layout: the paths of the cluster."""
     own = layout.of_node(node.index)
     own.run.mkdir(parents=True, exist_ok=True)
     server = settings.api_url_for(node)

@@ -1,6 +1,6 @@
 """Installs the Debian packages that the node needs.
 
-A package is installed only if its program is missing, so another vendor's containerd or runc is used and never
+A package is installed only if its program is missing. Another vendor's containerd or runc is therefore used, and never
 replaced. The installation neither starts nor enables services.
 """
 
@@ -27,7 +27,7 @@ POLICY_TEXT = "#!/bin/sh\n# megatron-localcluster: no service starts while its p
 class Requirement:
     """A program and the package that contains it.
 
-    If `program` contains a slash, it is a path. Otherwise it is looked up on PATH.
+    If `program` contains a slash, it is a path. Otherwise, it is the name of a program on PATH.
     """
 
     package: str
@@ -71,7 +71,7 @@ def cni_folder() -> Path:
 
 
 def ensure(requirements: Iterable[Requirement], steps: Steps) -> None:
-    """Install the missing packages. If this fails, raise ClusterError that names them."""
+    """Install the missing packages. If this fails, raise ClusterError, which names the packages."""
     if missing(requirements):
         with locked(cache_root() / ".packages.lock", steps, reason="another installation of packages"):
             _install(missing(requirements), steps)

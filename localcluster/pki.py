@@ -24,7 +24,7 @@ class Identity:
 def identities(settings: Settings) -> list[Identity]:
     """Return the identities of a cluster's servers and clients.
 
-    Clients have the names to which the default RBAC roles are bound.
+    The clients' names are the names to which Kubernetes' default RBAC roles are bound.
     """
     service = "kubernetes.default.svc"
     api_names = ("localhost", "kubernetes", "kubernetes.default", service, f"{service}.cluster.local")
@@ -52,7 +52,10 @@ def _kubelet(node: Node) -> Identity:
 
 
 def ensure(settings: Settings, layout: Layout) -> None:
-    """Create the missing files in `layout.pki`. Existing files are complete, because files are created by rename."""
+    """Create the missing keys and certificates in `layout.pki`.
+
+    Existing files are complete, because files are created by rename.
+    """
     layout.pki.mkdir(parents=True, exist_ok=True)
     layout.pki.chmod(0o700)
     if not _has(layout.pki, "ca"):
@@ -102,7 +105,7 @@ def _has(folder: Path, name: str) -> bool:
 class _Pair:
     """A context manager that yields temporary paths for a key and a certificate.
 
-    At the end, it renames both files, the certificate last.
+    At the end of the `with` block, it renames both files, the certificate last.
     """
 
     def __init__(self, folder: Path, name: str) -> None:

@@ -29,9 +29,9 @@ def _can_listen(port: int) -> bool:
 
 
 def allocate(options: Options) -> dict[str, int]:
-    """Return a free port for each name.
+    """Return a free port for each server, by name.
 
-    It is the requested port, the preferred port, or a port outside the ephemeral range.
+    A port is the requested port, the preferred port, or a port outside the ephemeral range.
     """
     if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
@@ -45,9 +45,9 @@ def allocate(options: Options) -> dict[str, int]:
 
 
 def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Network]]:
-    """Return device and IPv4 network of each route of this machine.
+    """Return the device and the IPv4 network of each route of this machine.
 
-    The default route and `ignore_device` are left out.
+    The default route and routes through `ignore_device` are left out.
     """
     routes = json.loads(run(["ip", "-json", "-4", "route", "show"]).stdout or "[]")
     return [
@@ -58,7 +58,7 @@ def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Netwo
 
 
 def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]]) -> str | None:
-    """Return a device whose network overlaps `subnet`, or None if there is none."""
+    """Return a device whose network overlaps `subnet`, or None if no network overlaps `subnet`."""
     wanted = ipaddress.IPv4Network(subnet)
     return next((device for device, network in networks if network.overlaps(wanted)), None)
 
@@ -66,7 +66,7 @@ def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]])
 def choose_subnet(
     option: str, asked: str | None, candidates: Iterable[str], networks: list[tuple[str, ipaddress.IPv4Network]]
 ) -> str:
-    """Return the requested subnet, or the first candidate without a conflict."""
+    """Return the subnet `asked` or, if it is None, the first candidate that overlaps no network."""
     if asked is not None:
         device = overlaps(asked, networks)
         if device is not None:

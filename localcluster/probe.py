@@ -14,10 +14,10 @@ def answers(url: str, pki: Path, *, timeout: float = 2.0) -> bool:
 
 
 def fetch(url: str, pki: Path, *, timeout: float = 2.0) -> bytes | None:
-    """Return the body of the answer to a GET request. Returns None if the status is not 200.
+    """Return the body of the answer to a GET request, or None if there is no answer with status 200.
 
-    Over TLS, the client uses the admin's certificate. The certificates of controller manager and scheduler are
-    self-signed, so on loopback the server's identity is not verified.
+    With TLS, the client authenticates with the admin's certificate. The certificates of controller manager and
+    scheduler are self-signed, so on loopback the server's identity is not verified.
     """
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or 0

@@ -1,8 +1,8 @@
 """Starts, identifies and terminates the cluster's processes.
 
 A pid alone does not identify a process, because the kernel reuses pids. A process belongs to the cluster if it runs one
-of `PROGRAM_NAMES` with an argument below the cluster's state folder. This rule also identifies processes without a
-record.
+of `PROGRAM_NAMES` with an argument below the cluster's state folder. This rule also identifies processes whose record
+is lost.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def digest(component: Component) -> str:
 
 
 def running(component_name: str, layout: Layout) -> Record | None:
-    """Return the record of a component if its process runs and belongs to the cluster. Otherwise return None."""
+    """Return the record of a component if its process runs and belongs to the cluster, otherwise None."""
     try:
         record = Record(**json.loads((layout.run / f"{component_name}.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
@@ -125,7 +125,7 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the launcher's environment without proxy variables, because the cluster connects only to this machine."""
+    """Return `inherited` without proxy variables, because the cluster connects only to this machine."""
     return {key: value for key, value in inherited.items() if key.lower() not in _PROXY_VARIABLES}
 
 
@@ -150,9 +150,10 @@ def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], 
 
 
 def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
-    """Send SIGTERM, and after `grace` seconds SIGKILL. Return when all processes have exited.
+    """Send SIGTERM to processes, and SIGKILL after `grace` seconds. Return when all processes have exited.
 
-    The processes are first opened as pidfds, so that no signal reaches another process that reuses a pid.
+    The function opens the processes as pidfds before it sends signals, so that no signal reaches another process that
+    reuses a pid.
     """
     handles: dict[int, int] = {}
     for pid in pids:
@@ -196,7 +197,7 @@ def _ended(handle: int, timeout: float) -> bool:
 
 
 def _reap(pid: int) -> None:
-    """Reap a process if it is a child of this launcher. Otherwise it would stay a zombie."""
+    """Reap a process that has exited if it is a child of this launcher, because it would stay a zombie otherwise."""
     try:
         os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:

@@ -1,7 +1,7 @@
-"""Builds the Go programs of the node, and caches them by the module's content and the compiler's version.
+"""Builds the Go programs of the cluster, and caches them by the content of the Go module and the compiler's version.
 
-A program is built on first use. All checkouts of a user share the cache. A file lock allows one builder at a time.
-Programs are created by rename, so an existing program is complete.
+A program is built on first use. All checkouts of a user share the cache. A file lock allows one builder at a time. A
+program that exists in the cache is complete, because it is created by rename.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def go_version() -> str:
 
 
 def cache_key(go: str, module: Path = MODULE) -> str:
-    """Return a digest of all inputs on which the programs depend."""
+    """Return a digest of everything on which the programs depend. go: version of the compiler."""
     digest = hashlib.sha256(f"{go}\0{ldflags()}\0".encode())
     for path in sorted(p for p in module.rglob("*") if p.suffix in {".go", ".mod", ".sum"}):
         digest.update(path.relative_to(module).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
@@ -79,12 +79,12 @@ def cache_key(go: str, module: Path = MODULE) -> str:
 
 
 def is_network_trouble(output: str) -> bool:
-    """Return whether a build failed because of the network, so that it should be retried."""
+    """Return whether a build with this output has failed because of the network, so that the caller should retry."""
     return _NETWORK_TROUBLE.search(output) is not None
 
 
 def ensure(names: Iterable[str], steps: Steps) -> Path:
-    """Build the programs in `names` that are missing. Return the folder that has all of them."""
+    """Build the programs in `names` that the cache lacks. Return the folder that contains all programs in `names`."""
     names = list(names)
     folder = cache_root() / "bin" / cache_key(go_version())
     if all((folder / name).exists() for name in names):
@@ -105,7 +105,7 @@ class BuildProgress:
 
     packages: number of packages to compile; 0 while unknown.
     programs: number of programs to link.
-    clock:    returns seconds.
+    clock:    returns the current time in seconds.
     """
 
     def __init__(self, *, packages: int, programs: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -115,7 +115,7 @@ class BuildProgress:
         self._begun = clock()
 
     def text(self) -> str:
-        """Return the progress as text. It has the remaining time as soon as this can be estimated."""
+        """Return the progress as text, with the remaining time if it can be estimated."""
         compiled = min(self.compiled, self.packages)
         parts = [f"{compiled} of {self.packages} packages", f"{self.linked} of {self.programs} programs"]
         whole = self.packages + LINK_PACKAGES * self.programs
@@ -127,7 +127,10 @@ class BuildProgress:
 
 
 def _build(names: Sequence[str], folder: Path, step: Step) -> None:
-    """Build all programs in one call. Linking one program, on one CPU, then overlaps with compiling another."""
+    """Build the programs `names` in one call of the Go compiler, and retry after network errors.
+
+    In one call, the compiler links one program, which uses a single CPU, while it compiles another.
+    """
     flags = ["-mod=readonly", "-trimpath", "-ldflags", ldflags()]
     paths = [PACKAGES[name] for name in names]
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -143,7 +146,7 @@ def _build(names: Sequence[str], folder: Path, step: Step) -> None:
 
 
 def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step: Step) -> str | None:
-    """Download the modules and build the programs. Return the compiler's messages on failure, otherwise None."""
+    """Download the modules and build the programs. Return the compiler's messages if this fails, otherwise None."""
     environment = {"CGO_ENABLED": "0"}
     messages: deque[str] = deque(maxlen=200)
     modules = 0
@@ -179,7 +182,7 @@ def _build_once(flags: Sequence[str], paths: Sequence[str], scratch: Path, step:
 
 
 def _drop_old(current: Path, *, keep: int = 2) -> None:
-    """Delete all but the newest `keep` sets of programs. A set has about 600 MB.
+    """Delete all but the newest `keep` sets of programs in the cache. A set has about 600 MB.
 
     Several sets are kept so that switching between branches does not rebuild them.
     """

@@ -1,4 +1,4 @@
-"""Reports steps and their durations, in a live display on a terminal, otherwise in plain lines. Thread-safe."""
+"""Reports the steps of the launcher and their durations, in a live display on a terminal, otherwise in plain lines."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DETAIL_SECONDS = 15.0
 
 
 class Step:
-    """A step that is running. `note` sets its result, and `detail` its current activity."""
+    """A running step of the launcher. note() sets the step's result, and detail() sets its current activity."""
 
     def __init__(
         self, progress: Progress | None, task: object, title: str, say: Callable[[str], None], interval: float
@@ -30,7 +30,7 @@ class Step:
         self.result = ""
 
     def detail(self, text: str) -> None:
-        """Show the current activity. On a terminal it is shown immediately, otherwise in a line from time to time."""
+        """Show the current activity: immediately on a terminal, otherwise in a line from time to time."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{escape(self._title)} [dim]{escape(text)}[/dim]")  # type: ignore[arg-type]
         elif time.monotonic() - self._last_printed >= self._interval:
@@ -42,10 +42,10 @@ class Step:
 
 
 class Steps:
-    """A reporter of steps, possibly of several steps at the same time from different threads.
+    """A reporter of steps. Thread-safe: several threads can report steps at the same time.
 
     Args:
-        quiet: print nothing, for tests that start many clusters.
+        quiet: whether to print nothing, for tests that start many clusters.
         console: console to print to, by default standard error, so that standard output stays usable in a pipe.
         interval: minimum seconds between two lines about the activity of a step if no live display is possible.
     """
@@ -64,7 +64,10 @@ class Steps:
 
     @contextmanager
     def step(self, title: str, *, expect: str = "") -> Iterator[Step]:
-        """Time a step, and print its line. expect: announcement of a long step, printed if there is no live display."""
+        """Return a context that times a step and prints its line.
+
+        expect: announcement of a long step, which is printed at its start if there is no live display.
+        """
         live = self._enter()
         task = live.add_task(escape(title), total=None) if live else None
         if live is None and expect:

@@ -1,4 +1,4 @@
-"""Renders all configuration files of a cluster. Pure functions convert settings to text."""
+"""Renders all configuration files of a cluster, with pure functions that convert settings to text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Machine:
     """Properties of the machine that affect the configuration.
 
     Attributes:
-        may_lower_oom_score: whether the launcher has CAP_SYS_RESOURCE. Without it, writing a value below the current
-            oom_score_adj fails, and so does the start of every sandbox.
-        cni_folder: folder of the CNI plugins.
+        may_lower_oom_score: whether the launcher has CAP_SYS_RESOURCE. Without CAP_SYS_RESOURCE, no process can set a
+            value below its current oom_score_adj, so no pod sandbox starts.
+        cni_folder: folder that contains the CNI plugins.
     """
 
     may_lower_oom_score: bool
@@ -86,7 +86,7 @@ def audit_policy() -> str:
 
 
 def containerd(layout: Layout, machine: Machine) -> str:
-    """Return containerd's TOML. JSON strings, numbers and booleans are valid TOML."""
+    """Return containerd's configuration in TOML. Values are written as JSON, because JSON scalars are valid TOML."""
     cri = 'plugins."io.containerd.grpc.v1.cri"'
     runc = f"{cri}.containerd.runtimes.runc"
     sections: dict[str, dict[str, Any]] = {
@@ -139,7 +139,7 @@ def cni(settings: Settings, node: Node, layout: Layout) -> str:
 def kubelet(settings: Settings, node: Node, layout: Layout, machine: Machine, *, pki: Path) -> str:
     """Return the kubelet's configuration.
 
-    Eviction and image garbage collection are off, because disks may be nearly full.
+    Eviction and garbage collection of images are off, because the machine's disks may be nearly full.
 
     layout: the paths of the node.
     pki:    the folder of the cluster's certificates.

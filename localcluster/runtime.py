@@ -1,6 +1,4 @@
-"""A client of containerd for the images and containers of one cluster. It runs `ctr` on the cluster's private
-socket.
-"""
+"""A client of a cluster's containerd, for images and containers. It runs `ctr` on the cluster's private socket."""
 
 from __future__ import annotations
 
@@ -38,11 +36,13 @@ def image_digest(layout: Layout, reference: str) -> str | None:
 
 
 def stale_ids(table: str) -> list[str]:
-    """Return the names `sha256:…` of images that have no other name. table: the output of `ctr images list`.
+    """Return the names `sha256:…` of images that have no other name.
 
-    containerd's CRI plugin creates such a name at the first import of an image. It keeps the name when the tag moves to
-    another image, which would keep the old layers forever. Running containers have their own references to their
-    layers.
+    table: the output of `ctr images list`.
+
+    containerd's CRI plugin creates such a name when an image is imported for the first time. The name stays when the
+    tag moves to another image, and would keep the old layers forever. The names can be removed, because running
+    containers have separate references to their layers.
     """
     rows = [line.split() for line in table.splitlines()[1:]]
     named = {row[2] for row in rows if not row[0].startswith("sha256:")}
@@ -56,13 +56,13 @@ def remove_stale_ids(layout: Layout) -> None:
 
 
 def snapshots(layout: Layout) -> set[str]:
-    """Return the names of the committed snapshots."""
+    """Return the names of the committed snapshots in containerd's store."""
     rows = (line.split() for line in ctr(layout, "snapshots", "list").stdout.splitlines()[1:])
     return {row[0] for row in rows if row[-1] == "Committed"}
 
 
 def remove_containers(layout: Layout) -> int:
-    """Delete all containers, and return their number. Only the image store remains, for a later cluster."""
+    """Delete all containers, and return their number. The image store remains, for a later cluster."""
     containers = ctr(layout, "containers", "list", "--quiet").stdout.split()
     for container in containers:
         ctr(layout, "tasks", "delete", "--force", container, check=False)
@@ -82,7 +82,7 @@ def import_pause(layout: Layout, program: Path) -> None:
 
 
 def pause_archive(program: bytes) -> bytes:
-    """Return a docker-archive with one layer and one file. The same program gives the same bytes."""
+    """Return a docker-archive of an image that contains one file, `program`. The same program gives the same bytes."""
     layer = _tar({"pause": (program, 0o755)})
     config = {
         "architecture": "amd64",

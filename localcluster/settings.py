@@ -1,7 +1,7 @@
-"""The folders, addresses and ports of a cluster, which are fixed at its first `up`. Pure except for `load` and `save`.
+"""The folders, addresses and ports of a cluster, which do not change after its first `up`.
 
-A cluster writes only to `Layout.state` and `cache_root()`. The cache has the data that clusters share: built programs,
-the base system and image layers.
+A cluster writes only to `Layout.state` and `cache_root()`. The cache contains the data that clusters share: built
+programs, the base system and image layers. All functions except `load` and `save` are pure.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ PREFERRED_PORTS = {"apiserver": 6443, "kubelet": 10250}
 
 
 def cache_root() -> Path:
-    """Return the cache that all clusters share: `$XDG_CACHE_HOME/megatron-localcluster`."""
+    """Return the folder of the cache that all clusters share: `$XDG_CACHE_HOME/megatron-localcluster`."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(base) / "megatron-localcluster"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the caller. None leaves the choice to the launcher.
+    """Options of the caller for a cluster. If an option is None, the launcher chooses the value.
 
     Attributes:
         api_port: port of the API server; by default a free port. An explicit port that is in use is an error.
         pod_subnet: IPv4 network of nodes and pods. Its first address is the address of the first node.
-        service_subnet: IPv4 network of ClusterIPs.
+        service_subnet: IPv4 network of the ClusterIPs of Services.
         nodes: number of nodes, 1 to `MAX_NODES`; 1 by default.
     """
 
@@ -68,8 +68,9 @@ class Node:
 
     Attributes:
         index:     number of the node. Node 1 is the machine itself, which also runs the control plane.
-        ip:        address of the node's bridge, which its kubelet uses, and the gateway of its pods.
-        pod_ips:   first and last address for pods.
+        ip:        address of the node's bridge. The kubelet uses this address, which is also the gateway of the node's
+                   pods.
+        pod_ips:   first and last address for the node's pods.
         cgroup:    the cgroup of the node's pods.
         namespace: network namespace of the node's processes, and the name of the veth interface that connects it to the
                    bridge of node 1; None for node 1.
@@ -84,15 +85,15 @@ class Node:
 
     @property
     def suffix(self) -> str:
-        """Suffix of the names of this node's components and certificates. The value is empty for node 1."""
+        """Suffix of the names of this node's components and certificates; "" for node 1."""
         return "" if self.index == 1 else f"-{self.index}"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The fixed settings of a cluster.
+    """The settings of a cluster, which do not change while it exists.
 
-    They are written to `cluster.json` at the first `up`, and stay constant until `down`.
+    The first `up` writes the settings to `cluster.json`, and `down` removes them.
     """
 
     name: str
@@ -110,7 +111,8 @@ class Settings:
     def possible_nodes(self) -> list[Node]:
         """The nodes that the cluster can have.
 
-        Each node has an equal part of the pod subnet. The part has the node's address first, then addresses of pods.
+        Each node has an equal part of the pod subnet. The first address in this part is the node's, and pods have the
+        following addresses.
         """
         parts = ipaddress.IPv4Network(self.pod_subnet).subnets(prefixlen_diff=(MAX_NODES - 1).bit_length())
         return [self._node(index, part) for index, part in zip(range(1, MAX_NODES + 1), parts, strict=True)]
@@ -132,7 +134,10 @@ class Settings:
         return self.nodes[0].ip
 
     def bridge_address(self, node: Node) -> str:
-        """Return the address of a node's bridge with its prefix length, which is the same for all nodes."""
+        """Return the address of a node's bridge with a prefix length, in the form ADDRESS/LENGTH.
+
+        The prefix length is the same for all nodes.
+        """
         return f"{node.ip}/{ipaddress.ip_network(self.pod_subnet).prefixlen}"
 
     @property
@@ -143,7 +148,8 @@ class Settings:
     def bridge(self) -> str:
         """The name of the bridge.
 
-        It is a digest of the cluster's name, because interface names have at most 15 bytes.
+        The name contains a digest of the cluster's name instead of the name itself, because interface names have at
+        most 15 bytes.
         """
         return "mlc" + hashlib.sha256(self.name.encode()).hexdigest()[:8]
 
@@ -156,7 +162,7 @@ class Settings:
         return f"https://127.0.0.1:{self.ports['apiserver']}"
 
     def api_url_for(self, node: Node) -> str:
-        """Return the API server's address for processes in the network namespace of a node."""
+        """Return the API server's URL for processes in the network namespace of a node."""
         return self.api_url if node.namespace is None else f"https://{self.node_ip}:{self.ports['apiserver']}"
 
 
@@ -215,7 +221,7 @@ class Layout:
 
     @property
     def containerd_root(self) -> Path:
-        """Folder of images and snapshots. It is the only folder that `down` keeps."""
+        """Folder of containerd's images and snapshots, the only folder that `down` keeps."""
         return self.state / "containerd"
 
     @property
@@ -230,16 +236,22 @@ class Layout:
         return self.config / f"{identity}.kubeconfig"
 
     def of_node(self, index: int) -> Layout:
-        """Return the paths of a node. Node 1 uses the cluster's folder, and each other node has a folder below it."""
+        """Return the paths of a node.
+
+        Node 1 uses the cluster's folder, and each other node has a separate folder in it.
+        """
         return self if index == 1 else Layout(self.state / f"node-{index}")
 
     def nested(self) -> list[Layout]:
-        """Return the paths of the nodes that have their own folder on disk."""
+        """Return the paths of all nodes whose separate folder exists on disk. Node 1 has no separate folder."""
         return [Layout(folder) for folder in sorted(self.state.glob("node-[0-9]*"))]
 
 
 def layout_for(name: str, *, root: Path | None = None) -> Layout:
-    """Return the paths of cluster `name`. Raises ClusterError if a name or path is too long for sockets or labels."""
+    """Return the paths of the cluster `name`.
+
+    Raises ClusterError if a name or path is too long for sockets or labels.
+    """
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?", name):
         raise ClusterError(f"name={name!r}: use 1 to 30 lower-case letters, digits and inner hyphens")
     state = (root or REPOSITORY / "build").resolve() / name
@@ -269,7 +281,10 @@ def save(settings: Settings, layout: Layout) -> None:
 
 
 def load(layout: Layout) -> Settings | None:
-    """Return the recorded settings, or None if there are none, or if another version of the launcher wrote them."""
+    """Return the recorded settings of a cluster.
+
+    Return None if no settings are recorded, or if another version of the launcher recorded them.
+    """
     try:
         fields = json.loads(layout.settings.read_text())
         return Settings(**fields) if set(fields["ports"]) == set(PORT_NAMES) else None
@@ -278,7 +293,7 @@ def load(layout: Layout) -> Settings | None:
 
 
 def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
-    """Return messages about options that contradict an existing cluster's settings.
+    """Return a message for each option that contradicts an existing cluster's settings.
 
     Adding nodes is not a contradiction.
     """

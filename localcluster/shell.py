@@ -27,7 +27,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program until it exits.
 
-    check: raise ClusterError with the last lines of the output if the program fails.
+    check: whether to raise ClusterError with the last lines of the output if the program fails.
     """
     argv = [str(part) for part in command]
     result = subprocess.run(

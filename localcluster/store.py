@@ -15,7 +15,7 @@ from megatron_runtime.protocol import strict_json as json
 
 @dataclass(frozen=True)
 class Layer:
-    """An unpacked layer. folder: its files in the form that overlayfs uses, including whiteouts."""
+    """An unpacked layer. folder: the layer's files in the form that overlayfs uses, including whiteouts."""
 
     digest: str
     folder: Path
@@ -23,7 +23,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Image:
-    """An image: the original bytes of its manifest and configuration, and its layers, lowest first."""
+    """An image: the original bytes of the manifest and of the configuration, and the layers, lowest layer first."""
 
     reference: str
     manifest: bytes
@@ -46,7 +46,7 @@ def buildah(*arguments: str) -> list[str]:
 
 
 def find(reference: str, *, storage: Path | None = None) -> Image | None:
-    """Return the image with the name `reference`, or None if there is none."""
+    """Return the image with the name `reference`, or None if the store has no such image."""
     storage = storage or root() / "storage"
     entry = next(
         (image for image in _table(storage / "overlay-images" / "images.json") if _named(image, reference)), None
@@ -80,7 +80,7 @@ def _named(image: dict[str, Any], reference: str) -> bool:
 def _data(storage: Path, image: str, key: str) -> bytes:
     """Return the content of an image's file `key`.
 
-    If the key has characters other than letters and digits, the name of the file has the key in base64.
+    If the key has characters other than letters and digits, the file's name contains the key in base64.
     """
     folder = storage / "overlay-images" / image
     plain = folder / key

@@ -1,4 +1,4 @@
-"""Removes a cluster from the machine, whatever state a previous run has left the cluster in."""
+"""Removes a cluster from the machine, in any state in which a previous run has left the cluster."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _STRAY_FOLDERS = (
 
 
 def down(name: str, layout: Layout, steps: Steps, *, purge: bool) -> None:
-    """Terminate the cluster's processes, and remove its changes to the machine and its files."""
+    """Terminate the cluster's processes, undo its changes to the machine, and remove its files."""
     footprint = machine.recorded()
     if footprint is not None and footprint.state == str(layout.state):
         _require_root(name)
@@ -94,7 +94,7 @@ def _terminate(layout: Layout, programs: Collection[str], *, grace: float = proc
 
 
 def _restore(footprint: Footprint, layout: Layout) -> str:
-    """Undo the node's changes to the machine, in the order that their dependencies require. Return a summary."""
+    """Undo the nodes' changes to the machine, in the order that their dependencies require. Return a summary."""
     # Kill processes a second time, because a running shim may have started one after the first time.
     for cgroup in (*footprint.cgroups, cgroups.of_node(footprint.cgroups[0])):
         cgroups.remove(cgroup)

@@ -1,4 +1,4 @@
-"""Runs the demo on a cluster with the operator: applies a resource, sends requests, and executes every verb.
+"""Runs the demo on a cluster with the operator: applies a custom resource, sends requests, and executes every verb.
 
 Each step is checked. A failed check raises CheckError.
 """
@@ -57,7 +57,7 @@ class Stream:
     def at_rest(self) -> int:
         """Wait until no chunk has arrived for one second, and return the number of chunks.
 
-        The resource must be paused. Its last chunks may still arrive.
+        Call this when the custom resource is paused, because its last chunks may still arrive.
         """
         before = -1
         while self.chunks != before:
@@ -67,9 +67,10 @@ class Stream:
 
 
 def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
-    """Wait until `url` answers, and return it.
+    """Wait until `url` answers, and return `url`.
 
-    kube-proxy adds a Service's pods a moment after they are ready. Until then, every connection fails.
+    kube-proxy adds a pod to a Service a moment after the pod is ready. Until kube-proxy has added a pod, every
+    connection fails.
     """
     until = time.monotonic() + seconds
     while True:
@@ -82,7 +83,7 @@ def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
 
 
 class Chat:
-    """A minimal OpenAI client."""
+    """A minimal client of the OpenAI API."""
 
     def __init__(self, url: str, model: str) -> None:
         self.url = url
@@ -138,7 +139,7 @@ class Chat:
 
 
 def ask_for_paris(chat: Chat) -> tuple[str, int]:
-    """Ask a question, and return the answer and the number of tokens that are generated in about STORY_SECONDS."""
+    """Ask a question. Return the answer, and the number of tokens that the engines generate in about STORY_SECONDS."""
     began = time.monotonic()
     answer = chat.ask(QUESTION)
     check("Paris" in answer, f"the answer for the capital of France is {answer!r}")
@@ -148,7 +149,7 @@ def ask_for_paris(chat: Chat) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class Walkthrough:
-    """A demo that takes one resource through its lifecycle, from apply to delete.
+    """A demo that takes one custom resource through its lifecycle, from apply to delete.
 
     reach: returns the URL at which this machine reaches a Service of the namespace.
     """

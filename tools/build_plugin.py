@@ -1,8 +1,8 @@
 """Builds kubectl-megatron as one executable file, a zip archive with a `#!` line that Python 3.11 or newer runs.
 
-The file has the modules of this project that its commands import, and the packages that these modules import. A module
-that is not pure Python is an error, so the file runs on every Linux and macOS. The dashboard is left out, because its
-packages are compiled. The same sources produce the same bytes.
+The file has the modules of this project that its commands import, and the packages that these modules import. The build
+fails if a module is not pure Python, so that the file runs on every Linux and macOS. The file does not contain the
+dashboard, because the packages of the dashboard are compiled. The same sources produce the same bytes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BuildError(Exception):
 
 
 def own_modules() -> dict[str, Path]:
-    """Import the program, and return the modules of this project that it has imported, by path in the archive.
+    """Import the program, and return the files of this project's modules that it has imported, by path in the archive.
 
     Raises:
         BuildError: the program has imported a package that is not in PACKAGES.
@@ -68,7 +68,7 @@ def own_modules() -> dict[str, Path]:
 
 
 def package_files() -> dict[str, Path]:
-    """Return the modules of all packages, with their licences and metadata, by path in the archive."""
+    """Return the files of all packages in PACKAGES, with their licences and metadata, by path in the archive."""
     found: dict[str, Path] = {}
     for package, distribution in PACKAGES.items():
         for file in importlib.metadata.files(distribution) or ():

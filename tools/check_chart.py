@@ -60,7 +60,7 @@ Schema = dict[str, Any]
 
 
 def kubeconform() -> Path:
-    """Return the path of kubeconform. It is built on first use and kept in the user's cache."""
+    """Return the path of the program kubeconform. The first call builds it in the user's cache."""
     folder = cache_root() / "tools" / f"kubeconform-{KUBECONFORM_VERSION}"
     if not (folder / "kubeconform").exists():
         run(["go", "install", f"{KUBECONFORM}@{KUBECONFORM_VERSION}"], env={"GOBIN": str(folder)}, cwd=Path("/"))
@@ -72,13 +72,13 @@ def helm() -> Path:
 
 
 def _module(path: str) -> Path:
-    """Return the folder of a Go module. path: module as `path@version`."""
+    """Return the folder with the source of a Go module. path: the module, as `path@version`."""
     found = run(["go", "mod", "download", "-json", path], cwd=Path("/"))
     return Path(json.loads(found.stdout)["Dir"])
 
 
 def write_schemas(folder: Path) -> None:
-    """Write a JSON schema for each kind, as `kind-group-version.json` in lower case."""
+    """Write a JSON schema for each Kubernetes kind, to a file `kind-group-version.json` with its name in lower case."""
     kubernetes = _module(f"k8s.io/kubernetes@{programs.KUBERNETES_VERSION}")
     document = json.loads((kubernetes / "api/openapi-spec/swagger.json").read_text())
     definitions = {name: _closed(schema) for name, schema in document["definitions"].items()}
@@ -123,7 +123,7 @@ def _write(folder: Path, *, kind: str, group: str, version: str, schema: Schema)
 
 
 def _closed(schema: Any) -> Any:
-    """Return a schema in which objects may have only the listed properties, as for `kubectl --validate=strict`."""
+    """Return a copy of a schema that allows only the listed properties, like `kubectl --validate=strict`."""
     if isinstance(schema, list):
         return [_closed(entry) for entry in schema]
     if not isinstance(schema, dict):

@@ -1,8 +1,9 @@
-"""Report strings that document nothing: `python tools/check_docstrings.py [FILE ...]`.
+"""Reports strings that document nothing: `python tools/check_docstrings.py [FILE ...]`.
 
-A string that is a statement documents the module, class or function that it begins, or the name that the previous
-statement in the same block assigns. Anywhere else, no reader and no tool can connect the string with a name. Prints
-`path:line: message` for each such string, and exits with 1 if there is one.
+A statement that is only a string documents the module, class or function at whose beginning it stands, or the name that
+the previous statement in the same block assigns. In any other place, no reader and no tool can connect the string with
+a name. The program prints `path:line: message` for each string in such a place, and exits with status 1 if there is
+one.
 """
 
 from __future__ import annotations

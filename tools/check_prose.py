@@ -1,8 +1,8 @@
-"""Check the wording of all files in the repository: `python tools/check_prose.py [FILE ...]`.
+"""Checks the wording of all files in the repository: `python tools/check_prose.py [FILE ...]`.
 
 Two checks: no text matches a rule of glossary.toml, and no line of prose in Markdown is longer than 100 columns
-(tables, code blocks and lines that a link makes long are not prose). Prints `path:line: message` for each finding and
-exits with 1 if there is one.
+(tables, code blocks and lines that a link makes long are not prose). The program prints `path:line: message` for each
+violation, and exits with status 1 if there is one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def wording(text: str, rules: list[Rule]) -> Iterator[tuple[int, str]]:
 
 
 def long_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each line of Markdown prose above the column limit."""
+    """Yield line number and message for each line of Markdown prose that exceeds the column limit."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         if line.lstrip().startswith(("```", "~~~")):

@@ -49,7 +49,7 @@ def generated_files() -> dict[str, str]:
 @click.command()
 @click.option("--check", is_flag=True, help="Write nothing. Print outdated files and exit with 1 if there are any.")
 def main(check: bool) -> None:
-    """Write the generated files."""
+    """Write the generated files. If `check` is set, only check that they are up to date."""
     stale = []
     for name, text in generated_files().items():
         path = ROOT / name

@@ -1,7 +1,7 @@
-"""Alert rules and the Grafana dashboard, as plain data. A test verifies that every metric used here exists.
+"""The alert rules and the Grafana dashboard, as plain data. A test verifies that every metric in them exists.
 
-A panel that shows a single metric of coordinator or engine is declared with the metric
-(megatron_runtime.process.metrics).
+Panels for a single metric of coordinator or engine are declared together with the metric, see
+megatron_runtime.process.metrics.
 """
 
 from __future__ import annotations
@@ -164,13 +164,13 @@ Panel: TypeAlias = tuple[str, str, tuple[Curve, ...]]
 
 
 def quantiles(histogram: str) -> tuple[Curve, ...]:
-    """Return the curves of the median and the 99th percentile over the last five minutes."""
+    """Return the curves of a histogram's median and 99th percentile over the last five minutes."""
     rate = f"sum by (le) (rate({histogram}_bucket[5m]))"
     return tuple((f"histogram_quantile({q}, {rate})", f"p{int(q * 100)}") for q in (0.5, 0.99))
 
 
 def declared_panels() -> tuple[Panel, ...]:
-    """Return the panels that the declarations of metrics name. Metrics with the same panel title share one panel."""
+    """Return the panels that the declarations of metrics contain. Metrics with the same panel title share one panel."""
     units: dict[str, str] = {}
     curves: defaultdict[str, list[Curve]] = defaultdict(list)
     for record, prefix in ((Counters, "megatron_coordinator_"), (BackendStats, "megatron_")):
@@ -252,7 +252,7 @@ _METRIC = re.compile(r"\b(megatron_[a-z_]+)(?:\{([^}]*)\})?")
 
 
 def selected(expression: str) -> str:
-    """Return a query limited to the resources that are selected by the dashboard's variables."""
+    """Return the query `expression`, limited to the custom resources that the dashboard's variables select."""
 
     def select(found: re.Match[str]) -> str:
         name, given = found[1], found[2]
@@ -268,7 +268,7 @@ def selected(expression: str) -> str:
 
 
 def _variable(name: str, query: str) -> Object:
-    """Return a dashboard variable with the values of a label. All values are selected at first."""
+    """Return a dashboard variable whose values are the result of `query`. Initially, all values are selected."""
     return {
         "name": name,
         "type": "query",

@@ -1,8 +1,8 @@
-"""Build the files of a release below build/release: `python tools/release.py COMMAND`, or the targets of the Makefile.
+"""Builds the files of a release below build/release: `python tools/release.py COMMAND`, or the targets of the Makefile.
 
-`check` compares the version, the registry and the changelog. `wheels` builds the Python packages, and `files` builds
-everything else that is not an image. `dry-run` runs all of these steps, builds the images that this machine can build,
-and lists what only the release workflow builds.
+The command `check` compares the version, the registry and the changelog. `wheels` builds the Python packages, and
+`files` builds everything else that is not an image. `dry-run` runs all of these steps, builds the images that this
+machine can build, and lists what only the release workflow builds.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def project_version() -> str:
 def notes(changelog: str, version: str) -> str:
     """Return the section of a version in the changelog, without its title.
 
-    Raises ReleaseError if there are no entries.
+    Raises ReleaseError if the section is missing or empty.
     """
     sections = re.split(r"^## ", changelog, flags=re.MULTILINE)
     found = next((each for each in sections if re.match(rf"\[{re.escape(version)}\]", each)), "")
@@ -75,7 +75,7 @@ def notes(changelog: str, version: str) -> str:
 
 
 def disagreements(version: str, *, tag: str | None, owner: str | None) -> list[str]:
-    """Return a message with the remedy for each place that names another version or registry than the release."""
+    """Return a message with the remedy for each file that names another version or registry than the release."""
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     versions = {
@@ -105,7 +105,7 @@ def disagreements(version: str, *, tag: str | None, owner: str | None) -> list[s
 
 
 def krew_manifest(*, version: str, repository: str, archive: str, digest: str) -> dict[str, Any]:
-    """Return the plugin manifest of krew, for systems with python3."""
+    """Return the krew manifest of the kubectl plugin, which needs python3."""
     home = f"https://github.com/{repository}"
     return {
         "apiVersion": "krew.googlecontainertools.github.com/v1alpha2",
@@ -131,7 +131,7 @@ def krew_manifest(*, version: str, repository: str, archive: str, digest: str) -
 
 
 def archive(target: Path, files: dict[str, Path]) -> None:
-    """Write a .tar.gz whose bytes depend only on the contents of the files, because it has no times and no owners."""
+    """Write a .tar.gz without times and owners, so that its bytes depend only on names and contents of the files."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name, path in files.items():
@@ -148,7 +148,7 @@ def sha256(path: Path) -> str:
 
 
 def write_checksums() -> list[Path]:
-    """Write SHA256SUMS for all files. Return the files."""
+    """Write SHA256SUMS for all files of the release, and return these files."""
     files = sorted(path for path in OUTPUT.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
     lines = [f"{sha256(path)}  {path.relative_to(OUTPUT)}\n" for path in files]
     (OUTPUT / "SHA256SUMS").write_text("".join(lines))
@@ -163,7 +163,7 @@ def uv() -> str:
 
 
 def build_wheel() -> Path:
-    """Build the source distribution, and from it the wheel with the library of the CPU kernels. Return the wheel."""
+    """Build the source distribution, and from it the wheel with the CPU kernels' library. Return the wheel's path."""
     pinned = ["--build-constraints", ROOT / "requirements/build.txt", "--require-hashes", "--python", sys.executable]
     shutil.rmtree(DISTRIBUTIONS, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=OUTPUT) as folder:
@@ -189,7 +189,7 @@ print(json.dumps({"packaged": packaged, "selected": instruction_set(), "runs": i
 
 
 def check_wheel(wheel: Path) -> str:
-    """Install the wheel into an empty environment without a compiler, and run it. Return its output."""
+    """Install the wheel into an empty environment without a compiler, run `megatron`, and return its output."""
     with tempfile.TemporaryDirectory() as folder:
         environment = Path(folder) / "venv"
         run([uv(), "venv", "-q", "--python", sys.executable, environment])
@@ -227,9 +227,11 @@ def package_plugin(version: str, repository: str) -> tuple[Path, Path]:
 
 
 def write_bills_of_materials() -> list[Path]:
-    """Write the packages that each image installs from PyPI as CycloneDX JSON.
+    """Write, for each image, a CycloneDX JSON file with the packages that the image installs from PyPI.
 
-    Each image also contains a bill of all its files.
+    Return the files.
+
+    Each image itself also contains a bill of materials for all its files.
     """
     written = []
     for name in SOFTWARE:
@@ -241,12 +243,12 @@ def write_bills_of_materials() -> list[Path]:
 
 
 def repository_name() -> str:
-    """Return OWNER/NAME on GitHub."""
+    """Return the name of the repository on GitHub, as OWNER/NAME."""
     return os.environ.get("GITHUB_REPOSITORY") or f"{IMAGE_REGISTRY.partition('/')[2]}/megatron-inference"
 
 
 def write_files(version: str, text: str) -> list[tuple[str, str, str]]:
-    """Write chart, plugin, krew manifest, manifests, bills of materials and notes. Return rows of the table."""
+    """Write chart, plugin, krew manifest, manifests, bills of materials and notes. Return a table row for each file."""
     OUTPUT.mkdir(parents=True, exist_ok=True)
     (OUTPUT / "notes.md").write_text(text)
     steps = Steps()
@@ -268,7 +270,7 @@ def write_files(version: str, text: str) -> list[tuple[str, str, str]]:
 
 
 def build_images() -> list[tuple[str, str, str]]:
-    """Build the images without GPU packages, on a base of this machine's distribution. Return rows of the table."""
+    """Build the images without GPU packages, on this machine's distribution. Return a table row for each image."""
     built = images.build(images.DEFAULT_TARGETS, Steps())
     (OUTPUT / "images.json").write_text(json.dumps({image.reference: image.digest for image in built}, indent=2) + "\n")
     return [("image", image.reference, f"{platform.machine()}, {image.digest[:19]}…") for image in built]

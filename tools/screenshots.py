@@ -1,7 +1,7 @@
 """Takes the screenshots for the documentation: `make screenshots` writes docs/assets/*.png and demo.svg.
 
-The dashboard shows resources of the tests' fake API server, whose states come from the operator's own decisions. The
-chat page is served by `megatron serve` with the built-in model. demo.svg shows what `make demo` prints on this machine.
+The dashboard shows custom resources of the tests' fake API server, whose states the operator has decided. The chat page
+is served by `megatron serve` with the built-in model. demo.svg shows what `make demo` prints on this machine.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RECORDING_COLUMNS = 118
 
 @contextlib.asynccontextmanager
 async def dashboard() -> AsyncIterator[str]:
-    """Serve a dashboard of three resources, and yield its URL."""
+    """Serve a dashboard of three custom resources, and yield its URL."""
     fake_api, memory = importlib.import_module("fake_api"), importlib.import_module("in_memory_cluster")
     broken = memory.Cluster({**MODEL, "replicas": 1}, name="broken")
     broken.broken_engines.add("broken-engine-0")
@@ -95,7 +95,7 @@ async def picture(page: Page, name: str) -> None:
 
 
 def record_demo() -> None:
-    """Run `make demo` and draw its steps as a terminal: docs/assets/demo.svg."""
+    """Run `make demo`, and draw its steps as terminal output in docs/assets/demo.svg."""
     output = subprocess.run(["make", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     console = Console(record=True, file=io.StringIO(), width=RECORDING_COLUMNS, highlight=False)
     console.print("[bold green]$[/] [bold]make demo[/]")

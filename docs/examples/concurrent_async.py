@@ -1,4 +1,6 @@
-"""Send many prompts concurrently from one event loop, print each answer when it is complete, then pause and continue.
+"""Send many prompts concurrently from one event loop, and print each answer when it is complete.
+
+Then pause generation, and continue.
 
 python docs/examples/concurrent_async.py --model builtin:smollm2-135m
 """

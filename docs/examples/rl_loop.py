@@ -1,9 +1,9 @@
 """A small reinforcement learning loop: generate, score, train, and update the weights of the engine in place.
 
 The policy is a transformers model that the program trains (a GPTModel of Megatron-Core works the same way). The engine
-generates from a copy of its weights. After each training step, the engine copies the policy's new weights under the
-next epoch, while a request is in flight. The tokens that the request generated with the old weights become older, which
-their staleness shows. The reward prefers short words and stands for a real reward.
+generates from a copy of the policy's weights. After each training step, the engine copies the new weights and
+increments the epoch, while a request is in flight. The staleness of the tokens that the request has generated with the
+old weights increases. The reward, which prefers short words, stands for a real reward.
 
 python docs/examples/rl_loop.py --model DIRECTORY --steps 3      (needs transformers)
 """
@@ -26,7 +26,7 @@ def reward(request: DynamicInferenceRequest) -> float:
 
 
 def train(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, rollouts: list[DynamicInferenceRequest]) -> float:
-    """Run one step of REINFORCE with the batch's mean reward as the baseline. Return the mean reward."""
+    """Run one step of REINFORCE, with the mean reward of the rollouts as the baseline. Return the mean reward."""
     rewards = torch.tensor([reward(request) for request in rollouts])
     advantages = rewards - rewards.mean()
     optimizer.zero_grad()

@@ -1,7 +1,8 @@
-"""Reinforcement learning with a trainer and engines in processes of their own. No weights are written to a disk.
+"""Reinforcement learning with a trainer and engines in separate processes. No weights are written to a disk.
 
-The loop is the one of verl and NeMo-RL: generate, score, train, update the weights. The class Rollout is the whole
-difference to a trainer that owns its engines. The trainer compares the log-probabilities of each token with its own.
+The loop is the same as in verl and NeMo-RL: generate, score, train, update the weights. Only the class Rollout differs
+from a trainer that owns its engines. The trainer compares the engines' log-probability of each token with the
+log-probability that it computes itself.
 
 megatron convert builtin:smollm2-135m smollm2 --to safetensors --dtype float32
 megatron coordinator --listen 127.0.0.1 --health-port off &
@@ -29,7 +30,10 @@ PROMPTS = ["I like", "Today we", "She said that", "The best way to"]
 
 
 class Rollout:
-    """The engines, as a worker group of the trainer. The coordinator distributes the prompts over all engines."""
+    """A client of the engines, with the interface of a trainer's worker group.
+
+    The coordinator distributes the prompts over all engines.
+    """
 
     def __init__(self, policy: torch.nn.Module, clients: str, admin: str, keys: Path | None) -> None:
         self._client = InferenceClient(clients, True, keys=PeerKeys.load(keys, Role.CLIENT) if keys else None)
@@ -53,7 +57,7 @@ def reward(text: str) -> float:
 
 
 def log_probs_of(policy: torch.nn.Module, prompt: list[int], answer: Answer) -> torch.Tensor:
-    """Return the log-probability of each generated token, shape [generated]."""
+    """Return the policy's log-probability of each generated token in `answer`, shape [generated]."""
     tokens = torch.tensor([prompt + answer.generated_tokens])
     log_probs = policy(tokens[:, :-1]).logits.log_softmax(-1)[0, len(prompt) - 1 :]
     return log_probs.gather(1, tokens[0, len(prompt) :, None])[:, 0]
@@ -66,7 +70,7 @@ def update_policy(
     batch: list[Answer],
     rewards: torch.Tensor,
 ) -> float:
-    """Run one step of REINFORCE. Return the largest difference in a log-probability between trainer and engines."""
+    """Run one step of REINFORCE. Return the largest difference between trainer and engines in a log-probability."""
     difference = 0.0
     optimizer.zero_grad()
     for prompt, answer, advantage in zip(prompts, batch, rewards - rewards.mean(), strict=True):

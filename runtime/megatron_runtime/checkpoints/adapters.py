@@ -1,4 +1,4 @@
-"""Locates the files of a LoRA adapter in a directory in PEFT's layout. Reads no weights and does not import torch."""
+"""Locates the files of a LoRA adapter, in PEFT's layout. This module reads no weights and does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AdapterSourceError(ValueError):
 
 
 def adapter_directory(source: str) -> Path:
-    """Return the directory of an adapter, with adapter_config.json and adapter_model.safetensors.
+    """Return the directory of an adapter, which contains adapter_config.json and adapter_model.safetensors.
 
     If the adapter is at a hub and not in the cache, its repository is fetched.
 

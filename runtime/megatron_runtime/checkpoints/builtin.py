@@ -1,6 +1,6 @@
-"""Models in Python packages, which contain a GGUF file or its parts. This module does not import torch.
+"""Built-in models, whose GGUF files are in Python packages. This module does not import torch.
 
-The packages are never imported, because that would import the library for which they were made.
+The packages are never imported, because their code would import the library for which they were made.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from megatron_runtime.checkpoints.remote import hf_home
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builtin:
-    """A model in Python packages.
+    """A built-in model, whose .gguf file is in Python packages.
 
-    distribution: name of the package to install.
+    distribution: name of the package to install from an index.
     packages:     packages that contain the .gguf file, or its parts in this order.
     sha256:       digest of the complete .gguf file.
     """
@@ -48,9 +48,10 @@ BUILTINS: Mapping[str, Builtin] = {
 
 
 def builtin_file(name: str) -> Path:
-    """Return the path of the .gguf file of the model `name` in BUILTINS. Parts are joined once, in the user's cache.
+    """Return the path of the .gguf file of the model `name` in BUILTINS.
 
-    Raises ModelFileError if the packages are missing, or if the file's digest differs from the expected digest.
+    If the file is in parts, the first call joins them in the user's cache. Raises ModelFileError if the packages are
+    missing, or if the file's digest differs from the expected digest.
     """
     builtin = BUILTINS[name]
     cache = hf_home() / "megatron" / "builtin"

@@ -1,6 +1,6 @@
-"""Opens checkpoints of any format, validates their weights during the read, and reports the progress.
+"""Opens checkpoints of any format, validates the weights while they are read, and reports the progress.
 
-Every value must be finite. A signature identifies the weights.
+Every weight must be finite. A signature identifies the weights of a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class UnusableWeightsError(ValueError):
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint at `source`. The caller must close it after the last read.
 
-    Raises UnsupportedModelError and the errors of the format. For a trainer's weights, raises WeightsUnavailableError.
+    Raises UnsupportedModelError and the errors of the source's format. For a trainer's weights, raises
+    WeightsUnavailableError.
     """
     if isinstance(source, ModelInMemory):
         checkpoint: Checkpoint = source.reopen() if source.reopen is not None else source.checkpoint
@@ -60,11 +61,10 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """Identifies the weights of a model.
+    """A description of a model's weights, by which equal weights are recognised.
 
     kinds:  shape and type of each tensor.
-    digest: digest over names, kinds and values. Equal files have equal digests, whether they are read whole or in
-            parts.
+    digest: digest of the names, shapes, types and values. Reading a file whole or in parts gives the same digest.
     """
 
     kinds: Kinds
@@ -72,15 +72,15 @@ class Signature:
 
 
 class VerifiedCheckpoint(Checkpoint):
-    """Wraps a checkpoint and validates its tensors while they are read.
+    """A wrapper of a checkpoint that validates the tensors while they are read.
 
     read(), blocks() and panels() raise UnusableWeightsError at the first tensor with a value that is not finite.
     Several threads can read different tensors at the same time.
 
     uses_kernels:  whether the CPU kernels validate quantized blocks.
-    checks_values: False if the caller itself checks the tensors that are not quantized.
+    checks_values: whether to check tensors that are not quantized. False if the caller checks these tensors.
 
-    The constructor raises UnusableWeightsError if the tensors differ from `expected`. It reads no tensor.
+    The constructor reads no tensor. It raises UnusableWeightsError if names, shapes or types differ from `expected`.
     """
 
     on_read: Callable[[int], None] | None = None
@@ -110,7 +110,7 @@ class VerifiedCheckpoint(Checkpoint):
     def signature(self) -> Signature:
         """Return the signature of the tensors read so far.
 
-        If the same parts of equal files were read, their digests are equal.
+        If the same parts of two equal files were read, the digests of the two signatures are equal.
         """
         lines = (
             f"{name} {kind.shape} {kind.dtype} {self._sums.get(name)}" for name, kind in sorted(self.kinds.items())
@@ -148,11 +148,11 @@ class VerifiedCheckpoint(Checkpoint):
         return stored
 
     def _add(self, name: str, stored: torch.Tensor, *, values: int, words: int | None = None) -> None:
-        """Record that a tensor or a part of it was read.
+        """Record for signature() that a tensor or a part of the tensor was read.
 
         stored: the values or quantized blocks that were read.
         values: number of values in `stored`.
-        words:  sum of the 8-byte words of `stored`; None computes it.
+        words:  sum of the 8-byte words of `stored`; None: compute the sum.
         """
         data = stored.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD
@@ -167,7 +167,7 @@ class VerifiedCheckpoint(Checkpoint):
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all values are finite. The device that holds the tensor computes this."""
+    """Return whether all values of a tensor are finite. The check runs on the tensor's device."""
     # A sum is finite only if all its terms are finite. If the sum is not finite, check each value, because the sum may
     # have overflowed.
     return bool(tensor.sum(dtype=torch.float32).isfinite()) or bool(tensor.isfinite().all())
@@ -177,7 +177,7 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[VerifiedCheckpoint]:
     """Return a context that yields `checkpoint` and reports the progress of reading it.
 
-    The reports go to the probes of this process, and to standard error if that is a terminal.
+    The reports go to the probes of this process and, if standard error is a terminal, to a progress bar.
 
     what: the label of the progress bar, such as "loading".
     """
@@ -211,7 +211,7 @@ def with_progress(checkpoint: VerifiedCheckpoint, *, what: str) -> Iterator[Veri
 
 
 def require_same_model(config: ModelConfig, *, wanted: ModelConfig) -> None:
-    """Raise UnusableWeightsError if `config` is of another model.
+    """Raise UnusableWeightsError if `config` describes another model than `wanted`.
 
     The message names the first size or constant that differs, with both values.
     """

@@ -62,17 +62,18 @@ def convert(
     """Write the weights, configuration and tokenizer of the model at `source` to `directory`.
 
     source:    a model reference, or the result of `resolve`.
-    directory: created by this function. It exists only when it is complete.
+    directory: destination, which this function creates when all files are complete.
     to:        "safetensors" for transformers, "torch_dist" for Megatron-LM, "packed" for engines on the CPU.
-    dtype:     type of the weights: "float32", "bfloat16", "float16", or "keep" (float32 for quantized tensors).
-               "packed" also accepts "int8" and "int4"; quantized matrices then keep their blocks. For "packed", "keep"
-               means "auto".
-    replace:   whether to replace an existing directory.
-    write_gguf_tokenizer: converts the tokenizer of a GGUF file; None omits the tokenizer.
+    dtype:     type of the weights: "float32", "bfloat16", "float16", or "keep" for the type in the source. "keep"
+               stores quantized tensors as float32. The format "packed" also accepts "int8" and "int4", with which
+               matrices that are quantized in the source keep their quantization blocks. For "packed", "keep" selects
+               the type that an engine with dtype "auto" would select.
+    replace:   whether to replace an existing `directory`.
+    write_gguf_tokenizer: converts the tokenizer of a GGUF file; None: leave out such a tokenizer.
     progress:  called with the number of bytes written so far and the total number.
 
     Only one tensor is in memory at a time. Raises DestinationError, UnsupportedModelError, ValueError for an unknown
-    dtype, and the errors of the format.
+    dtype, and the errors of the source's format.
     """
     resolved = resolve(source) if isinstance(source, str) else source
     opened = open_checkpoint(resolved)
@@ -111,7 +112,7 @@ def convert(
 
 
 class _OfType(Checkpoint):
-    """Wraps a checkpoint. Its tensors are dense, and converted to `dtype` unless `dtype` is None."""
+    """A wrapper of a checkpoint that returns dense tensors, converted to `dtype` unless `dtype` is None."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
@@ -129,7 +130,7 @@ def write_text_files(
     *,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
 ) -> None:
-    """Write the tokenizer, the chat template, and the ids of the tokens that end an answer.
+    """Write the tokenizer, the chat template, and generation_config.json with the ids of the tokens that end an answer.
 
     A GGUF tokenizer can add ids of such tokens.
     """
@@ -151,10 +152,10 @@ def _write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 @contextmanager
 def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Yield an empty directory next to `directory`, in which the block writes files.
+    """Yield an empty directory next to `directory`, in which the `with` block writes files.
 
-    At the end of the block, the new directory is renamed to `directory`. If the block fails, it is removed. If a
-    process is killed, the next process removes its files.
+    At the end of the block, the new directory is renamed to `directory`. If the block fails, the new directory is
+    removed. If the process is killed, the next process that calls this function removes the files.
 
     replace: whether to remove an existing `directory` at the end. If False, `directory` must be absent or empty.
 

@@ -1,8 +1,8 @@
 """Reads weights from a GGUF file, either in their stored quantized form or dequantized.
 
-Tensors are returned in the layout of transformers. The layout of GGUF files differs. In some families, the rows of q
-and k are in the order of rotary pairs, the experts of a layer are one tensor, and the weights of norms include their
-offset.
+Tensors are returned in the layout of transformers. The layout of GGUF files differs from it: in some model families,
+the rows of q and k are in the order of rotary pairs, the experts of a layer are one tensor, and the weights of norms
+include their offset.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ _LAYER_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """The place of one tensor.
+    """The description of one tensor, and its place in the file.
 
     offset:       position in bytes, from the start of the file.
     paired_heads: number of heads if the rows of each head are in the order of rotary pairs; otherwise None.
-    less: offset to subtract from the values.
+    less: offset of a norm's weights, to subtract from the stored values.
     """
 
     file: MappedFile
@@ -107,7 +107,7 @@ class GGUFCheckpoint(Checkpoint):
         }
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return the tensor's values.
+        """Return the values of a tensor, or of a part of the tensor.
 
         F16 and BF16 tensors keep their type, and all other tensors are returned as float32.
         """
@@ -134,7 +134,7 @@ class GGUFCheckpoint(Checkpoint):
 
 
 def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dict[str, _Entry]]:
-    """Return the metadata of the file at `path`, and the tensors of all files by their GGUF names."""
+    """Return the metadata of the file at `path`, and the tensors of `path` and `others` by their GGUF names."""
     metadata: dict[str, Any] = {}
     stored: dict[str, _Entry] = {}
     directory = ModelDirectory(path.parent)
@@ -210,8 +210,9 @@ def _whole(entry: _Entry) -> torch.Tensor:
 
 
 def _rows(entry: _Entry, part: Part) -> torch.Tensor:
-    """Return the quantized blocks of the rows in `part`, uint8 [rows, bytes per row], in transformers' order of
-    rows.
+    """Return the quantized blocks of the rows in `part`, uint8 [rows, bytes per row].
+
+    The rows are in the order of transformers.
     """
     count, row_bytes = entry.shape[0], _num_bytes(entry.kind, entry.shape[1:])
     start, stop, _ = (part or (slice(None),))[0].indices(count)
@@ -229,7 +230,10 @@ def _num_bytes(kind: int, shape: tuple[int, ...]) -> int:
 def _entries(
     stored: Mapping[str, _Entry], family: Family, config: ModelConfig, path: Path
 ) -> Iterator[tuple[str, _Entry]]:
-    """Yield the tensors under their transformers names. In the file, all experts of a layer are one tensor."""
+    """Yield the tensors with their transformers names.
+
+    The experts of a layer, one tensor in the file, become several.
+    """
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []
     for own_name, entry in stored.items():

@@ -1,4 +1,4 @@
-"""Reads the header of a GGUF file, which contains the metadata and the index of the tensors. Does not import torch.
+"""Reads the header of a GGUF file: the metadata and the index of the tensors. This module does not import torch.
 
 The reader of the `gguf` package is not used, because it has no limits, and takes 2 to 10 s and 160 to 710 MiB for the
 metadata of a model (docs/decisions/012). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -48,7 +48,7 @@ class GGUFTensorInfo:
 
 
 def gguf_parts(path: Path) -> list[Path]:
-    """Return the paths of all files of a model, given one of them. The first file has the metadata.
+    """Return the paths of all files of the model to which the file `path` belongs. The first file has the metadata.
 
     A large model has several files, with names such as NAME-00001-of-00003.gguf. The files need not exist.
     """
@@ -148,7 +148,7 @@ class _Reader:
         return [self._value(kind, wanted=wanted, depth=depth) for _ in range(count)]
 
     def _strings(self, count: int, *, wanted: bool) -> list[str]:
-        """Read an array of `count` strings. wanted: if False, skip the strings and return an empty list.
+        """Read and return an array of `count` strings. wanted: if False, skip the strings and return an empty list.
 
         A vocabulary has hundreds of thousands of strings, so no function is called per string.
         """

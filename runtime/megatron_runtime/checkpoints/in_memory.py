@@ -14,12 +14,12 @@ from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 
 
 def model_in_memory(model: Any, *, ends: tuple[int, ...] = ()) -> ModelInMemory:
-    """Return `model` as a source of weights. The engine copies the weights; do not change them while it loads.
+    """Return `model` as a source of weights. Do not change the weights while an engine loads them.
 
     model: a GPTModel from Megatron-Core, a causal language model from transformers in eval mode, or a Checkpoint.
     ends:  token ids that end an answer of a GPTModel, whose configuration has no such ids. Not used for other models.
 
-    Raises UnsupportedModelError for anything else.
+    Raises UnsupportedModelError if `model` has another type.
     """
     if is_megatron_model(model):
         gpt = unwrapped(model)
@@ -75,8 +75,9 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
 
 
 def _one_by_one(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors that transformers saves for `tensor`. transformers fuses experts in memory but saves them
-    separately.
+    """Return the tensors that transformers saves for `tensor`, by name.
+
+    transformers fuses experts in memory, but saves each expert as a separate tensor.
     """
     layer, _, what = name.partition(".mlp.")
     if config.moe is None or what not in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):

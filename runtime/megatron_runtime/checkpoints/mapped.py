@@ -13,9 +13,9 @@ RESIDENT_BYTES = 16 << 20
 
 
 class MappedFile:
-    """A file that is mapped into memory at the first read.
+    """A file that is mapped into memory at the first call of piece().
 
-    The tensors that piece() returns are views, which keep the mapping alive. Thread-safe.
+    The tensors that piece() returns are views of the mapping, and keep it alive. Thread-safe.
     """
 
     def __init__(self, file: ModelFile) -> None:

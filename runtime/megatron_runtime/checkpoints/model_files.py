@@ -1,4 +1,4 @@
-"""Opens the files of a model. It opens only files in the model's directory, and does not import torch.
+"""Opens the files of a model safely. This module opens only files in the model's directory, and does not import torch.
 
 A model directory can come from an untrusted source. A link in it can point to any file that this process may read, such
 as a private key or /proc/self/environ, and clients receive the content of some model files. Therefore, every reader of
@@ -8,7 +8,8 @@ model files opens them through this module, with these rules:
   Kubernetes volume (`file -> ..data/file`, `..data -> ..2026_11_23/`).
 - A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory next to `snapshots`,
   and to the `blobs` directory of the cache, which repositories share.
-- The directory itself can be a link, or be below one. It is resolved once. A path from the caller is trusted.
+- The path of the directory comes from the caller and is trusted, so links in this path are followed. The path is
+resolved once.
 - FIFOs, devices and sockets are rejected, and files that are read whole have a size limit.
 """
 
@@ -60,7 +61,7 @@ class UnsafeNameError(ValueError):
 
 
 def require_safe_name(name: object) -> str:
-    """Return `name` if it is a relative path that stays below the directory to which it is joined.
+    """Return `name` if it is a relative path that stays below the directory to which the caller joins it.
 
     Raises UnsafeNameError.
     """
@@ -81,9 +82,9 @@ def require_safe_name(name: object) -> str:
 
 
 def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
-    """Return the JSON object in `data`. Raises ModelFileError, whose message names `where`.
+    """Return the JSON object in `data`. Raises ModelFileError, whose message names the file `where`.
 
-    elements: maximum number of elements.
+    elements: maximum number of elements in the JSON text.
     """
     if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
         raise ModelFileError(f"{where} has more than {elements} JSON elements: it is not a file of a model")
@@ -97,7 +98,7 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Return a shape, or the offset on each axis, from values in a file.
+    """Return `values`, which were read from a file, as a shape or as the offset on each axis.
 
     Raises ValueError unless the values are a valid shape.
     """
@@ -112,8 +113,8 @@ def size_of(values: Any = ()) -> tuple[int, ...]:
 class ModelFile:
     """One file of a model.
 
-    path: path as given by the caller.
-    root: the resolved directory that must contain the file; None for a single file whose path comes from the caller.
+    path: path of the file, with links.
+    root: the resolved directory that must contain the file; None: the path comes from the caller and is trusted.
     """
 
     path: Path
@@ -160,7 +161,10 @@ class ModelFile:
         return parse_json(self.read_bytes(), where=str(self.path))
 
     def _target(self) -> str:
-        """Return the path of the file after links are resolved. Raises ModelFileError if it is outside the root."""
+        """Return the path of the file with all links resolved.
+
+        Raises ModelFileError if this path is outside the root.
+        """
         if self.root is None:
             return str(self.path)
         target = os.path.realpath(self.path)
@@ -218,7 +222,7 @@ class ModelDirectory:
         return file
 
     def directory(self, name: str) -> ModelDirectory:
-        """Return the directory `name` below this directory. Raises ModelFileError if a link leads elsewhere."""
+        """Return the subdirectory `name`. Raises ModelFileError if a link leads out of this directory."""
         below = ModelFile(self.path / require_safe_name(name), self._root)
         below._target()
         return ModelDirectory(below.path)

@@ -1,8 +1,8 @@
 """Reads and writes model directories whose matrices are stored in the panel format of the CPU kernels.
 
 `model.packed` is a safetensors file with the matrices as bytes. config.json and the tokenizer are next to it. An engine
-maps the file and computes directly from its pages. Nothing is converted or copied, and all engines on a node share the
-memory. Other formats are converted while they are read, and each engine has its own copy.
+maps the file and computes directly from its pages. The engine converts and copies nothing, and all engines on a node
+share the memory. Weights in other formats are converted while they are read, and each engine has its own copy.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class PackedCheckpoint(Checkpoint):
         return matrix.part(*(*part, slice(None), slice(None))[:2])
 
     def _matrix(self, tensor: StoredTensor, described: Any, where: str) -> PackedMatrix:
-        """Return a matrix as a view of the file. described: [name of the number format, number of inputs], from the
-        file.
+        """Return a matrix as a view of the file.
+
+        described: [name of the number format, number of inputs], from the metadata of the file.
         """
         shape, offset = tensor.kind.shape, tensor.offset
         match described:
@@ -121,7 +122,7 @@ class PackedCheckpoint(Checkpoint):
 
 
 def _metadata(metadata: Mapping[str, Any], path: Path) -> tuple[str, dict[str, Any]]:
-    """Return the name of the number format, and the description of each matrix."""
+    """Return the name of the number format of the file, and the description of each matrix by name."""
     version, numbers, matrices = (metadata.get(key) for key in ("format", "numbers", "matrices"))
     if version != _VERSION:
         raise ModelFileError(f"{path} has format {shown(version)}, this release reads {_VERSION}: {_REMEDY}")
@@ -146,8 +147,9 @@ def _map(file: ModelFile) -> torch.Tensor:
 def write_packed(checkpoint: Checkpoint, directory: Path, *, numbers: Format, written: Callable[[int], None]) -> None:
     """Write the weights of a checkpoint to `directory`.
 
-    numbers: number format of the matrices. If it is int8 or int4, quantized matrices keep their blocks.
-    written: called with the size of each tensor of the checkpoint.
+    numbers: number format of the matrices. If it is int8 or int4, matrices that are quantized in the checkpoint keep
+             their quantization blocks.
+    written: called with the size of each tensor of the checkpoint in bytes.
     """
     family, shapes = FAMILIES[checkpoint.config.family], tensor_shapes(checkpoint.config)
     formats = {

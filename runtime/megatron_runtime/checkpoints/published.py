@@ -1,7 +1,9 @@
-"""Weights that a trainer publishes, received from the trainer as a checkpoint, or from an engine in its stored form.
+"""Receives the weights that a trainer has published, from the trainer or from an engine.
 
-A block is used only if its SHA-256 matches the manifest. A trainer's manifest must match the digest in the reference
-that the coordinator has sent. An engine's manifest is authenticated by the engine's key.
+A trainer sends the tensors of a checkpoint. An engine sends its tensors in the form in which it stores them.
+
+A received block is used only if its SHA-256 matches the manifest. A trainer's manifest must match the digest in the
+reference that the coordinator has sent. An engine's manifest is authenticated by the engine's key.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ _KEPT_BLOCKS = 8
 
 
 class WeightStream:
-    """Receives the blocks of one session with a trainer or with a rank of an engine.
+    """One session with a trainer or with a rank of an engine, from which tensors are received in blocks.
 
     The constructor connects. Only one thread may use an instance.
 
@@ -59,8 +61,8 @@ class WeightStream:
     part:     see OpenSession.
     keys_dir: directory of engine.key, and of trainer.pub or engine.pub; None means no encryption.
 
-    The constructor and all methods can raise WeightsUnavailableError. If the other side hangs or is unreachable, they
-    raise it after a timeout.
+    The constructor and all methods raise WeightsUnavailableError if the trainer or engine cannot send the weights. If
+    the trainer or engine hangs or is unreachable, this takes until a timeout.
     """
 
     def __init__(self, source: PublishedSource, *, keys_dir: Path | None, engine: str = "", part: str = "") -> None:
@@ -89,7 +91,7 @@ class WeightStream:
         self._socket.close()
 
     def block(self, tensor: int, block: int) -> torch.Tensor:
-        """Receive and verify one block of a tensor in the manifest."""
+        """Receive and verify block `block` of tensor `tensor` in the manifest, and return its bytes."""
         received = self.receive(tensor, block)
         self.verify(tensor, block, received)
         return received
@@ -125,7 +127,7 @@ class WeightStream:
 
 
 class PublishedCheckpoint(Checkpoint):
-    """The tensors of one session with a trainer. Blocks are received when they are read. close() ends the connection.
+    """The checkpoint of one session with a trainer. read() receives the blocks. close() ends the connection.
 
     config:   configuration of this engine's model. The trainer's tensors must fit it.
     keys_dir: see WeightStream, also for errors.
@@ -207,7 +209,7 @@ def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]
 
 
 def newest(trainer: Trainer) -> PublishedSource:
-    """Return the reference of the weights that a trainer has published last.
+    """Return the reference of the weights that `trainer` has published last.
 
     Raises WeightsUnavailableError, KeyFileError, and ValueError if the address is not "HOST:PORT".
     """

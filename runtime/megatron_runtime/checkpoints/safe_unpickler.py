@@ -1,9 +1,10 @@
-"""Reads untrusted pickles without running any code that they name.
+"""Reads untrusted pickles without running any code that a pickle names.
 
-A pickle names the functions to call. In this module, a table maps the trusted names to objects. Any other name becomes
-an inert object or is rejected. No module is ever imported for a pickle. The reader is the standard library's pure
-Python reader, which torch also uses to read weights. The C reader is not safe: with it, a pickle can allocate gigabytes
-with one opcode, overflow the C stack with a nested key, and set attributes of classes.
+A pickle names the functions to call. In this module, a table maps the trusted names to objects. An object with any
+other name is replaced by an inert object, or the pickle is rejected. The reader never imports a module that a pickle
+names. The reader is the standard library's pure Python reader, which torch also uses to read weights. The C reader is
+not safe, because it lets a pickle allocate gigabytes with one opcode, overflow the C stack with a nested key, and set
+attributes of classes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class UnsafePickleError(ModelFileError):
 
 
 class Opaque:
-    """Replaces an object whose class is not needed. It accepts every operation of a pickle, and stores nothing."""
+    """An inert object that replaces an object whose class is not needed. It accepts every operation of a pickle."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Opaque:
         return object.__new__(cls)
@@ -62,8 +63,9 @@ def read_pickle(
 
     where:      name of the file, for errors.
     trusted:    classes and functions that the pickle may use.
-    opaque:     returns whether an untrusted (module, name) is replaced by an Opaque. If not, it is rejected.
-    persistent: returns the object of a persistent id; None rejects persistent ids.
+    opaque:     returns whether an object with an untrusted module and name is replaced by an Opaque. If not, the pickle
+                is rejected.
+    persistent: returns the object for a persistent id; None: a pickle with persistent ids is rejected.
 
     Raises UnsafePickleError.
     """
@@ -78,12 +80,15 @@ def read_pickle(
 
 
 def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
-    """Return an empty OrderedDict, in place of collections.OrderedDict. The pickle adds the entries one by one."""
+    """Return an empty OrderedDict.
+
+    A trusted replacement of collections.OrderedDict for pickles, which add the entries.
+    """
     return OrderedDict()
 
 
 class _Reader(pickle._Unpickler):
-    """An unpickler whose time and memory are proportional to the size of the pickle, whatever the pickle contains."""
+    """An unpickler whose time and memory are proportional to the size of the pickle, for any content of the pickle."""
 
     # attribute of the standard library's reader
     stack: list[Any]
@@ -150,8 +155,8 @@ class _Reader(pickle._Unpickler):
     def _set_items(self, target: Any, items: list[Any]) -> None:
         """Set entries of a mapping.
 
-        Only keys of some types are set, because no caller reads other entries. The hashes of tuples and long integers
-        are predictable, so a pickle could otherwise make all keys collide.
+        Entries whose keys have other types than the allowed types are dropped, because no caller reads them. Otherwise,
+        a pickle could make all keys collide, because the hashes of tuples and long integers are predictable.
         """
         for key, value in zip(items[::2], items[1::2], strict=True):
             if isinstance(key, self._keys) or (isinstance(key, int) and abs(key) < _MAX_SIZE):
@@ -190,9 +195,9 @@ class _Reader(pickle._Unpickler):
         self._load_new()
 
     def _few(self, arguments: Any) -> tuple[Any, ...]:
-        """Return the arguments of a call.
+        """Return the argument tuple of a call in the pickle. Raise an error if the tuple is long.
 
-        A long tuple is rejected, because many calls could share the tuple and copy it each time.
+        Many calls could share a long tuple, and each call would copy it.
         """
         if not isinstance(arguments, tuple) or len(arguments) > _MAX_ARGUMENTS:
             raise ValueError(f"it calls something with {shown(arguments)}: want at most {_MAX_ARGUMENTS} arguments")

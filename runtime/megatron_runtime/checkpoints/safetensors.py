@@ -68,7 +68,7 @@ _LARGE_PAGE = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file. offset: position of the tensor's first byte in the file."""
+    """The description of a tensor in a file. offset: position of the tensor's first byte in the file."""
 
     kind: TensorKind
     offset: int
@@ -114,7 +114,7 @@ class SafetensorsCheckpoint(Checkpoint):
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a tensor, or a part of it, as a view of the file in the stored type.
 
-        For scaled matrices, return a copy with bfloat16 values.
+        For matrices with scales (see scaled.py), return a copy with bfloat16 values.
         """
         scaled = self._scaled.get(name)
         return self._stored(name, part) if scaled is None else scaled.read(self._stored, part)
@@ -150,7 +150,7 @@ def _config_json(directory: Path) -> Fields:
 
 
 def _names(stored: Collection[str]) -> dict[str, str]:
-    """Return a map from the tensor names in the files to the transformers names, for the tensors of the text model."""
+    """Return a map from names in the files to the names that transformers uses, for all tensors of the text model."""
     prefixes = [prefix for prefix in _TEXT_PREFIXES if prefix + _EMBEDDING in stored]
     prefix = prefixes[0] if prefixes else "model."
     names = {}
@@ -167,17 +167,14 @@ def _names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _says_untied(values: Fields) -> bool:
-    """Return whether config.json itself states that the model has a separate head.
-
-    The family's default does not count.
-    """
+    """Return whether config.json itself, and not the family's default, states that the model has a separate head."""
     return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
     """Return the files that the index lists.
 
-    Without an index, return model.safetensors, or else all .safetensors files.
+    If the directory has no index, return model.safetensors or, if that is missing too, all .safetensors files.
     """
     index = directory.file(INDEX_FILE)
     if index is None:
@@ -202,9 +199,10 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
 def read_header(
     stored: ModelFile, dtypes: Mapping[str, torch.dtype] = DTYPES
 ) -> tuple[dict[str, StoredTensor], dict[str, Any]]:
-    """Return the tensors of a file and its metadata. The places of the tensors are checked against the file size.
+    """Return the descriptions of a file's tensors by name, and the file's metadata.
 
-    Raises UnsupportedModelError, which names a type that is not in `dtypes`, ModelFileError or OSError.
+    Raises UnsupportedModelError, which names a type that is not in `dtypes`; ModelFileError, also for a tensor outside
+    the file; or OSError.
     """
     path = stored.path
     with stored.open() as file:
@@ -229,7 +227,10 @@ def read_header(
 
 
 def _place(fields: object, dtypes: Mapping[str, torch.dtype], *, where: str) -> tuple[TensorKind, int]:
-    """Return the type and shape of a tensor, and the offset of its first byte after the header."""
+    """Return the type and shape of a tensor, and the offset of its first byte from the end of the header.
+
+    fields: the description of the tensor in the header.
+    """
     fields = fields if isinstance(fields, dict) else {}
     dtype = fields.get("dtype")
     try:
@@ -259,11 +260,11 @@ def write_safetensors(
     written: Callable[[int], None],
     file_bytes: int = _FILE_BYTES,
 ) -> None:
-    """Write tensors to `directory`, one at a time: model.safetensors, or several files with an index.
+    """Write tensors to `directory`, as model.safetensors or as several files with an index.
 
     kinds:      name, shape and type of each tensor, in the order of writing.
-    read:       returns the tensor with a given name.
-    written:    called with the number of bytes of each tensor that has been written.
+    read:       returns the tensor with a name. Only one tensor at a time is in memory.
+    written:    called after each tensor, with the number of bytes of the tensor.
     file_bytes: maximum size of a file. A tensor that would exceed the maximum begins a new file.
     """
     parts: list[dict[str, TensorKind]] = [{}]

@@ -1,10 +1,11 @@
-"""Reads matrices that safetensors files store as FP8 or integer numbers with scales.
+"""Reads scaled matrices: matrices that safetensors files store as FP8 or integer numbers with separate scales.
 
-There are two layouts. DeepSeek and Qwen publish block-scaled FP8, which is `weight` and `weight_scale_inv`.
-Compressed-tensors (https://github.com/vllm-project/compressed-tensors) has `weight` or `weight_packed` with
-`weight_scale`, a `weight_zero_point`, and a `weight_g_idx` if the columns are not in the order of the groups.
+There are two layouts. DeepSeek and Qwen publish block-scaled FP8, with the tensors `weight` and `weight_scale_inv`.
+Compressed-tensors (https://github.com/vllm-project/compressed-tensors) has `weight` or `weight_packed`, a
+`weight_scale`, optionally a `weight_zero_point`, and a `weight_g_idx` if the columns are not in the order of the
+groups.
 
-Shapes: N outputs and K inputs of a matrix, G groups of inputs.
+In shapes, N is the number of outputs of a matrix, K the number of inputs, and G the number of groups of inputs.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _WORD_BITS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaledMatrix:
-    """How one scaled matrix is stored.
+    """The description of how one scaled matrix is stored.
 
     shape:      (N, K).
     values:     name of the tensor of numbers, [N, K], or of int32 words, each of which has several numbers along K.
@@ -42,8 +43,8 @@ class ScaledMatrix:
     scale:      name of the scales. The matrix has one scale, or one per block of `rows` outputs and `columns` inputs.
     zero_point: name of the zero points, which have the layout of the scales but are packed along N; None if 0
                 represents zero.
-    groups:     name of the tensor that has the group of each input, int32 [K]; None if each run of `columns` inputs is
-                a group.
+    groups:     name of the tensor that has the group of each input, int32 [K]; None if each `columns` consecutive
+                inputs are a group.
     """
 
     shape: tuple[int, int]
@@ -56,7 +57,7 @@ class ScaledMatrix:
     groups: str | None = None
 
     def read(self, stored: Reader, part: Part = ()) -> torch.Tensor:
-        """Return the values of a part as bfloat16, the type of these models before quantization."""
+        """Return the values of a part of the matrix as bfloat16, the type that these models had before quantization."""
         outputs, inputs = (
             slice(*(part[axis] if axis < len(part) else slice(None)).indices(size)[:2])
             for axis, size in enumerate(self.shape)
@@ -80,7 +81,7 @@ class ScaledMatrix:
         return numbers.mul_(scales[row_of][:, column_of]).bfloat16()
 
     def _places(self, stored: Reader, outputs: slice, inputs: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row in the scales for each output, and the column in the scales for each input."""
+        """Return the row of the scales for each output in `outputs`, and their column for each input in `inputs`."""
         row_of = torch.arange(outputs.start, outputs.stop) // self.rows
         if self.groups is not None:
             return row_of, stored(self.groups, ())[inputs].long()
@@ -90,11 +91,11 @@ class ScaledMatrix:
 def scaled_matrices(
     kinds: Mapping[str, TensorKind], quantization: Fields, stored: Reader
 ) -> tuple[dict[str, ScaledMatrix], set[str]]:
-    """Return the scaled matrices by the name of their values, and the names of all tensors that belong to them.
+    """Return the scaled matrices by the name of the matrix, and the names of all stored tensors that belong to them.
 
     quantization: `quantization_config` of config.json; empty if config.json has none.
 
-    Raises UnsupportedModelError, which names the unsupported method, or a tensor whose scales do not fit.
+    Raises UnsupportedModelError, which names the unsupported quantization method, or a tensor whose scales do not fit.
     """
     if not quantization.values:
         return {}, set()

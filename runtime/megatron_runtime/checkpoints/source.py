@@ -1,4 +1,4 @@
-"""Resolves a user's model reference to files on this machine. Reads no weights and does not import torch."""
+"""Resolves model references to files on this machine. This module reads no weights and does not import torch."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInMemory:
-    """A model in the memory of the program. It has a Checkpoint, and a name for messages.
+    """A model in the memory of the program: its Checkpoint, and its name for messages.
 
-    reopen: returns a Checkpoint of the model's current weights, because the program may train the model meanwhile.
-    records_routing: whether the model's configuration requests the experts of each token.
+    reopen: returns a new Checkpoint of the model's current weights, which the program may have trained in the meantime.
+    records_routing: whether the model's configuration requests that the engine records the experts of each token.
     """
 
     checkpoint: Any  # not typed as Checkpoint, because its module needs torch and servers import this module
@@ -75,9 +75,10 @@ class ModelInMemory:
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """Weights that a trainer publishes, for an engine that already has the model's configuration and tokenizer.
+    """Weights that a trainer publishes, as a source for an engine that has the model's configuration and tokenizer.
 
-    source:   "trainer://HOST:PORT/EPOCH-DIGEST", possibly with the addresses of copies; see PublishedSource.
+    source:   "trainer://HOST:PORT/EPOCH-DIGEST", optionally with the addresses of engines that have copies; see
+              PublishedSource.
     config:   ModelConfig of the engine's model.
     keys_dir: directory of engine.key, engine.pub and trainer.pub; None means no encryption.
     """
@@ -112,9 +113,9 @@ ModelSource = StoredModel | ModelInMemory | PublishedModel
 
 
 def resolve(model: str) -> StoredModel:
-    """Return the location of the weights of `model`.
+    """Return the location of the weights of `model` on this machine.
 
-    If the weights are at a hub or in an object store and not cached, they are fetched.
+    Weights at a hub or in an object store are fetched unless they are cached.
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", the URL of an object store, a .gguf file (any part if the model has
            several), or a directory. The directory contains config.json with safetensors or model.packed, the .gguf
@@ -184,7 +185,7 @@ def require_format(source: ModelSource, wanted: str, *, model: str) -> None:
 
 
 def find_beside(source: ModelSource, name: str) -> ModelFile | None:
-    """Return the file `name` next to the weights of a model; None if there is no such file.
+    """Return the file `name` in the directory of a model's weights; None if there is no such file.
 
     Raises ModelFileError.
     """

@@ -1,4 +1,4 @@
-"""The `megatron` command. The module of a subcommand is imported only when it runs, so that `--help` stays fast."""
+"""The command `megatron`. It imports the module of a subcommand only when the subcommand runs, so `--help` is fast."""
 
 from __future__ import annotations
 

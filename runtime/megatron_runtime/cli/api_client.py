@@ -37,14 +37,14 @@ class StreamFailedError(Exception):
 
 
 class EventReader:
-    """Splits a byte stream into lines and parses its server-sent events. is_done: whether the stream is complete."""
+    """A parser of server-sent events in a byte stream. is_done: whether the stream is complete."""
 
     def __init__(self) -> None:
         self.is_done = False
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> Iterator[dict[str, Any]]:
-        """Yield the events that `data` completes. Yields nothing after the end of the stream.
+        """Yield the events that the bytes in `data` complete, and nothing after the end of the stream.
 
         Raises StreamFormatError for malformed data, and StreamFailedError for an error event.
         """
@@ -83,7 +83,7 @@ class EventReader:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """New text of an answer. reasoning: the reasoning text that comes before `text`."""
+    """A part of an answer that has just arrived. reasoning: new reasoning text, which precedes the new text `text`."""
 
     text: str
     reasoning: str = ""
@@ -105,7 +105,7 @@ def parts_of(event: dict[str, Any]) -> Iterator[Part]:
 
 
 def terminal_text(text: str) -> str:
-    """Return the text with control characters escaped, so that it cannot control a terminal. Tab and newline stay."""
+    """Return the text for a terminal, with all control characters except tab and newline escaped."""
     return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
@@ -127,7 +127,7 @@ connection_options = together(
 
 @contextmanager
 def readable_failures(url: str) -> Iterator[None]:
-    """Convert errors of the connection to `url`, and errors of streams from this server, to ClickException."""
+    """Return a context that converts connection errors and stream errors of the server at `url` to ClickException."""
     try:
         yield
     except httpx.ConnectError as error:
@@ -145,7 +145,7 @@ def readable_failures(url: str) -> Iterator[None]:
 
 
 class ApiClient:
-    """A client of one server. Every failure raises ClickException with a readable message."""
+    """A client of one OpenAI server. Every failure raises ClickException with a readable message."""
 
     def __init__(self, url: str, *, api_key: str | None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
@@ -178,7 +178,10 @@ class ApiClient:
 
     @contextmanager
     def _reply(self, method: str, path: str, body: dict[str, Any] | None = None) -> Iterator[httpx.Response]:
-        """Send a request and yield the reply. Its status is 200, and its content has not been read."""
+        """Return a context that sends a request and yields the reply.
+
+        The reply has status 200, and its content is not read yet.
+        """
         with readable_failures(self._url), self._http.stream(method, f"{self._url}/v1/{path}", json=body) as reply:
             if reply.status_code != 200:
                 content = _content(reply)
@@ -196,7 +199,7 @@ def echo_text(text: str, *, dim: bool = False) -> None:
 
 
 def _content(reply: httpx.Response) -> bytes:
-    """Return the first MAX_ERROR_BYTES bytes of a body that is not a stream."""
+    """Return the first MAX_ERROR_BYTES bytes of a reply that is not a stream."""
     content = b""
     for data in reply.iter_raw():
         content += data

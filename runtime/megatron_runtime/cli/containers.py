@@ -347,7 +347,7 @@ def _check(settings: EngineSettings) -> None:
 
 
 def _run_pod(settings: EngineSettings) -> None:
-    """Run the ranks of a vLLM engine on a pod that does not have the first rank."""
+    """Run the ranks of a vLLM engine in a pod that does not contain rank 0."""
     from megatron_runtime.backends.vllm.nodes import follow
     from megatron_runtime.distributed.errors import RankError
 
@@ -359,9 +359,9 @@ def _run_pod(settings: EngineSettings) -> None:
 
 
 def _run_ranks(settings: EngineSettings, run_worker: Callable[[], None]) -> None:
-    """Run this process as one of several ranks, or start the ranks of this machine as child processes.
+    """Run this process as one rank of an engine, or start the ranks of this machine as child processes.
 
-    run_worker: runs rank 0.
+    run_worker: called to run rank 0.
     """
     from megatron_runtime.backends.native.ranked.executor import end_with
     from megatron_runtime.backends.registry import run_other_rank

@@ -1,7 +1,7 @@
 """The option `--device`, and the assignment of a machine's GPUs to engines. This module does not import torch.
 
-CUDA_VISIBLE_DEVICES restricts each engine to its GPUs, and the ranks of the engine use them in order. This works for
-every backend.
+The variable CUDA_VISIBLE_DEVICES restricts each engine to its GPUs, with every backend. The ranks of the engine use
+these GPUs in order.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _GPUS = re.compile(r"cuda:\d+(,cuda:\d+)*")
 class Device:
     """The value of `--device`.
 
-    kind: "auto" means a GPU if the machine has one.
-    gpus: numbers of the GPUs to use, in this order. GPU 0 is the first that the process can see. None: all GPUs in
-          their order, starting with 0.
+    kind: kind of device. "auto" means GPUs if the machine has GPUs.
+    gpus: numbers of the GPUs to use, in this order. GPU 0 is the first GPU that this process can see. None: all GPUs,
+          in order from 0.
     """
 
     kind: Literal["auto", "cpu", "cuda"]
@@ -60,7 +60,7 @@ device_option = click.option(
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs that the CUDA driver shows to this process; 0 without a driver."""
+    """Return the number of GPUs that the CUDA driver reports to this process; 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -99,6 +99,6 @@ def assign_gpus(device: Device, *, engines: int, ranks: int, gpus: int) -> list[
 
 
 def show_only(gpus: tuple[int, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Restrict programs started with `environment` to these GPUs. A number is an index among the GPUs visible now."""
+    """Restrict programs started with `environment` to `gpus`, which are indices among the GPUs visible so far."""
     visible = [name.strip() for name in environment.get(VISIBLE, "").split(",") if name.strip()]
     environment[VISIBLE] = ",".join(visible[number] if visible else str(number) for number in gpus)

@@ -142,7 +142,7 @@ def fetch(
 
 @contextmanager
 def _shown_progress(what: str) -> Iterator[Progress]:
-    """Show a transfer as a progress bar on a terminal. Otherwise print a line after each tenth of the transfer."""
+    """Yield a Progress that shows a bar on a terminal, or else prints a line after each tenth of the transfer."""
     from rich import console, progress
 
     from megatron_runtime.checkpoints.remote.files import each_tenth
@@ -166,8 +166,9 @@ def _shown_progress(what: str) -> Iterator[Progress]:
 
 @contextmanager
 def _served_progress(port: int | None, report: Progress) -> Iterator[Progress]:
-    """Yield a Progress that calls `report` and serves the newest counts at /progress. If `port` is None, start no
-    server.
+    """Yield a Progress that calls `report` and serves the newest counts over HTTP at /progress on `port`.
+
+    If `port` is None, no HTTP server is started.
 
     The server answers 503 until the download has locked the cache and reported its first counts.
     """

@@ -31,11 +31,11 @@ _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
 class LazyGroup(click.Group):
     """A group of commands that imports the module of a subcommand when the subcommand runs.
 
-    If a command raises OSError or ValueError, or if a package is missing, the group reports the error in one line. With
-    MEGATRON_DEBUG=1, it also prints the traceback of an OSError or ValueError.
+    If a command raises OSError or ValueError, or if a package is missing, the group prints the error in one line. With
+    the variable MEGATRON_DEBUG=1, it also prints the traceback of an OSError or ValueError.
 
     commands: maps the name of a command to the module of `package` that defines it, and to its line on the help page.
-              The variable in the module has the name of the command, if necessary with `_` after it.
+              In the module, the command is a variable with the command's name, with or without `_` at its end.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock
 
 
 def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raise click.UsageError if this project has no such parser. With the vLLM backend, every name is allowed."""
+    """Raise click.UsageError if this project has no parser with one of the names. The vLLM backend allows all names."""
     for flag, name, names in (
         ("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS),
         ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),
@@ -220,7 +220,7 @@ def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str)
 
 
 def together(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
-    """Return a decorator that adds all `options` to a command. The help page shows them in this order."""
+    """Return a decorator that adds all `options` to a command. The help page shows them in the order of `options`."""
 
     def add(command: _F) -> _F:
         for option in reversed(options):
@@ -256,7 +256,10 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 
 
 def model_reference(name: str) -> str:
-    """Return the model reference for a name that a user typed. ORG/NAME is a hub repository unless this path exists."""
+    """Return the model reference for a name that a user has entered.
+
+    ORG/NAME is a hub repository unless this path exists.
+    """
     return f"hf:{name}" if _HUB_NAME.fullmatch(name) and not Path(name).exists() else name
 
 
@@ -481,7 +484,7 @@ def _long_options(command: click.Command) -> dict[str, click.Option]:
 def _option_value(option: click.Option, value: Any) -> Any:
     """Convert a value of a configuration file to its command-line form.
 
-    The result is a text, a list of texts, or for a flag whether it is set.
+    The result is a string or a list of strings. For a flag, the result is True if the flag is set.
     """
     if option.is_flag:
         if not isinstance(value, bool):
@@ -497,8 +500,9 @@ def _option_value(option: click.Option, value: Any) -> Any:
 
 
 def arguments_of(command: click.Command, values: Mapping[str, Any]) -> list[str]:
-    """Return the command-line arguments for `values`, which maps parameter names to values. None means the default
-    value.
+    """Return the command-line arguments that set parameters of a command.
+
+    values: values by parameter name. None means the default value, for which there is no argument.
     """
     arguments: list[str] = []
     for option in command.params:

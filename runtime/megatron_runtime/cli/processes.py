@@ -74,9 +74,9 @@ def reserve_port(port: int) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different free TCP ports of the loopback interface.
+    """Return `count` different free TCP ports of the loopback interface, and reserve them.
 
-    Until this process exits, this function returns the ports to no other process.
+    Until this process exits, this function does not return these ports in any other process.
 
     Raises:
         OSError: too few ports are free.
@@ -99,12 +99,15 @@ def free_ports(count: int) -> list[int]:
 
 
 class ChildFailedError(Exception):
-    """A child exited and is not restarted. The message contains its name, its exit status and its last lines."""
+    """A child process has exited and is not restarted.
+
+    The message contains its name, exit status and last log lines.
+    """
 
 
 @dataclass(slots=True)
 class Child:
-    """A supervised process.
+    """A child process to supervise.
 
     arguments: command-line arguments of `megatron`.
     pass_fds:  file descriptors that the process inherits.
@@ -122,14 +125,15 @@ class Child:
 
 
 class Supervisor:
-    """Runs child processes until stop().
+    """Starts child processes, and restarts them until stop() is called.
 
-    Each child has its own session, so Ctrl-C reaches only the supervisor, which stops the children in order.
+    Each child runs in a separate session. Ctrl-C therefore reaches only the supervisor, which stops the children in
+    order.
 
-    say:       prints a line. Called with the name of a child, or None for the supervisor itself, and the line.
-    are_ready: set when all children have started. From then on, a child that exits is restarted, at most RESTARTS times
-               within RESTART_WINDOW_SECONDS.
-    failed:    future that raises ChildFailedError when a child has exited and is not restarted.
+    say:       called with a line to print, after the name of the child that wrote the line (None: the supervisor).
+    are_ready: the caller sets this attribute to true when all children have started. After this, a child that exits is
+               restarted, at most RESTARTS times within RESTART_WINDOW_SECONDS.
+    failed:    future that raises ChildFailedError after a child has exited that is not restarted.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:
@@ -147,7 +151,10 @@ class Supervisor:
         self._watchers.append(asyncio.create_task(self._watch(child, process)))
 
     async def stop(self, *, grace_seconds: float) -> None:
-        """Stop the children in reverse order. Each child gets END_SIGNAL and, after the grace period, SIGKILL."""
+        """Stop the children in reverse order of their start.
+
+        Each gets END_SIGNAL and, after `grace_seconds`, SIGKILL.
+        """
         self._stopping = True
         for child in reversed(self._children):
             process = child.process
@@ -218,11 +225,11 @@ def _exit_status(code: int) -> str:
 
 
 class RanksFailedError(RuntimeError):
-    """All ranks have exited because one rank failed. The message names this rank, which has logged the cause."""
+    """All ranks have exited because one rank has failed. The message names this rank, whose log has the cause."""
 
 
 def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
-    """Run `megatron` with `arguments` once for each rank of this node, with torch's elastic agent and no restarts.
+    """Run `megatron` with `arguments` once for each rank of this node, under torch's elastic agent without restarts.
 
     If there is one node, the ranks and the agent's store use files and Unix sockets in a private folder. Returns when
     all ranks have exited normally. Termination signals are forwarded to the ranks, and rank 0 then stops the engine. If
@@ -272,16 +279,18 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
 
 
 def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
-    """Return the rank that probably failed first, and its failure. `failures` are all exits that the agent detected
-    together.
+    """Return the rank that probably failed first, and its failure.
 
-    A rank that was killed by a signal is the cause. A rank that exited with a status may have exited as a consequence.
+    failures: all failures that the elastic agent detected at the same time, by rank.
+
+    A rank that was killed by a signal is taken as the cause, because ranks that exited with a status may have exited as
+    a consequence.
     """
     return min(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[1].timestamp))
 
 
 def _kill_survivors(ranks: int) -> None:
-    """Kill the remaining ranks after one rank has failed. The agent itself would wait longer for a stopped rank."""
+    """Kill the remaining ranks after one rank has failed. The elastic agent would wait longer for ranks that hang."""
     ended_at: float | None = None
     seen = 0
     while True:

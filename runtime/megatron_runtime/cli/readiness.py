@@ -1,6 +1,7 @@
 """Waits until all processes of `megatron serve` are ready.
 
-`serve` starts the processes before it imports this module, because the import takes half as long as their start.
+`serve` starts the processes before it imports this module, so that the slow import runs at the same time as their
+start.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ADAPTER_SECONDS = 3600.0
 
 
 async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
-    """Wait until every engine serves with the adapters and the server is connected to the coordinator.
+    """Wait until every engine serves, with the LoRA adapters, and the server is connected to the coordinator.
 
     Report each engine when it is ready.
     """
@@ -53,7 +54,7 @@ async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, a
 
 
 async def _is_ready(url: str) -> bool:
-    """Return whether the server answers with status 200.
+    """Return whether the readiness probe of the server at `url` answers with status 200.
 
     The function uses a raw connection, because importing an HTTP client would take CPU time from the starting
     processes.

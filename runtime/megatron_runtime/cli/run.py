@@ -1,4 +1,4 @@
-"""`megatron run`: runs `megatron serve` in a child process, and `megatron chat` in this process."""
+"""The command `megatron run`, which runs `megatron serve` in a child process and `megatron chat` in this process."""
 
 from __future__ import annotations
 

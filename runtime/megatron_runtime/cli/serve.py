@@ -180,7 +180,7 @@ async def _serve(options: SimpleNamespace) -> None:
 
 
 def _address(sockets: Path, role: str) -> str:
-    """Return the coordinator's address for a role: a Unix socket in a folder that only this user can access."""
+    """Return the coordinator's address for a role: a Unix socket in `sockets`, which only this user can access."""
     return f"ipc://{sockets}/{role}"
 
 
@@ -188,8 +188,9 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
     values = {**vars(options), "log_level": "info" if options.verbose else "warning", "health_port": "off"}
 
     def arguments(command: click.Command, **own: Any) -> list[str]:
-        """Return the arguments of a child process: the options that `serve` and `command` share, and the options in
-        `own`.
+        """Return the command-line arguments of a child process.
+
+        The arguments set the options that `serve` and `command` share, and the options in `own`.
         """
         return [str(command.name), *arguments_of(command, {**values, **own})]
 
@@ -216,7 +217,10 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
 
 
 async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:
-    """Return True if `work` has finished, False if `stop` was set first. Raises the exception of `failed` or `work`."""
+    """Await `work`. Return True when it has finished, or False if `stop` is set before.
+
+    Raises the exception of `failed` or `work`.
+    """
     task = asyncio.ensure_future(work)
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -1,4 +1,4 @@
-"""`megatron status`: lists the servers that `megatron serve` and `megatron run` have started on this machine.
+"""The list of servers that `megatron serve` and `megatron run` have started on this machine, and `megatron status`.
 
 Each server writes a file that describes it, and holds a lock on the file until its process exits for any reason.
 """
@@ -49,7 +49,7 @@ def _directory() -> Path:
 
 @contextmanager
 def listed(server: Server) -> Iterator[None]:
-    """Keep the server in the list of running servers until the `with` block ends."""
+    """Return a context that keeps `server` in the list of running servers until the `with` block ends."""
     directory = _directory()
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = directory / f"{server.pid}.json"
@@ -115,8 +115,8 @@ async def _all_engines(servers: list[Server]) -> list[list[dict[str, Any]]]:
 async def _engines(server: Server) -> list[dict[str, Any]]:
     """Return the engines of a server with the states that its coordinator reports.
 
-    An engine that has not registered has the state STARTING. All engines are UNKNOWN if the coordinator does not
-    answer.
+    An engine that has not registered has the state STARTING. If the coordinator does not answer, all engines have the
+    state UNKNOWN.
     """
     from megatron_runtime.client.coordinator_client import CoordinatorClient
 

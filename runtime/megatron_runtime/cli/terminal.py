@@ -1,4 +1,4 @@
-"""`megatron chat` and `megatron generate`: use a server from the terminal."""
+"""The commands `megatron chat` and `megatron generate`, which use a server from the terminal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ chat_options = together(
 
 
 class _LeaveError(Exception):
-    """The user has ended the chat."""
+    """Raised if the user has ended the chat."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Conversation:
     """A conversation with one model, and the commands that change the conversation.
 
     messages: all messages with their roles, in the format of the server. A system message comes first.
-    settings: sampling settings of the requests. Keys are the names in SETTINGS with `_` instead of `-`.
+    settings: sampling parameters of the requests, by the names in SETTINGS with `_` instead of `-`.
     """
 
     client: ApiClient
@@ -66,9 +66,7 @@ class Conversation:
         self._answer([*self.messages, {"role": "user", "content": text}])
 
     def command(self, name: str, argument: str) -> None:
-        """Run a command. Raises click.UsageError if the command is invalid, and _LeaveError if it ends the
-        conversation.
-        """
+        """Run the chat command /NAME. Raises click.UsageError for a wrong command, and _LeaveError to end the chat."""
         if name not in _COMMANDS:
             raise click.UsageError(f"unknown command '/{name}': /help lists the commands")
         _COMMANDS[name][2](self, argument)
@@ -130,7 +128,7 @@ class Conversation:
         raise _LeaveError
 
     def _answer(self, messages: list[dict[str, str]]) -> None:
-        """Print the model's answer to `messages`, and replace the conversation by `messages` and the answer."""
+        """Print the model's answer to `messages`, and set the conversation to `messages` plus the answer."""
         body = {"model": self.model, "messages": messages, **self.settings}
         self.messages = [*messages, _answer(self.client, body)]
 
@@ -179,7 +177,7 @@ def chat(*, url: str, model: str | None, api_key: str | None, system: str | None
 
 
 def _read_message(*, is_terminal: bool) -> str | None:
-    """Return the next line, or the lines between two triple quotes.
+    """Return the next message from standard input: a line, or the lines between two triple quotes.
 
     Returns "" after Ctrl-C, and None at the end of the input.
     """
@@ -287,7 +285,7 @@ def generate(
 
 
 def _standard_input() -> TextIO:
-    """Return standard input decoded as UTF-8 for any locale. Removes the byte order mark that some systems write."""
+    """Return standard input, decoded as UTF-8 in any locale and without the byte order mark that some systems write."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape")
     return sys.stdin

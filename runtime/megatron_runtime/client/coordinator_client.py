@@ -69,21 +69,21 @@ class RequestOptions(TypedDict, total=False):
     """Options of add_request() and add_request_streaming().
 
     deadline_seconds: time after which the coordinator fails the request; None or absent: no deadline.
-    engine:           name of the only engine that may answer. The request fails if this engine fails. Empty: any
-                      engine.
-    tenant:           tenant whose fair share of the engines the request uses, an opaque text of at most 64 characters.
-                      Empty: this client.
+    engine:           name of the only engine that is allowed to answer. The request fails if this engine fails. Empty:
+                      any engine.
+    tenant:           opaque name of the tenant, at most 64 characters. The tenants have fair shares of the engines.
+                      Empty: this client is the tenant.
     adapter:          name of the LoRA adapter that answers. Empty: the base model.
     request_id:       id of the request in the logs and traces of all components, at most 128 characters.
     traceparent:      W3C trace context of the caller's span. Empty: the request is not traced.
-    session:          opaque id of at most 64 characters. Requests with the same id go to the same engine while it
-                      caches their prefix. Empty: no session.
-    on_tokens:        called on the connection's event loop with the number of new tokens when they arrive. With this
-                      option, tokens arrive as they are generated even without a stream.
-    media:            images, audio and video of a prompt of token ids. Open requests with the same media send their
-                      data once.
-    kv_meta:          from the answer to a request with do_kv_handoff and the same prompt. The KV of that request can be
-                      used once.
+    session:          opaque id of at most 64 characters. Requests with the same id go to the same engine while the
+                      engine caches their prefix. Empty: no session.
+    on_tokens:        called, on the connection's event loop, with the number of tokens that have just arrived. With
+                      this option, tokens arrive as they are generated even if the request has no stream.
+    media:            images, audio and video of a prompt of token ids. If several open requests have the same media,
+                      the client sends the data once.
+    kv_meta:          `kv_meta` from the answer to an earlier request with do_kv_handoff and the same prompt. The KV of
+                      the earlier request can be used once.
     """
 
     deadline_seconds: float | None
@@ -101,20 +101,20 @@ class RequestOptions(TypedDict, total=False):
 class CoordinatorClient:
     """One connection to a coordinator. The client registers again after each restart of the coordinator.
 
-    The connection belongs to the event loop of start(). Requests and control messages may also come from other running
-    loops. The futures and streams of such a call belong to the loop of the caller. Requests may be added before start()
-    and while the coordinator is down. The next registration submits them, with the tokens that they have already
-    received.
+    The connection belongs to the event loop on which start() is called. Callers on other running loops can also add
+    requests and send control messages, and get futures and streams of their own loop. Callers can add requests before
+    start() and while the coordinator is down. The client submits these requests at the next registration. A request
+    that has already received tokens is submitted with these tokens.
 
     address:    a port on this host, "host:port" or "tcp://host:port".
     keys:       keys for a coordinator that uses CURVE.
     name:       identity of the client; None: a random name.
-    model:      hash of the model that must answer the requests. Engines with another model do not answer. Empty: any
+    model:      hash of the model that must answer the requests. Engines with another model get no requests. Empty: any
                 model.
-    records:    whether the engine also returns the text and the times of an answer.
+    records:    whether engines also return the text and the times of an answer.
     read_reply: converts the reply map of a request to the result of its future. If read_reply raises ValueError,
                 TypeError or KeyError, the request fails.
-    open_socket: opens the connection.
+    open_socket: opens the socket of the connection.
     on_stopped: called once, on the connection's loop, when the client has stopped.
     """
 
@@ -176,8 +176,9 @@ class CoordinatorClient:
     # --- start and stop -----------------------------------------------------------------------------------------
 
     async def start(self, *, connect_timeout_seconds: float = 30.0) -> None:
-        """Register at the coordinator, on the running event loop. With a timeout of 0 the client registers in the
-        background.
+        """Register at the coordinator, on the running event loop, and wait until the client is registered.
+
+        If the timeout is 0, do not wait, and register in the background.
 
         Raises:
             CoordinatorUnreachableError: no answer within the timeout. The client is stopped and cannot be started
@@ -197,11 +198,13 @@ class CoordinatorClient:
             raise
 
     def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
-        """Disconnect, cancel pending futures and end streams. The coordinator aborts the requests. Idempotent.
+        """Disconnect, and end the futures and streams of open requests.
 
-        error:   called for each open request. The future or stream of the request then raises the returned error. None:
-                 futures are cancelled and streams end.
-        is_lost: whether the coordinator has exited. The client then does not wait to send DISCONNECT.
+        The coordinator aborts these requests. Idempotent.
+
+        error:   called for each open request. The future or stream of the request raises the error that the call
+                 returns. None: futures are cancelled and streams end.
+        is_lost: whether the coordinator has exited. If so, the client does not wait until DISCONNECT has been sent.
         """
 
         async def stop_there() -> None:
@@ -229,14 +232,18 @@ class CoordinatorClient:
         self._on_stopped()
 
     def _other_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the connection's event loop if it is running and the caller runs on another loop or on none; otherwise
-        None.
+        """Return the connection's event loop if an action must be passed to it, otherwise None.
+
+        This is the case if the loop is running and the caller does not run on it.
         """
         loop = self._loop
         return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
     def _at_home(self, action: Callable[[], object]) -> None:
-        """Run `action` on the connection's event loop: now if the caller is on it, otherwise in the next iteration."""
+        """Run `action` on the connection's event loop.
+
+        The action runs now if the caller runs on this loop, otherwise in the loop's next iteration.
+        """
         loop = self._other_loop()
         if loop is None:
             action()
@@ -248,7 +255,7 @@ class CoordinatorClient:
     def add_request(
         self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> asyncio.Future[Any]:
-        """Submit a request immediately.
+        """Submit a request immediately, and return a future for its answer.
 
         The future returns the answer or raises RequestRejectedError. Cancelling the future aborts the request.
 
@@ -266,13 +273,13 @@ class CoordinatorClient:
     def add_request_streaming(
         self, prompt: str | Sequence[int], sampling_params: Serializable, **options: Unpack[RequestOptions]
     ) -> AsyncStream:
-        """Submit a request immediately. Return a stream of its answer.
+        """Submit a request immediately, and return a stream of its answer.
 
         The stream yields any number of `{"partial": {"request_id", "new_tokens", …}}`, then `{"final": reply}`. If
         log-probabilities are requested, each partial has "new_log_probs" and "new_top_n_logprobs". The first partial
         also has "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens
-        are added to the last of them. The method sets `streaming` in the caller's parameters. Closing the stream aborts
-        the request. The arguments are the same as for add_request().
+        are added to the last unread partial. The method sets `streaming` in the caller's parameters. Closing the stream
+        aborts the request. The arguments are the same as for add_request().
         """
         if isinstance(sampling_params, SamplingParams):
             sampling_params.streaming = True
@@ -291,8 +298,9 @@ class CoordinatorClient:
         make_stream: Callable[[int], AnyStream],
         **options: Unpack[RequestOptions],
     ) -> AnyStream:
-        """Submit a request like add_request_streaming(), but with a stream of the caller. Any thread may call this
-        method.
+        """Submit a request like add_request_streaming(), but with a stream that the caller makes. Return this stream.
+
+        Any thread may call this method.
 
         make_stream: returns the stream for a request id. To abort the request, the stream must call abort_request().
         """
@@ -303,8 +311,9 @@ class CoordinatorClient:
         return stream
 
     def abort_request(self, request_id: int) -> None:
-        """Abort a request in this client and at the coordinator. An unknown id or the id of a finished request is
-        ignored.
+        """Abort a request in this client and at the coordinator.
+
+        An unknown id and the id of a finished request are ignored.
         """
 
         def abort() -> None:
@@ -345,7 +354,7 @@ class CoordinatorClient:
             self._send(request)
 
     def _send(self, request: PendingRequest) -> None:
-        """Send SUBMIT. Leave out media data that the coordinator has already received with another open request."""
+        """Send SUBMIT for `request`, without media data that another open request has already sent."""
         if request.media is None:
             self._link.send(request.submit().to_frames())
             return
@@ -353,7 +362,7 @@ class CoordinatorClient:
         self._sent_media.update({item.digest for item in request.media.items})
 
     def _expire(self, request: PendingRequest) -> None:
-        """Fail a request after its deadline. A reachable coordinator fails the request earlier."""
+        """Fail a request whose deadline has passed, if the coordinator is unreachable and has not done so."""
         self._link.send(Abort(request.uid).to_frames())
         message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
         self._reject(request, rejection(ErrorCode.DEADLINE, message))
@@ -437,7 +446,7 @@ class CoordinatorClient:
     # --- handoffs of KV -----------------------------------------------------------------------------------------
 
     def _note_handoff(self, reply: dict[str, Any]) -> None:
-        """Replace the coordinator's number in an answer's `disaggregated_params` by the request id."""
+        """Replace the coordinator's request id in `disaggregated_params` of an answer by the client's."""
         handoff = reply.get("disaggregated_params")
         if isinstance(handoff, dict) and isinstance(handoff.get("request_id"), int):
             self._handoffs[reply["request_id"]] = handoff["request_id"]
@@ -458,14 +467,14 @@ class CoordinatorClient:
     # --- limits of tenants --------------------------------------------------------------------------------------
 
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
-        """Reserve requests and tokens of a tenant's limits at the coordinator, now or after the next registration.
+        """Ask the coordinator, now or after the next registration, to reserve requests and tokens of a tenant's limits.
 
-        Return a future for the answer. Cancelling the future returns the tokens.
+        Return a future for the coordinator's answer. If the future is cancelled, the reserved tokens are returned.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 
     def charge(self, charge: Charge) -> None:
-        """Count tokens against a tenant's limits at the coordinator, or return tokens.
+        """Ask the coordinator to count tokens of a tenant, or to return tokens to the tenant's limits.
 
         The message is lost if there is no connection.
         """
@@ -483,7 +492,7 @@ class CoordinatorClient:
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
         """Send a control message, and return a future for the coordinator's acknowledgement.
 
-        The future raises ControlRejectedError or CoordinatorUnreachableError. The caller may ignore the future.
+        The future raises ControlRejectedError or CoordinatorUnreachableError. The caller can ignore the future.
         """
         return self._call(lambda: self._calls.control(control))
 

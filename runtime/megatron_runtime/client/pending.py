@@ -58,7 +58,7 @@ _REPLY_DEFAULTS: dict[str, Any] = {
 
 
 def _token_of(kv_meta: Any) -> bytes:
-    """Return the token in `kv_meta`. An invalid value gives an empty token, so the prompt is computed again."""
+    """Return the token of a KV handoff in `kv_meta`, or b"" if the value is invalid. With b"", the KV is not used."""
     text = kv_meta.get("handoff") if isinstance(kv_meta, dict) else None
     try:
         token = base64.b64decode(text, validate=True) if isinstance(text, str) else b""
@@ -71,16 +71,18 @@ def _token_of(kv_meta: Any) -> bytes:
 class PendingRequest:
     """One request, from its submission to its final answer.
 
-    generated: tokens received in partial answers. The client sends them to a restarted coordinator. No later answer may
-               contradict them.
-    epochs:    epochs of the weights that sampled these tokens, by token index.
-    details:   per-token details of these tokens. An engine that continues the request does not have them.
+    generated: tokens received in partial answers. The client sends these tokens to a restarted coordinator, and no
+               later answer may contradict them.
+    epochs:    epochs of the weights that sampled the tokens in `generated`, by token index.
+    details:   details of each token in `generated`, such as log-probabilities, which an engine that continues the
+               request does not have.
     submitted, deadline: times on the clock of time.perf_counter().
-    future, stream: exactly one of the two is set and receives the answer. It may belong to the event loop of another
+    future, stream: receives the answer. Exactly one of the two is set. It can belong to the event loop of another
                     thread.
-    on_tokens: called with the number of new tokens when they arrive.
+    on_tokens: called with the number of tokens that have just arrived.
     media:     images, audio and video of the prompt, including their data.
-    handoff:   token of the KV handoff in an earlier answer, whose KV blocks the request may use. Empty: none.
+    handoff:   token of a KV handoff from an earlier answer, which permits the request to use its KV blocks. Empty:
+               none.
     """
 
     request_id: int
@@ -196,7 +198,7 @@ class PendingRequest:
         self._settle(lambda future: future.cancel())
 
     def _settle(self, action: Callable[[asyncio.Future[Any]], object]) -> None:
-        """Run `action` on the future's event loop, unless the future is already done then."""
+        """Run `action` on the future's event loop. Do nothing if the future is done when the loop runs the action."""
         future = self.future
         if future is None:
             return
@@ -212,7 +214,7 @@ class PendingRequest:
             act()
 
     def submit(self, *, known_media: Collection[bytes] = ()) -> Submit:
-        """Return the SUBMIT message for now, with the remaining time and the tokens that the client has received.
+        """Return the SUBMIT message to send now, with the remaining time and the tokens that the client has received.
 
         known_media: digests of media that the coordinator already has. The message omits the data of these media.
         """
@@ -231,8 +233,8 @@ class PendingRequest:
 
         offset: index of the first token in `tokens`.
 
-        If `offset` is beyond the client's tokens, the tokens in between were lost with a connection. The coordinator
-        sends them again after the SUBMIT that follows each registration.
+        If `offset` is beyond the client's tokens, the tokens in between were lost with a connection. The method ignores
+        such a message, because the coordinator sends all tokens again after the next registration's SUBMIT.
         """
         known = self.held - offset
         new = tokens[TOKEN_BYTES * known :] if known >= 0 else b""
@@ -258,7 +260,7 @@ class PendingRequest:
                 frame[name] = self.details[name] = details[name]
 
     def reply(self, final: Final) -> dict[str, Any]:
-        """Return the final answer as a map. Raises MalformedMessageError if `final` cannot be read."""
+        """Return the final answer in a FINAL message as a map. Raises MalformedMessageError for a malformed message."""
         body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
@@ -278,7 +280,7 @@ class PendingRequest:
         return reply
 
     def _complete_details(self, reply: dict[str, Any]) -> None:
-        """Prepend the details of partial answers before a failover to the details from the last engine.
+        """Prepend the details of tokens from before a failover to the last engine's details in `reply`.
 
         If some details are missing, the reply keeps `log_probs_from`, the index of the token at which its lists begin.
         """
@@ -294,7 +296,7 @@ class PendingRequest:
 
 
 def failed_reply(error: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply map of a request that was not submitted. error: see error_map()."""
+    """Return the reply map for a request that could not be submitted. error: see error_map()."""
     failed = {"status": "FAILED", "finish_reason": "error", "error": error}
     return {**_REPLY_DEFAULTS, **failed, "request_id": 0, "generated_tokens": [], "generated_length": 0}
 
@@ -304,7 +306,7 @@ def partial_frames(
 ) -> Iterator[tuple[PendingRequest, dict[str, Any]]]:
     """Yield each request that has new tokens in a PARTIAL message, with the stream item for these tokens.
 
-    find: returns the request with a uid, or None.
+    find: returns the open request with a uid, or None.
     """
     try:
         details = unpack(message.extras, DETAILS) if message.extras else {}
@@ -328,9 +330,9 @@ def partial_frames(
 
 
 def merge_partials(unread: dict[str, Any], item: dict[str, Any]) -> bool:
-    """Add the tokens of a stream item to the previous, unread item. See AsyncStream.
+    """Add the tokens of a stream item to the unread item before it, and return True. See AsyncStream.
 
-    Return False and change nothing if one of the two items is the final answer, or if they have different details.
+    Change nothing and return False if one of the items is the final answer, or if the items have different details.
     """
     frame, added = unread.get("partial"), item.get("partial")
     if frame is None or added is None or frame.keys() != added.keys():

@@ -1,4 +1,4 @@
-"""Reservations of requests and tokens at the coordinator, as awaitable calls on a registered connection."""
+"""Awaitable calls that reserve requests and tokens of tenants' limits at the coordinator."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron_runtime.protocol.messages import Charge, Frames, Quota, Reserve
 
 
 class QuotaCalls:
-    """The unanswered reservations of one connection.
+    """The calls on one connection that reserve requests and tokens, and that the coordinator has not answered.
 
-    They are sent again after a new registration. The uid of a reservation prevents double counting.
+    After a new registration, the reservations are sent again. The uid of a reservation prevents double counting.
 
     is_connected: returns whether messages reach the coordinator.
     """
@@ -33,7 +33,7 @@ class QuotaCalls:
         return future
 
     def _forget_unsent(self, uid: bytes) -> None:
-        """Forget a call that has ended without a connection. No answer can arrive, so there are no tokens to return."""
+        """Forget the call `uid` if it was cancelled while there is no connection, because no answer can arrive."""
         if not self._is_connected():
             self._open.pop(uid, None)
 
@@ -42,9 +42,9 @@ class QuotaCalls:
         self._send(charge.to_frames())
 
     def registered(self, *, is_forgotten: bool) -> None:
-        """Handle a registration at the coordinator. Drop calls that the caller has cancelled.
+        """Drop calls that their callers have cancelled. Call this after each registration at the coordinator.
 
-        is_forgotten: whether the coordinator may have lost messages. If so, the other calls are sent again.
+        is_forgotten: whether the coordinator may have lost messages. If so, the remaining calls are sent again.
         """
         for uid, (reserve, future) in list(self._open.items()):
             if future.done():

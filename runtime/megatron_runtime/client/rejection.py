@@ -8,9 +8,9 @@ from megatron_runtime.protocol.headers import ErrorCode
 class RequestRejectedError(Exception):
     """The coordinator rejected or failed a request.
 
-    code: 400 invalid, 404 adapter not found, 409 model changed, 413 too large, 429 queue full, 500 request crashes
-          engines, 501 unsupported, 503 unavailable, 504 deadline exceeded.
-    is_transient: whether the same request can succeed later.
+    code: 400 invalid request, 404 adapter not found, 409 model changed, 413 request too large, 429 queue full, 500 the
+          request crashes engines, 501 unsupported, 503 unavailable, 504 deadline exceeded.
+    is_transient: whether the client can send the same request again later with success.
     field: the sampling parameter that caused the error, if the coordinator named one.
     """
 
@@ -55,7 +55,7 @@ class QueueFullError(RequestRejectedError):
 
 
 class UnavailableError(RequestRejectedError):
-    """The engines are stopped or paused with policy Reject, or this client has stopped."""
+    """The engines are stopped, the engines are paused with the policy Reject, or this client has stopped."""
 
 
 class DeadlineExceededError(RequestRejectedError, TimeoutError):

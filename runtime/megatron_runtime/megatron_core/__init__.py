@@ -1,8 +1,8 @@
-"""Megatron-Core's Python API. A program changes its prefix `megatron.core.inference` to
-`megatron_runtime.megatron_core`.
+"""The Python API of Megatron-Core.
 
-Below the prefix, the module paths are the same as in Megatron-Core. The modules re-export or wrap other packages of
-this runtime. No other package imports them.
+A program that imports modules of `megatron.core.inference` changes this prefix to `megatron_runtime.megatron_core`.
+Below the prefix, the module paths are the same. The modules re-export or wrap classes of other packages in this
+runtime. No other package imports these modules.
 """
 
 from typing import Any
@@ -11,7 +11,10 @@ from megatron_runtime.requests.request import make_tensors_with
 
 
 def _torch() -> Any:
-    """Import torch when the first tensor is needed. Programs without tensors, such as clients, do not load torch."""
+    """Import torch and return the module.
+
+    This happens at the first tensor, so programs without tensors do not load torch.
+    """
     import torch
 
     return torch

@@ -1,4 +1,4 @@
-"""Runs a libzmq socket on an asyncio event loop through its file descriptor, without polling or a task per message."""
+"""Runs a libzmq socket on an asyncio event loop without polling and without a task for each message."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class EventSocket:
-    """Calls `on_message(frames)` on the running loop for each received message. send() does not block.
+    """A libzmq socket on the running event loop, which calls `on_message(frames)` for each received message.
 
-    The descriptor of a libzmq socket is edge-triggered. The socket must be drained until EAGAIN after every wake-up,
-    and after every send, because a send can consume the edge. An exception in the handler is logged and counted, and
-    never raised into the loop.
+    send() does not block. The file descriptor of a libzmq socket is edge-triggered. This class therefore reads all
+    messages after every wake-up, and also after every send, because a send can consume the edge. Exceptions in
+    `on_message` are logged and counted, and never reach the loop.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
@@ -51,8 +51,7 @@ class EventSocket:
     def send(self, frames: Sequence[bytes]) -> bool:
         """Pass `frames` to the socket. Return False if its buffer is full.
 
-        Raises:
-            zmq.ZMQError: EHOSTUNREACH, on a mandatory ROUTER whose peer has disconnected.
+        Raises: zmq.ZMQError: EHOSTUNREACH, if the socket is a mandatory ROUTER and the peer has disconnected.
         """
         more = len(frames)
         try:
@@ -79,7 +78,7 @@ class EventSocket:
         self._loop.call_soon(self._drain)
 
     def _drain(self, expected: int = 0) -> None:
-        """Handle the messages that have arrived. expected: number of messages to read without a poll."""
+        """Call the handler for all messages that have arrived. expected: number of messages to read without a poll."""
         self._drain_scheduled = True  # a send in a handler does not need to schedule another drain
         for number in range(DRAIN_BUDGET):
             if self._closed:

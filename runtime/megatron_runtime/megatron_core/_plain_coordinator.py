@@ -1,7 +1,7 @@
 """The socket of an InferenceClient, which can connect to a coordinator of Megatron-Core.
 
-Such a coordinator supports only Megatron-Core's messages (docs/reference/protocol.md). The socket then translates, and
-the client above it still sends and receives the messages of this project.
+A coordinator of Megatron-Core supports only Megatron-Core's messages (docs/reference/protocol.md). For such a
+coordinator, the socket translates messages, so that the client always sends and receives the messages of this project.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ _NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
 
 
 class GreetingSocket:
-    """A libzmq DEALER socket that begins with CONNECT.
+    """A libzmq DEALER socket that sends CONNECT first, and detects the coordinator's protocol from the answer.
 
-    A coordinator of this project answers with its protocol version. Messages then pass unchanged, starting with HELLO.
-    A coordinator of Megatron-Core answers without a version. All later messages are then translated.
+    If the answer has a protocol version, the coordinator is of this project, and all later messages pass unchanged,
+    starting with HELLO. If the answer has no version, the coordinator is of Megatron-Core, and all later messages are
+    translated.
 
-    When the connection to a coordinator of Megatron-Core ends, its open requests are lost and get an error. The next
-    HELLO then begins again with CONNECT.
+    When the connection to a coordinator of Megatron-Core ends, all open requests are lost and get an error. Before the
+    next HELLO, the socket sends CONNECT again.
 
     receive: called with the frames of each message, in this project's protocol.
     on_lost: called with the reason when the connection to a coordinator of Megatron-Core has ended.
@@ -81,8 +82,9 @@ class GreetingSocket:
         self._socket = EventSocket(socket, self._on_message)
 
     def send(self, message: Frames) -> bool:
-        """Send a message. Until the coordinator has answered CONNECT, the message must be a HELLO, which is sent
-        afterwards.
+        """Send a message, and return whether it was accepted.
+
+        Until the coordinator has answered CONNECT, the message must be HELLO, which is sent after the answer.
         """
         if self._translator is not None:
             return self._translator.send(message)
@@ -134,17 +136,17 @@ class GreetingSocket:
 
 @dataclass(slots=True)
 class _Request:
-    """An open request. tokens: number of tokens received in partial answers."""
+    """An open request at a coordinator of Megatron-Core. tokens: number of tokens received in partial answers."""
 
     uid: bytes
     tokens: int = 0
 
 
 class _Translator:
-    """Converts this project's messages to Megatron-Core's messages, and the answers back.
+    """Converts this project's messages to Megatron-Core's messages, and converts the answers back.
 
     The translator itself answers HELLO, HEARTBEAT, STATUS and control messages, because a coordinator of Megatron-Core
-    does not.
+    does not answer them.
     """
 
     def __init__(self, socket: EventSocket, receive: Callable[[Frames], object]) -> None:
@@ -186,7 +188,10 @@ class _Translator:
         return True
 
     def fail_requests(self) -> None:
-        """Answer every open request with an error, because the coordinator has exited and its requests are lost."""
+        """Answer every open request with an error.
+
+        Call this when the coordinator has exited, because its requests are lost.
+        """
         text = (
             "the coordinator of Megatron-Core has ended, with the requests that it had: start it, and send them again"
         )
@@ -229,9 +234,9 @@ class _Translator:
         return self._send(Header.SUBMIT_REQUEST, number, prompt, unpack(submit.params, PARAMETERS))
 
     def _control(self, control: Control) -> bool:
-        """Send a signal. Acknowledge it immediately, because the coordinator does not confirm it.
+        """Send a signal, and acknowledge it immediately, because the coordinator does not confirm signals.
 
-        A coordinator of Megatron-Core ignores a signal that its state does not allow. The state then does not change.
+        A coordinator of Megatron-Core ignores a signal that its state does not allow.
         """
         operation_id = control.operation_id or "-"
         if control.kind not in SIGNALS:
@@ -260,7 +265,7 @@ class _Translator:
 
 
 def _final(request: _Request, reply: Any) -> Final:
-    """Return the FINAL message for an ENGINE_REPLY. Raises MalformedMessageError.
+    """Return the FINAL message for the reply in an ENGINE_REPLY. Raises MalformedMessageError.
 
     reply: the map of a request, or the map of a record with the segments of a request in order.
     """

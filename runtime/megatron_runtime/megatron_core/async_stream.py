@@ -1,4 +1,4 @@
-"""Megatron-Core name: `AsyncStream`."""
+"""`AsyncStream`, under its Megatron-Core module path."""
 
 from megatron_runtime.requests.async_stream import AsyncStream
 

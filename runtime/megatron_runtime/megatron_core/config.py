@@ -1,4 +1,4 @@
-"""Megatron-Core names: `InferenceConfig`, its enumerations and its nested configurations."""
+"""`InferenceConfig`, its enumerations and its nested configurations, under their Megatron-Core module path."""
 
 from __future__ import annotations
 
@@ -38,14 +38,20 @@ __all__ = [
 
 
 class ImageProcessingConfig:
-    """The preprocessing of images, which this runtime does not support. The constructor raises InvalidConfigError."""
+    """A configuration of image preprocessing, which this runtime does not support.
+
+    The constructor raises InvalidConfigError.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         raise InvalidConfigError("image_preprocessing_config", type(self).__name__, "models accept text only: use None")
 
 
 class MambaInferenceStateConfig:
-    """The state of Mamba layers, which this runtime does not support. The constructor raises InvalidConfigError."""
+    """A configuration of the state of Mamba layers, which this runtime does not support.
+
+    The constructor raises InvalidConfigError.
+    """
 
     def __init__(self, *_: Any, **__: Any) -> None:
         name = type(self).__name__

@@ -1,6 +1,7 @@
-"""Megatron-Core name: `DataParallelInferenceCoordinator`, a coordinator with one port in the caller's process.
+"""`DataParallelInferenceCoordinator`, under its Megatron-Core module path.
 
-This module does not import torch.
+This coordinator runs in the caller's process and has one port for clients and engines. This module does not import
+torch.
 """
 
 from __future__ import annotations
@@ -64,19 +65,21 @@ class DataParallelInferenceCoordinator:
     """A coordinator with one port for clients and engines, which runs in the process of the caller.
 
     The constructor binds the port, sends the address into `pipe_connection`, and waits for `data_parallel_size`
-    engines. start() serves. Without a hostname, the coordinator listens on the loopback interface only, because
-    connections are not authenticated.
+    engines. Call start() afterwards to serve. Without a hostname, the coordinator listens on the loopback interface
+    only, because connections are not authenticated.
 
-    data_parallel_size:        number of engines to wait for in the constructor; 0 does not wait.
+    data_parallel_size:        number of engines for which the constructor waits; 0: it does not wait.
     tokenizer:                 an object with `tokenize(text)`, which is needed for clients that send text, and
         `detokenize(tokens)`, which provides the text of answers for clients with Megatron-Core's protocol.
-    inference_coordinator_port: None picks a free port. The fourth positional argument of Megatron-Core 0.17 and later
-        is max_requests instead. A port below 1024 therefore raises ValueError.
-    deterministic_mode:        routing depends only on the order in which requests arrive.
-    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha: options
-        of routing by cached prefix.
-    max_requests:              maximum number of requests that an engine runs concurrently; None: no limit. Used in
-        routing by cached prefix, and as the limit of engines with Megatron-Core's protocol, which report none.
+    inference_coordinator_port: port to listen on; None: a free port. In Megatron-Core 0.17 and later releases of
+        Megatron-Core, the fourth positional argument is max_requests instead. Therefore, a port below 1024 raises
+        ValueError.
+    deterministic_mode:        whether routing depends only on the order in which requests arrive. block_size_tokens,
+    enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha: options of routing by cached
+    prefix.
+    max_requests:              maximum number of requests that an engine runs concurrently; None: no limit. The
+        coordinator uses this number in routing by cached prefix, and as the limit of engines with Megatron-Core's
+        protocol, which do not report a limit.
     hostname:                  address to listen on.
     plain_release:             see CoordinatorSettings.
     schedule_output_path:      JSON file to which stop() writes the scheduling decisions.
@@ -165,9 +168,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def router_socket(self) -> Router:
-        """The ROUTER socket for all communication. The coordinator's loop owns the socket, so other code must only read
-        it.
-        """
+        """The ROUTER socket for all communication. Only the coordinator's loop may send and receive on this socket."""
         return self._coordinator.transport.router(SHARED_PORT)
 
     @property
@@ -177,12 +178,12 @@ class DataParallelInferenceCoordinator:
 
     @property
     def request_id_to_client_id(self) -> dict[int, bytes]:
-        """The identity of the client that submitted each dispatched request, by dispatch id."""
+        """The identity of the client that has submitted each dispatched request, by the request's dispatch id."""
         return {number: entry.client.peer[1] for number, entry in self._core.engines.dispatched()}
 
     @property
     def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
-        """The id that the client assigned to each dispatched request, by dispatch id."""
+        """The id that the client has assigned to each dispatched request, by the request's dispatch id."""
         uids = {}
         for number, entry in self._core.engines.dispatched():
             given = self._coordinator.plain.number_of(entry.uid)
@@ -191,13 +192,13 @@ class DataParallelInferenceCoordinator:
 
     @property
     def next_request_id(self) -> int:
-        """The id of the next request to send to an engine."""
+        """The dispatch id of the next request that the coordinator sends to an engine."""
         return self._core.dispatcher.next_dispatch_id
 
     # --- routing ------------------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> bytes:
-        """Return the identity of the next engine in rotation."""
+        """Return the identity of the next engine in round-robin order."""
         return self._core.router.next_in_turn(self._candidates()).peer[1]
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
@@ -236,7 +237,7 @@ class DataParallelInferenceCoordinator:
         self._coordinator.remove_engine(self._engine(identity), "removed")
 
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
-        """Send one frame to an engine. Return False if the socket does not accept it.
+        """Send one frame to an engine. Return False if the socket does not accept the frame.
 
         An engine without a connection is removed.
         """
@@ -248,7 +249,7 @@ class DataParallelInferenceCoordinator:
         return is_sent
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:
-        """Set `generated_text` in the map to the text of the tokens in `generated_tokens`."""
+        """Set `generated_text` in `finished_request` to the text of the tokens in its `generated_tokens`."""
         finished_request["generated_text"] = self.tokenizer.detokenize(finished_request["generated_tokens"])
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Megatron-Core names: `Headers`, the integers with which messages begin, and the function that looks them up."""
+"""`Headers`, the integers with which messages begin, and their decoder, under their Megatron-Core module path."""
 
 from typing import Any
 

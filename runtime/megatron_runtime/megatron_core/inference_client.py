@@ -1,4 +1,4 @@
-"""Megatron-Core name: `InferenceClient`, and the errors that it raises."""
+"""`InferenceClient`, and the errors that it raises, under their Megatron-Core module path."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ __all__ = [
 class InferenceClient:
     """A client for a coordinator of this project or of Megatron-Core, with one libzmq DEALER socket.
 
-    The constructor connects, and start() registers. The connection belongs to the event loop of start(). Requests and
-    signals may also come from other running loops. The futures and streams of such a call belong to the loop of the
-    caller. Requests may be added before start() and while the coordinator is down. The next registration submits them,
-    with the tokens that they have already received.
+    The constructor connects, and start() registers. The connection belongs to the event loop of start(). Callers on
+    other running loops can also add requests and send signals, and get futures and streams of their own loop. Callers
+    can add requests before start() and while the coordinator is down. The client submits these requests at the next
+    registration. A request that has already received tokens is submitted with these tokens.
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
-    inference_coordinator_address: the same value, under the name that Megatron-Core's releases use.
+    inference_coordinator_address: the same value, under the name in Megatron-Core's releases.
     deserialize: the result type of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a
                  map. With inference_coordinator_address, None means False, as in Megatron-Core 0.17 and later.
     records:     whether the engine also returns the text and the times of an answer. None: yes, unless `deserialize` is
                  False.
     keys:        keys for a coordinator that uses CURVE.
     name:        identity of the client; None: a random name.
-    model:       hash of the model that must answer the requests. Engines with another model do not answer. Empty: any
+    model:       hash of the model that must answer the requests. Engines with another model get no requests. Empty: any
                  model.
     """
 
@@ -194,13 +194,13 @@ class InferenceClient:
     def start(
         self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0
     ) -> Coroutine[Any, Any, None]:
-        """Register at the coordinator. The caller can await the result to wait for the registration, or ignore it.
-        Idempotent.
+        """Register at the coordinator. Return a coroutine that finishes after the registration. Idempotent.
 
-        The registration begins immediately on the running event loop, or on `loop` if the caller runs on no event loop.
-        Without any loop, it begins when the result is awaited. With a timeout of 0 the client registers in the
-        background. A coordinator of Megatron-Core is used with its own protocol. It confirms no signals and sends no
-        heartbeats. When it exits, open requests raise UnavailableError.
+        The caller can await the coroutine or ignore it. The registration begins immediately on the running event loop,
+        or on `loop` if the caller runs on no event loop. Without both, the registration begins when the coroutine is
+        awaited. If the timeout is 0, the client registers in the background. With a coordinator of Megatron-Core, the
+        client uses Megatron-Core's protocol. Such a coordinator confirms no signals and sends no heartbeats. When it
+        exits, open requests raise UnavailableError.
 
         loop: the event loop of the connection; None: the caller's loop.
 
@@ -229,22 +229,24 @@ class InferenceClient:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(connect_and_listen(), loop))
 
     async def _connect_with_inference_coordinator(self, connect_timeout_seconds: float = 30.0) -> None:
-        """Open the connection, send CONNECT, then HELLO, and wait for the answers. start() calls this method first."""
+        """Open the connection, send CONNECT and then HELLO, and wait for the answers. start() calls this method."""
         await self.native.start(connect_timeout_seconds=connect_timeout_seconds)
 
     async def _recv_task(self) -> None:
-        """Run until the client stops. Cancelling this task or closing its event loop stops the client.
+        """Wait until the client stops. The client stops if this task is cancelled or its event loop is closed.
 
-        Callbacks handle the messages, not this task.
+        This task does not handle messages, because callbacks do.
         """
         await asyncio.get_running_loop().create_future()
 
     def stop(self, error: Callable[[], Exception] | None = None, *, is_lost: bool = False) -> None:
-        """Disconnect, cancel pending futures and end streams. The coordinator aborts the requests. Idempotent.
+        """Disconnect, and end the futures and streams of open requests.
 
-        error:   called for each open request. The future or stream of the request then raises the returned error. None:
-                 futures are cancelled and streams end.
-        is_lost: whether the coordinator has exited. The client then does not wait to send DISCONNECT.
+        The coordinator aborts these requests. Idempotent.
+
+        error:   called for each open request. The future or stream of the request raises the error that the call
+                 returns. None: futures are cancelled and streams end.
+        is_lost: whether the coordinator has exited. If so, the client does not wait until DISCONNECT has been sent.
         """
         self.native.stop(error, is_lost=is_lost)
 
@@ -267,7 +269,7 @@ class InferenceClient:
         multi_modal_data: None = None,
         **options: Unpack[RequestOptions],
     ) -> asyncio.Future[Any]:
-        """Submit a request immediately.
+        """Submit a request immediately, and return a future for its answer.
 
         The future returns the answer or raises RequestRejectedError. Cancelling the future aborts the request.
 
@@ -286,7 +288,7 @@ class InferenceClient:
         multi_modal_data: None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
-        """Submit a request immediately. Return a stream of its answer.
+        """Submit a request immediately, and return a stream of its answer.
 
         The stream yields any number of `{"partial": {"request_id", "new_tokens", …}}`, then `{"final": reply}`. The
         method sets `streaming` in the caller's parameters. Closing the stream aborts the request. The arguments are the
@@ -296,20 +298,23 @@ class InferenceClient:
         return self.native.add_request_streaming(prompt, sampling_params, **options)
 
     def abort_request(self, request_id: int) -> None:
-        """Abort a request in this client and at the coordinator. An unknown id or the id of a finished request is
-        ignored.
+        """Abort a request in this client and at the coordinator.
+
+        An unknown id and the id of a finished request are ignored.
         """
         self.native.abort_request(request_id)
 
     def add_request_with_kv_handoff(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
     ) -> asyncio.Future[Any]:
-        """Submit a request whose prompt KV comes from an earlier request with `do_kv_handoff`.
+        """Submit a request that reuses the prompt KV of an earlier request with `do_kv_handoff`.
+
+        Return a future for the answer.
 
         Only this client can use the KV, once and within 50 s. If the KV cannot be used, the engine computes the prompt.
 
         prompt:  the prompt of the earlier request, optionally followed by more tokens.
-        kv_meta: from `disaggregated_params` of the earlier answer. Any other value is ignored.
+        kv_meta: `kv_meta` in `disaggregated_params` of the earlier answer. Any other value is ignored.
         src_block_ids: ignored, because `kv_meta` names the blocks.
         """
         return self.native.add_request(prompt, sampling_params, kv_meta=kv_meta)
@@ -337,8 +342,9 @@ class InferenceClient:
         """Pause generation. The future returns the coordinator's acknowledgement when every engine has paused.
 
         All signals accept `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call sends the signal
-        immediately. The future raises ControlRejectedError or CoordinatorUnreachableError, and the caller may ignore
-        it. A coordinator with three ports accepts signals only on its admin port, which the operator uses.
+        immediately. The future, which the caller can ignore, raises ControlRejectedError or
+        CoordinatorUnreachableError. A coordinator with three ports accepts signals only on its admin port, which the
+        operator uses.
         """
         return self._send_signal_to_engines(Header.PAUSE, **options)
 
@@ -347,15 +353,15 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.UNPAUSE, **options)
 
     def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Release the memory of weights and KV cache. Allowed if paused."""
+        """Release the memory of weights and KV cache. Allowed if the engines are paused."""
         return self._send_signal_to_engines(Header.SUSPEND, **options)
 
     def resume_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Reallocate the memory. The engines are then paused."""
+        """Reallocate the memory that suspend_engines() has released. The engines stay paused."""
         return self._send_signal_to_engines(Header.RESUME, **options)
 
     def stop_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Stop the engines. Open requests fail. Allowed if paused or suspended."""
+        """Stop the engines. Open requests fail. Allowed if the engines are paused or suspended."""
         return self._send_signal_to_engines(Header.STOP, **options)
 
     def set_generation_epoch(
@@ -363,8 +369,8 @@ class InferenceClient:
     ) -> asyncio.Future[ControlAck]:
         """Label all tokens that are sampled from now on with `epoch`.
 
-        Megatron-Core 0.17 and later call the argument `generation_epoch`. Raises TypeError unless exactly one of the
-        two is set.
+        In Megatron-Core 0.17 and later releases of Megatron-Core, the argument is called `generation_epoch`. Raises
+        TypeError unless exactly one of the two arguments is set.
         """
         if (epoch is None) is (generation_epoch is None):
             raise TypeError(f"epoch={epoch!r}, generation_epoch={generation_epoch!r}: want one of them")
@@ -372,37 +378,39 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.SET_GENERATION_EPOCH, **options, epoch=epoch)
 
     def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
-        """Load the weights of `source`, a model reference that every engine can read, and label them with `epoch`.
+        """Load the weights of `source` into the engines, and label the weights with `epoch`.
 
         The coordinator acknowledges when every engine has verified and loaded the weights. The KV of requests in flight
         is computed again.
+
+        source: a model reference that every engine can read.
         """
         return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
 
     def set_adapters(self, adapters: Iterable[Adapter], **options: Any) -> asyncio.Future[ControlAck]:
-        """Replace the LoRA adapters of the engines by `adapters`. The option `adapter` of a request names one of them.
+        """Replace the LoRA adapters of the engines by `adapters`. The option `adapter` of a request names its adapter.
 
         The coordinator acknowledges when every engine has loaded the new adapters. Requests in flight finish with their
-        old adapter. An adapter that is not in the new list is unloaded after these requests. If an engine cannot load
-        an adapter, nothing changes.
+        old adapter. An adapter that is not in `adapters` is unloaded after these requests have finished. If an engine
+        cannot load an adapter, nothing changes.
         """
         adapter_list = AdapterList(tuple(adapters))
         return self._send_signal_to_engines(Header.SET_ADAPTERS, **options, adapters=adapter_list)
 
     def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
-        """Stop dispatching to `engine`, or to all engines if None.
+        """Stop dispatching requests to the engine with the name `engine`, or to all engines if `engine` is None.
 
-        The coordinator acknowledges when the engine has no request in flight.
+        The coordinator acknowledges when these engines have no requests in flight.
         """
         return self._send_signal_to_engines(Header.DRAIN, **options, engine=engine)
 
     def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Call cudaProfilerStart on every rank. Allowed in any state.
+        """Call cudaProfilerStart on every rank. Allowed in any state of the engines.
 
         Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
-        --capture-range-end=repeat`. By default, the end of a range also terminates the engine. Without a profiler
-        nothing is recorded. If an engine has no GPU, the call fails with ENGINE_FAILED. The message names the engine,
-        which continues to serve.
+        --capture-range-end=repeat`. By default, the end of a range also terminates the engine. Without a profiler,
+        nothing is recorded. If an engine has no GPU, the signal fails with ENGINE_FAILED. The message names this
+        engine, which continues to serve.
         """
         return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
 
@@ -418,9 +426,10 @@ class InferenceClient:
 
 
 class _Starting(Coroutine[Any, Any, None]):
-    """The result of start(): a coroutine that starts immediately in a task if there is an event loop for the task.
+    """The coroutine that start() returns.
 
-    The coroutine can be awaited on another loop.
+    If there is an event loop, the coroutine runs immediately in a task, without being awaited. It can be awaited on
+    another loop.
 
     begin: creates the task on the given loop unless it exists, and returns it.
     loop:  loop for the task if the caller runs on no loop. None: the task starts when the coroutine is awaited.

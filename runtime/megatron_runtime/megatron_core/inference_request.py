@@ -1,4 +1,4 @@
-"""Megatron-Core names: requests, records, events and block hashes."""
+"""Requests, records, events and block hashes, under their Megatron-Core module path."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
-    """Return the tensor with the values in nested lists."""
+    """Return a tensor with the values in `tensor_as_list`, which are nested lists."""
     tensor: torch.Tensor = unpack_value(("tensor", tensor_as_list))
     return tensor
 
@@ -80,7 +80,7 @@ def compute_block_hashes_batched(
 ) -> list[int]:
     """Return one positive hash per complete block of `prompt_tokens`, shape [seq_len].
 
-    The hash of a block covers this block and all earlier blocks.
+    The hash of a block covers the tokens of this block and of all earlier blocks.
 
     form: hash function. The default is the polynomial hash, whose values are from 1 to HASH_PRIME. Engines and
           coordinators use SHA-256, for which colliding prompts cannot be constructed.

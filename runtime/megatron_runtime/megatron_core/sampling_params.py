@@ -1,4 +1,4 @@
-"""Megatron-Core name: `SamplingParams`."""
+"""`SamplingParams`, under its Megatron-Core module path."""
 
 from megatron_runtime.requests.sampling_params import (
     IGNORE_EOS,

@@ -1,4 +1,4 @@
-"""Streams of answers: the client of the coordinator adds items, and the caller iterates over them."""
+"""Streams of answers: a client of the coordinator adds items, and its caller iterates over the items."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ MAX_UNREAD_ITEMS = 64
 
 
 class AsyncStream:
-    """Yields items in the order of put(). Then the iteration ends, or raises the exception that was passed to finish().
+    """A stream that an asynchronous reader iterates over. It yields items in the order of put().
 
-    cancel: called at most once, if the reader closes the stream before its end. Called with the request id if it takes
-            an argument.
-    loop:   the reader's event loop. If set, put() and finish() may be called from other threads.
-    merge:  called with the last unread item and a new item if MAX_UNREAD_ITEMS items are unread. Adds the new item to
-            the last item and returns True, or returns False if the items cannot be merged.
+    After the last item, the iteration ends, or raises the exception that was passed to finish().
+
+    cancel: called at most once, if the reader closes the stream before its end. Called with the request id if the
+    function has a parameter.
+    loop:   the reader's event loop. If set, other threads can call put() and finish().
+    merge:  called with the last unread item and a new item if MAX_UNREAD_ITEMS items are unread. The function adds the
+            new item to the last item and returns True, or returns False if the items cannot be merged.
     """
 
     def __init__(
@@ -57,7 +59,10 @@ class AsyncStream:
             self._wake()
 
     def finish(self, error: Any = None) -> None:
-        """End the stream. An exception or exception class in `error` is raised after the last item. Idempotent."""
+        """End the stream.
+
+        If `error` is an exception or its class, the iteration raises it after the last item. Idempotent.
+        """
         if self._is_foreign():
             self._call_reader(self.finish, error)
         elif not self._finished:
@@ -95,7 +100,10 @@ class AsyncStream:
         self.close()
 
     def close(self) -> None:
-        """Do the same as aclose(). Call it on the reader's event loop, or from any thread if there is no reader."""
+        """Do the same as aclose().
+
+        Call this on the reader's event loop, or in any thread if nothing reads the stream.
+        """
         self._items.clear()
         self._error = None
         if not self._finished:
@@ -126,7 +134,7 @@ class AsyncStream:
 
 
 class BlockingStream:
-    """A stream like AsyncStream, for a reader that blocks its thread. All methods may be called from any thread.
+    """A stream like AsyncStream, for a reader that blocks its thread. Any thread can call all methods.
 
     No method acquires a lock, so close() is safe in a finalizer.
 
@@ -149,7 +157,7 @@ class BlockingStream:
             self._items.put(item)
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End the stream. If `error` is set, it is raised after the last item. Idempotent."""
+        """End the stream. If `error` is set, the iteration raises it after the last item. Idempotent."""
         if not self._finished:
             self._finished = True
             self._items.put(_End(error))

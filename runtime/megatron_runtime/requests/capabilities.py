@@ -16,7 +16,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class Capability(StrEnum):
-    """An optional feature of a backend. Errors contain the value, and messages the member's name."""
+    """An optional feature of a backend. Protocol messages contain the member's name, and errors contain its value."""
 
     SUSPEND = "suspend and resume"
     UPDATE_WEIGHTS = "weight updates"
@@ -56,8 +56,9 @@ POOLING: Mapping[str, Capability] = {
 
 
 class Need(NamedTuple):
-    """A sampling parameter, and the capability that it needs. is_used: returns whether a parameter value needs the
-    capability.
+    """A sampling parameter, and the capability that it needs.
+
+    is_used: returns whether SamplingParams need the capability.
     """
 
     parameter: str
@@ -129,14 +130,15 @@ Requests do not name it, because every request without `pooling` needs it.
 
 
 def asks_for_pooling(needs: str) -> bool:
-    """Return whether these needs include a parameter of pooling, so that the request is for a pooling model."""
+    """Return whether a request with these needs is for a pooling model. needs: as returned by needs_of()."""
     return "pooling" in needs.split()
 
 
 def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
-    """Return the needs of a request in the format of RequestMeta.needs. Most requests have none, and the result is "".
+    """Return the needs of a request in the format of RequestMeta.needs: names separated by spaces, often "".
 
-    A need is the name of a capability, or of a parameter in LATER_PARAMETERS whose value is not the default.
+    A need is the name of a capability that the request uses, or of a parameter in LATER_PARAMETERS whose value is not
+    the default.
     """
     names = [need.capability.name for need in NEEDS if need.is_used(params)]
     names += [name for name, default in LATER_PARAMETERS.items() if getattr(params, name) != default]
@@ -145,15 +147,15 @@ def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
 
 
 def is_parameter(need: str) -> bool:
-    """Return whether a need is the name of a sampling parameter. The name of a capability is in upper case."""
+    """Return whether a need is the name of a sampling parameter. If not, it is the name of a capability."""
     return not need.isupper()
 
 
 def described(name: str, params: SamplingParams | None = None) -> tuple[str, str]:
-    """Return the sampling parameter that needs the named capability, and a description of the feature.
+    """Return the name of the sampling parameter that needs the capability `name`, and a description of the feature.
 
-    If several parameters need the capability, return the first that `params` uses. The parameter is empty if the
-    capability belongs to a later release.
+    If several parameters need the capability, return the first parameter that `params` uses. The parameter name is ""
+    if the capability belongs to a later release.
 
     params: sampling parameters of the request; None: unknown.
     """

@@ -27,7 +27,7 @@ class _Option(StrEnum):
 
 
 class KVCacheManagementMode(_Option):
-    """What SUSPEND does with the KV cache."""
+    """Values of an option: what the signal SUSPEND does with the KV cache."""
 
     PERSIST = "persist"
     """The KV cache stays in device memory."""
@@ -38,7 +38,7 @@ class KVCacheManagementMode(_Option):
 
 
 class PrefixCachingEvictionPolicy(_Option):
-    """What happens to a cached block when its last request ends."""
+    """Values of an option: what happens to a block of the prefix cache when the last request that uses it ends."""
 
     REF_ZERO = "ref_zero"
     """The block is freed immediately."""
@@ -47,7 +47,7 @@ class PrefixCachingEvictionPolicy(_Option):
 
 
 class RoutingPolicy(_Option):
-    """How the coordinator chooses the engine of a request."""
+    """Values of an option: how the coordinator chooses the engine of a request."""
 
     LOAD_BALANCED = "LoadBalanced"
     """The engine with the fewest requests in flight. A tie goes to the lowest index."""
@@ -66,7 +66,7 @@ PrefixCachingCoordinatorPolicy = RoutingPolicy
 
 
 class AsyncScheduleMode(_Option):
-    """Whether the next step is planned while the current step runs."""
+    """Values of an option: whether the engine plans the next step while the current step runs."""
 
     LEGACY = "legacy"
     """A step is planned when the previous step has ended."""
@@ -75,7 +75,7 @@ class AsyncScheduleMode(_Option):
 
 
 class CudaGraphSizingDistribution(_Option):
-    """How Megatron-Core chooses the sizes of CUDA graphs. This setting has no effect in this runtime."""
+    """Values of an option: how Megatron-Core chooses the sizes of CUDA graphs. It has no effect in this runtime."""
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"
@@ -95,69 +95,74 @@ class InvalidConfigError(ValueError):
 
 @dataclass(slots=True, kw_only=True)
 class InferenceConfig:
-    """Limits and options of one engine, with Megatron-Core's names and defaults. An unknown name raises TypeError.
+    """Limits and options of one engine, with Megatron-Core's names and defaults.
 
-    Fields can be assigned until an engine is constructed. The engine uses a copy.
+    The constructor raises TypeError for an unknown name. Fields can be assigned until an engine is constructed, because
+    the engine uses a copy.
 
     Memory and limits:
     block_size_tokens:     number of tokens in a block of the prefix cache and of block hashes.
     buffer_size_gb:        size of the KV cache, in GiB.
-    paused_buffer_size_gb: part of the KV cache that paused requests can keep, in GiB; None: the engine chooses.
-    max_requests:          maximum number of concurrent requests; None means DEFAULT_MAX_REQUESTS.
+    paused_buffer_size_gb: size of the part of the KV cache that paused requests can keep, in GiB; None: the engine
+                           chooses.
+    max_requests:          maximum number of requests that run concurrently; None means DEFAULT_MAX_REQUESTS.
     max_tokens:            maximum tokens per step, prefill and decode together; None means DEFAULT_MAX_TOKENS.
     max_sequence_length:   maximum prompt plus generated tokens of a request; None means the limit of the model.
     max_waiting:           maximum number of requests that wait for a slot. Further requests are rejected. (Not in
                            Megatron-Core.)
-    unified_memory_level:  1 puts the KV cache into managed memory that can overflow to the host; 0 does not.
+    unified_memory_level:  1: the KV cache is in managed memory, which can overflow to the host; 0: it is not.
 
     Suspend:
     kv_cache_management_mode:  see KVCacheManagementMode.
-    static_kv_memory_pointers: RESUME allocates the KV cache at the same addresses, so that CUDA graphs stay valid.
+    static_kv_memory_pointers: whether RESUME allocates the KV cache at the same addresses, so that CUDA graphs stay
+                               valid.
 
     CUDA graphs:
-    num_cuda_graphs:       number of graphs captured for decode steps; None: the engine chooses; 0: none.
+    num_cuda_graphs:       number of CUDA graphs captured for decode steps; None: the engine chooses; 0: no graphs.
     cuda_graph_mixed_prefill_count: number of prefill requests in the largest captured mixed step.
     cuda_graph_max_tokens: number of tokens in the largest captured step.
-    use_cuda_graphs_for_non_decode_steps: capture mixed steps too. Has no effect in this runtime, and is logged once.
+    use_cuda_graphs_for_non_decode_steps: whether to capture mixed steps too. The setting has no effect in this runtime,
+                                          which logs this fact once.
 
     Scheduling:
-    enable_chunked_prefill: split prompts over several steps. Without it, a prompt must fit into max_tokens.
+    enable_chunked_prefill: whether to split prompts over several steps. If not, a prompt must fit into max_tokens.
     max_prefill_tokens:    maximum prompt tokens in a step that also decodes, with chunked prefill; None: limited by
                            max_tokens only. (Not in Megatron-Core.)
-    materialize_only_last_token_logits: compute the logits of prompt tokens only for requests that want their
-                                        log-probabilities.
-    num_speculative_tokens: number of tokens proposed before each decode step.
+    materialize_only_last_token_logits: whether to compute the logits of prompt tokens only for requests that want the
+                                        log-probabilities of their prompt.
+    num_speculative_tokens: number of tokens that speculative decoding proposes before each decode step.
     async_sched_mode:      see AsyncScheduleMode.
 
     Prefix cache:
-    enable_prefix_caching: requests with equal prefixes share the KV of the prefix.
+    enable_prefix_caching: whether requests with equal prefixes share the KV of the prefix.
     prefix_caching_eviction_policy: see PrefixCachingEvictionPolicy.
     prefix_caching_coordinator_policy: see RoutingPolicy.
     prefix_caching_routing_alpha: weight of a cached prefix relative to free capacity, from 0 to 1.
 
     Sampling:
     sampling_backend:      implementation of sampling. "flashinfer" needs the library flashinfer and a GPU.
-    offset_sampling_seed_by_dp_rank: data-parallel ranks use different seeds for requests without a seed.
+    offset_sampling_seed_by_dp_rank: whether data-parallel ranks use different seeds for requests without a seed.
     logprobs_mode:         whether log-probabilities are computed from unmodified logits, or after temperature and
                            filters.
 
     Records and logs:
-    track_paused_request_events:   record a PAUSE event for each step in which a request is paused.
-    track_generated_token_events:  record a GENERATED_TOKEN event for each token.
-    moe_enable_routing_replay:     record the experts of each token in `routing_indices` of an answer. (In Megatron-Core
-                                   a field of TransformerConfig. A GPTModel sets it from there.)
-    logging_step_interval: number of steps between log lines about the load; 0: none.
+    track_paused_request_events:   whether to record a PAUSE event for each step in which a request is paused.
+    track_generated_token_events:  whether to record a GENERATED_TOKEN event for each token.
+    moe_enable_routing_replay:     whether to record the experts of each token in `routing_indices` of an answer. (In
+                                   Megatron-Core, this is a field of TransformerConfig, from which an engine with a
+                                   GPTModel reads it.)
+    logging_step_interval: number of steps between log lines about the load; 0: no such log lines.
 
     Many ranks:
     ep_consensus_interval: number of steps between consensus rounds of expert-parallel ranks under load.
-    disable_ep_consensus:  no consensus rounds. Allowed only with one expert-parallel rank.
-    use_synchronous_zmq_collectives: block in consensus rounds.
+    disable_ep_consensus:  whether to omit consensus rounds. Allowed only with one expert-parallel rank.
+    use_synchronous_zmq_collectives: whether ranks block in consensus rounds.
 
     Without effect here (accepted with a warning, because programs for Megatron-Core set them):
     pg_collection, mamba_inference_state_config, mamba_memory_ratio, prefix_caching_mamba_gb, metrics_writer,
     use_flashinfer_fused_rope, request_metadata_types, cuda_graph_sizing_distribution, cuda_graph_all_prefills, verbose.
 
-    image_preprocessing_config: must be None, because models accept text only.
+    image_preprocessing_config: must be None, because models in this runtime accept only text.
     """
 
     block_size_tokens: int = 256
@@ -226,7 +231,7 @@ class InferenceConfig:
         object.__setattr__(self, name, value)
 
     def for_engine(self) -> Self:
-        """Return a copy that is independent of later assignments.
+        """Return a copy for an engine, which later assignments to this object do not change.
 
         Raises InvalidConfigError if fields contradict each other.
         """
@@ -251,14 +256,14 @@ class InferenceConfig:
 
     @property
     def request_slots(self) -> int:
-        """max_requests. If it is None: DEFAULT_MAX_REQUESTS, or max_tokens if that is smaller."""
+        """The value of max_requests or, if it is None, the smaller of DEFAULT_MAX_REQUESTS and max_tokens."""
         if self.max_requests is not None:
             return self.max_requests
         return min(DEFAULT_MAX_REQUESTS, self.max_tokens or DEFAULT_MAX_REQUESTS)
 
     @property
     def step_tokens(self) -> int:
-        """max_tokens. If it is None: DEFAULT_MAX_TOKENS, or max_requests if that is greater."""
+        """The value of max_tokens or, if it is None, the greater of DEFAULT_MAX_TOKENS and max_requests."""
         return self.max_tokens if self.max_tokens is not None else max(DEFAULT_MAX_TOKENS, self.max_requests or 0)
 
     @property
@@ -266,7 +271,7 @@ class InferenceConfig:
         return int(self.buffer_size_gb * (1 << 30))
 
     def require_default(self, *names: str, because: str) -> None:
-        """Raise InvalidConfigError, with the reason `because`, if one of these fields is not at its default."""
+        """Raise InvalidConfigError, with the reason `because`, if a field in `names` differs from its default."""
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
             if getattr(self, name) != defaults[name]:

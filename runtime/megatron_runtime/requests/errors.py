@@ -1,4 +1,4 @@
-"""Errors of requests: exceptions that keep their class and fields when they are serialized."""
+"""Errors of requests: exceptions whose class and fields survive serialization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INVALID = (ValueError, TypeError)
 class ContextOverflowError(ValueError):
     """The engine cannot accept this request.
 
-    is_transient: whether the engine can accept the same request later.
+    is_transient: whether the engine may accept the same request later.
     """
 
     is_transient = True
@@ -55,7 +55,7 @@ class NotFiniteError(ContextOverflowError):
 
 
 class ActiveRequestCountOverflowError(ContextOverflowError):
-    """More requests would have to run concurrently than the engine has slots."""
+    """All request slots of the engine are in use."""
 
 
 class TensorStateDeallocatedError(ContextOverflowError):
@@ -63,7 +63,7 @@ class TensorStateDeallocatedError(ContextOverflowError):
 
 
 class RequestError(Exception):
-    """A deserialized error whose class does not exist in this process.
+    """A deserialized error of a class that does not exist in this process.
 
     `type` is the class name in the process that raised the error.
     """
@@ -94,9 +94,7 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
 
 
 def deserialize_error(data: dict[str, Any]) -> ContextOverflowError | RequestError:
-    """Return the error in a map from serialize_error(), or in the `error` of a reply. A code shows whether it is
-    transient.
-    """
+    """Return the error that a map describes. data: the result of serialize_error(), or the `error` of a reply."""
     name, message, request_id = str(data.get("type")), data.get("message") or "", data.get("request_id")
     known = _CLASSES.get(name)
     is_transient = data.get("is_transient")

@@ -1,4 +1,4 @@
-"""Events in the lifetime of a request, with their times."""
+"""Events in the lifetime of a request, such as its arrival, each with a timestamp."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ERRORS = frozenset({DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInference
 class DynamicInferenceEvent:
     """One event of a request.
 
-    timestamp: seconds since the epoch; None means now.
+    timestamp: time of the event in seconds since 1970; None means now.
     type:      a DynamicInferenceEventType, or the member of Megatron-Core's enumeration with the same name.
     payload:   a map with `token_id` for GENERATED_TOKEN, the exception for errors, None for all other types.
     """

@@ -4,7 +4,7 @@ This module does not import torch.
 
 Engines and coordinators use SHA-256, for which colliding prompts cannot be constructed. The polynomial hash is
 Megatron-Core's, and the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not
-decide which KV is reused.
+be used to decide which KV is reused.
 
 SHA-256:     d(-1) = 32 zero bytes; with a salt or an adapter, SHA-256(ROOT_TAG + length of the salt in bytes as
              little-endian int64 + salt + key of the adapter); d(i) = SHA-256(d(i-1) + tokens of block i as
@@ -53,7 +53,7 @@ def block_hashes(
 
     Each hash covers its block and all earlier blocks.
 
-    salt: separates the hashes of tenants. Supported only by SHA-256.
+    salt: different salts give different hashes, for example for tenants. Only SHA-256 supports a salt.
 
     Raises ValueError for a block size below 1, an unknown form, and a salt with the polynomial hash.
     """
@@ -77,7 +77,7 @@ def block_digests(
     adapter: str = "",
     media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Return the 32-byte digests d(i) of all complete blocks. They are the keys of prefix caches.
+    """Return the 32-byte digests d(i) of all complete blocks of `tokens`, which are the keys of prefix caches.
 
     adapter: Adapter.key of the request; empty for the base model.
     media:   as for digests_after().
@@ -86,9 +86,9 @@ def block_digests(
 
 
 def root_digest(salt: bytes = b"", adapter: str = "") -> bytes:
-    """Return d(-1) for a salt and an adapter.
+    """Return d(-1), the digest with which the chain of block digests begins, for a salt and an adapter.
 
-    The result differs from the digests of all blocks, and from d(-1) of every other pair of salt and adapter.
+    The result differs from the digest of every block, and from d(-1) for every other pair of salt and adapter.
     """
     if not salt and not adapter:
         return bytes(32)
@@ -102,7 +102,7 @@ def digests_after(
     *,
     media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Return the digests of the complete blocks of `tokens`. These tokens follow the block with the digest `digest`.
+    """Return the digests of the complete blocks of `tokens`, which follow the block with the digest `digest`.
 
     media: for each block index, the joined digests of the images, audio and video that have tokens in the block.
     """
@@ -122,7 +122,7 @@ def digests_after(
 def frame_hashes(
     frame: bytes, block_size: int, *, salt: str = "", adapter: str = "", media: Mapping[int, bytes] | None = None
 ) -> list[int]:
-    """Return the SHA-256 block hashes of tokens that are encoded as little-endian int32."""
+    """Return the SHA-256 block hashes of the tokens in `frame`, which are encoded as little-endian int32."""
     from_bytes = int.from_bytes  # hash_of_digest() is inlined below, because frame_hashes() is called for every request
     tokens = np.frombuffer(frame, _INT32)
     digests = block_digests(tokens, block_size, salt=salt.encode(), adapter=adapter, media=media)

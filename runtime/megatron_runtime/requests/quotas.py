@@ -1,7 +1,7 @@
-"""Limits of requests and tokens per minute for each tenant. All servers of a resource share these limits.
+"""Limits of requests and tokens per minute for each tenant. All servers of one coordinator share these limits.
 
-A limit applies to windows of one minute. A window begins with the first request in it. Usage beyond the limit counts in
-the following windows. In the long run, a tenant therefore never uses more than its limit.
+A limit applies to windows of one minute. A window begins with the first request in it. Usage beyond the limit is
+counted in the following windows. In the long run, a tenant therefore never uses more than its limit.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Kind: TypeAlias = Literal["requests", "tokens"]
 
 @dataclass(slots=True)
 class _Window:
-    """One minute of usage by a tenant.
+    """The usage of a tenant in one minute.
 
     number: unique number of the window.
-    limit:  the limit in the most recent message of a server.
+    limit:  the limit that a server has sent most recently.
     used:   number of requests or tokens counted in the window. Charges can exceed the limit.
     """
 
@@ -39,9 +39,9 @@ class _Window:
 
 
 class Quotas:
-    """Usage counts of all tenants. A tenant with no usage in the last minute and no excess usage takes no memory.
+    """The usage counts of all tenants. A tenant without usage in the last minute and without excess usage has no entry.
 
-    first_window: number of the first window. Each start of a coordinator must use different numbers.
+    first_window: number of the first window. Each start of a coordinator must pass a different number.
     """
 
     def __init__(self, *, first_window: int = 0) -> None:
@@ -54,7 +54,7 @@ class Quotas:
         return len(self._windows)
 
     def reserve(self, now: float, asked: Reserve) -> Quota:
-        """Count requests and tokens if both fit their limits.
+        """Count the requests and tokens in `asked` if both fit their limits, and return the result.
 
         The limits in `asked` replace earlier limits.
         """
@@ -96,7 +96,7 @@ class Quotas:
         return window
 
     def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
-        """Return the current window, or None if the window has no usage and earlier windows left no excess usage."""
+        """Return the tenant's current window, or None if it has no usage and earlier windows left no excess usage."""
         window = self._windows.get((tenant, kind))
         if window is None or now < window.ends:
             return window
@@ -145,7 +145,7 @@ class Quotas:
 
 
 def _limited(asked: Reserve) -> list[tuple[Kind, int, int]]:
-    """Return the kind, the limit and the requested amount for each kind of usage that has a limit."""
+    """Return (kind, limit, requested amount) for each kind of usage, requests or tokens, that has a limit."""
     kinds: tuple[tuple[Kind, int | None, int], ...] = (
         ("requests", asked.requests_per_minute, asked.requests),
         ("tokens", asked.tokens_per_minute, asked.tokens),

@@ -1,10 +1,10 @@
 """Inference requests and their records, under Megatron-Core's names, and their conversion for msgpack.
 
 `InferenceRequest` is any request, `DynamicInferenceRequest` a request of the dynamic engine, and `VLMInferenceRequest`
-a request with images. A checkpoint splits a request into segments. A record holds the segments.
+a request with images. A call of checkpoint() begins a new segment of a request. A record holds the segments.
 
-This module does not import torch. The function set by make_tensors_with() creates tensors. Without it, arrays replace
-tensors.
+This module does not import torch. The function set by make_tensors_with() creates tensors. If no function is set, this
+module uses arrays instead of tensors.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _load_torch: Callable[[], Any] | None = None
 
 
 def make_tensors_with(load_torch: Callable[[], Any]) -> None:
-    """Create tensors with the module that `load_torch` returns. `load_torch` is called when the first tensor is
-    created.
+    """From now on, create tensors with the module that `load_torch` returns.
 
-    Only the package megatron_core calls this function, for programs that use Megatron-Core's names.
+    `load_torch` is called when the first tensor is created. Only the package megatron_core calls this function, for
+    programs that use Megatron-Core's names.
     """
     global _load_torch
     _load_torch = load_torch
@@ -63,7 +63,7 @@ def as_list(values: Any) -> list[Any]:
 
 
 def pack_value(value: Any) -> Any:
-    """Return a tensor as ("tensor", values) or ("tensor", values, dtype), an array as ("ndarray", {data, dtype}).
+    """Return a value for msgpack: ("tensor", values[, dtype]) for a tensor, ("ndarray", {data, dtype}) for an array.
 
     Any other value is returned unchanged.
     """
@@ -82,7 +82,7 @@ def pack_array(values: npt.NDArray[Any]) -> Any:
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the value that pack_value() or pack_array() has packed. `value` may have gone through msgpack."""
+    """Return the value that pack_value() or pack_array() has packed, also after msgpack has serialized `value`."""
     match value:
         case ["tensor" | b"tensor", values, *_] if _load_torch is None:
             return np.array(values)
@@ -157,7 +157,7 @@ class InferenceRequest:
     def deserialize(cls, obj: dict[str, Any]) -> Self:
         """Return the request that serialize() converted to `obj`.
 
-        `obj` may have gone through msgpack. Unknown keys are ignored.
+        msgpack may have serialized `obj` in between. Unknown keys are ignored.
         """
         known = {item.name for item in fields(cls) if item.init}
         values = {name: unpack_value(value) for name, value in obj.items() if name in known}
@@ -171,7 +171,7 @@ class InferenceRequest:
         return request
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
-        """Set fields that are not plain values. Subclasses override this method."""
+        """Set the fields that need a conversion from `obj`. Subclasses override this method."""
 
 
 @dataclass(kw_only=True)
@@ -183,16 +183,16 @@ class DynamicInferenceRequest(InferenceRequest):
     policy_epoch, kv_cache_epoch: pairs `[first token, epoch]`, with the epochs of the weights that sampled the tokens,
         and of the weights that computed their KV.
     policy_staleness, kv_cache_staleness: for each token of prompt and answer, the number of epochs since it was
-        sampled, and since its KV was computed, int32 [n]. A tensor from MegatronLLM, an array from InferenceClient,
-        which does not import torch.
+        sampled, and since its KV was computed, int32 [n]. The value is a tensor in answers of MegatronLLM, and an array
+        in answers of InferenceClient, which does not import torch.
     routing_indices:        [prompt + generated - 1, layers with experts, experts per token]: the experts of each token,
-                            highest weight first. The last token is missing, because it was not computed. A tensor or an
-                            array like policy_staleness. None unless the engine records experts
+                            highest weight first. The last token is missing, because it was not computed. The value is a
+                            tensor or an array, like policy_staleness. None unless the engine records experts
                             (moe_enable_routing_replay).
     disaggregated_params:   request_id, block_ids and kv_meta of a request with `do_kv_handoff` whose engine keeps its
                             KV.
-    precomputed_block_hashes: hashes of the complete prompt blocks. Computed if prefix caching is enabled and no hashes
-                              are passed.
+    precomputed_block_hashes: hashes of the complete prompt blocks. The constructor computes the hashes if prefix
+                              caching is enabled and no hashes are passed.
     """
 
     uid: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
@@ -291,7 +291,7 @@ class DynamicInferenceRequest(InferenceRequest):
 
     @staticmethod
     def get_metadata_types() -> list[tuple[str, Any, bool]]:
-        """Return (name, torch.dtype, whether it is on the device) for each parameter that the batch stores."""
+        """Return (name, torch.dtype, whether the values are on the device) for each parameter that the batch stores."""
         torch = _torch()
         return [
             ("temperature", torch.float32, False),
@@ -306,8 +306,8 @@ class DynamicInferenceRequest(InferenceRequest):
     def continued(self) -> Self:
         """Return the next segment of the request.
 
-        The prompt of the next segment consists of this segment's prompt and generated tokens. Its token budget is what
-        this segment has left.
+        The prompt of the next segment consists of this segment's prompt and generated tokens. The token budget of the
+        next segment is the rest of this segment's budget.
 
         Raises ValueError if all tokens have been generated, or if the prompt tokens are missing.
         """
@@ -398,11 +398,11 @@ class DynamicInferenceRequest(InferenceRequest):
         return not self.succeeded()
 
     def __len__(self) -> int:
-        """Return 1, so that code written for a list of answers also accepts the answer to one prompt."""
+        """Return 1. Code that expects a list of answers can therefore use the answer to one prompt."""
         return 1
 
     def __iter__(self) -> Iterator[Self]:
-        """Yield this request. See __len__()."""
+        """Yield only this request. See __len__()."""
         yield self
 
     def __getitem__(self, index: int) -> Self:
@@ -433,7 +433,7 @@ class VLMInferenceRequest(DynamicInferenceRequest):
 
     @property
     def num_img_embeddings(self) -> int:
-        """Total number of embeddings of all images."""
+        """Total number of embeddings that replace the tiles of all images."""
         return 0 if self.num_tiles is None else int(sum(self.num_tiles)) * self.num_img_embeddings_per_tile
 
     def continued(self) -> Self:
@@ -451,7 +451,10 @@ _WEIGHTS = ("policy_epoch", "kv_cache_epoch", "policy_staleness", "kv_cache_stal
 
 @dataclass
 class DynamicInferenceRequestRecord:
-    """The segments of one request. A checkpoint appends a segment, whose prompt includes the generated tokens."""
+    """The segments of one request.
+
+    checkpoint() appends a segment, whose prompt includes the tokens generated so far.
+    """
 
     requests: list[DynamicInferenceRequest] = field(default_factory=list)
     latency: float | None = None
@@ -462,7 +465,7 @@ class DynamicInferenceRequestRecord:
 
     @classmethod
     def from_reply(cls, reply: dict[str, Any]) -> Self:
-        """Return the record for a reply map of the client. The `error` in the map becomes an event.
+        """Return the record for a reply map that the client has received. The `error` in the map becomes an event.
 
         The staleness of a token is the number of epochs from the token's epoch to the last epoch of the answer.
         """
@@ -486,16 +489,12 @@ class DynamicInferenceRequestRecord:
 
     @property
     def total_tokens(self) -> int:
-        """Number of prompt and generated tokens of all segments. The last segment's prompt includes all earlier
-        segments.
-        """
+        """Number of prompt and generated tokens of the whole request."""
         return self.requests[-1].prompt_length + len(self.requests[-1].generated_tokens)
 
     @staticmethod
     def _update_staleness_tensor(tensor: Any, total_tokens: int, increment: bool = True) -> Any:
-        """Convert a tensor or an array to a tensor that is padded with zeros to `total_tokens`. Add 1 if `increment` is
-        true.
-        """
+        """Return a tensor or array as a tensor, padded with zeros to `total_tokens`. Add 1 if `increment` is true."""
         torch = _torch()
         current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)
@@ -506,7 +505,7 @@ class DynamicInferenceRequestRecord:
     def increment_staleness(self, policy_only: bool = False) -> None:
         """Increment the staleness of all tokens so far. Call this after a training step.
 
-        policy_only: for evicted requests, which have no KV cache.
+        policy_only: whether to leave out the KV staleness, for evicted requests, which have no KV cache.
         """
         request = self.requests[-1]
         request.policy_staleness = self._update_staleness_tensor(request.policy_staleness, self.total_tokens)
@@ -548,7 +547,7 @@ class DynamicInferenceRequestRecord:
         return np.pad(values, (0, max(0, total_tokens - len(values))))
 
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """Return the request as if there had been no checkpoints. `tokenizer` is not used.
+        """Return the request with all segments joined, as if there had been no checkpoints. `tokenizer` is not used.
 
         The prompt comes from the first segment, status and epochs come from the last segment. Generated values are
         joined.
@@ -574,9 +573,9 @@ class DynamicInferenceRequestRecord:
         return merged
 
     def _joined(self, name: str) -> Any:
-        """Return the joined values of a field of all segments. None if no segment has values.
+        """Return the values of the field `name` in all segments, joined; None if no segment has values.
 
-        The result is a tensor or an array if all values are, otherwise a list.
+        The result is a tensor if all values are tensors, an array if all are arrays, otherwise a list.
         """
         parts = [getattr(request, name) for request in self.requests if getattr(request, name) is not None]
         if not parts:
@@ -600,8 +599,9 @@ class DynamicInferenceRequestRecord:
 
 
 def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int32] | None:
-    """Return int32 [total_tokens], the number of epochs from each token's epoch to the last epoch. None without
-    `spans`.
+    """Return the number of epochs from each token's epoch to the last epoch, int32 [total_tokens].
+
+    Return None if `spans` is None or empty.
     """
     if not spans:
         return None
@@ -613,7 +613,7 @@ def _staleness(spans: list[Any] | None, total_tokens: int) -> npt.NDArray[np.int
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedRequestRecord:
-    """Statistics of a finished request. They contain no tokens.
+    """Statistics of a finished request, without its tokens.
 
     num_evictions: number of times that the KV of the request was evicted and computed again.
     """

@@ -1,4 +1,4 @@
-"""Validation tables of InferenceConfig and SamplingParams. Each field has one rule, whose bounds are data."""
+"""Validation rules for the fields of InferenceConfig and SamplingParams. The bounds in a rule are data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_INT32 = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """A predicate that is true for numbers from `minimum` to `maximum`. With is_whole, it is true for integers only.
+    """A predicate that is true for numbers from `minimum` to `maximum`. If is_whole is set, only integers fit.
 
     Booleans do not count as numbers.
     """
@@ -60,7 +60,7 @@ def bounded(bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
 
 
 def field_rules(kind: Any, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rule of each field of the dataclass `kind`. A field with a bool default accepts only true and false.
+    """Return the rule of each field of the dataclass `kind`. Only true and false fit a field whose default is a bool.
 
     rules: maps the names of the fields that share a rule, separated by spaces, to the rule.
     """

@@ -1,4 +1,4 @@
-"""`SamplingParams`: how the tokens of a request are sampled, and when it ends. Does not import torch."""
+"""`SamplingParams`: how the tokens of a request are sampled, and when the request ends. Does not import torch."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NO_SEED = -1
 
 
 class InvalidSamplingParamsError(ValueError):
-    """A sampling parameter is out of range. `field` is its name. The message has value, range and remedy."""
+    """A sampling parameter is out of range. field: the parameter's name. The message has value, range and remedy."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(printable(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}", lines=True))
@@ -70,9 +70,7 @@ class InvalidSamplingParamsError(ValueError):
 
 
 def _brief(value: object) -> str:
-    """Return a shortened repr(value). repr() itself fails for values that are nested too deeply or have too many
-    digits.
-    """
+    """Return a shortened repr(value), even for values with too much nesting or too many digits for repr()."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
@@ -186,7 +184,7 @@ class HttpField:
     name:    name of the field.
     text:    meaning of the field, if it differs from the meaning of the parameter.
     minimum, maximum: bounds of the field, if they differ from the bounds of the parameter. They differ if the server
-                      converts the value, or if OpenAI has another limit.
+                      converts the value, or if OpenAI's API has another limit.
     value:   converts the field's value to the parameter's value; None: the two values are equal.
     """
 
@@ -215,11 +213,11 @@ def parameter(default: Any, text: str, rule: Rule = FLAG, *, http: HttpField | N
 class SamplingParams:
     """Sampling parameters of one request (Megatron-Core's `SamplingParams` with additional fields).
 
-    Each field declares one parameter: its default, meaning, valid values and HTTP field. The engine relies
-    on the rules, so that no number overflows or underflows the float32 or int32 values of a step.
+    Each field declares one parameter: its default, meaning, valid values and HTTP field. The rules ensure that no
+    number overflows or underflows the float32 or int32 values in an engine's step.
 
-    Penalties and biases are applied to the logits first, then the temperature, then top-k, top-p and min-p in this
-    order.
+    The engine applies penalties and biases to the logits first, then the temperature, then top-k, top-p and min-p in
+    this order.
     """
 
     temperature: float = parameter(
@@ -508,7 +506,7 @@ class SamplingParams:
 
     @classmethod
     def of(cls, params: Any) -> Self:
-        """Return `params` as SamplingParams.
+        """Return SamplingParams with the values of `params`.
 
         An object of another class is converted through its serialize(). None means the default parameters.
         """
@@ -532,7 +530,7 @@ class SamplingParams:
     def wants_prompt_log_probs(self) -> bool:
         """Whether the request needs the log-probabilities of its prompt.
 
-        The prefix cache does not contain them, so the whole prompt is computed.
+        The prefix cache contains no log-probabilities, so the engine computes the whole prompt of such a request.
         """
         return self.wants_log_probs and not self.skip_prompt_log_probs
 
@@ -547,7 +545,7 @@ class SamplingParams:
             raise InvalidSamplingParamsError("reasoning", written, f"token ids from 0 to {vocab_size - 1}")
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Set attributes. Unknown attributes are accepted, and serialize() and deserialize() preserve them."""
+        """Set attributes, including unknown attributes, which serialize() and deserialize() preserve."""
         known = {item.name for item in fields(self)}
         for name, value in attributes.items():
             if name not in known and hasattr(type(self), name):

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, authorization, errors, probes, and the chat page."""
+"""The HTTP application: routes, authorization, error answers, probes, and the pages for chat and status."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def create_app(
     chat_format: ChatFormat | None = None,
     tracer: Tracer | None = None,
 ) -> FastAPI:
-    """Return the application. Probes and shutdown use `state.service` of the application.
+    """Return the application. The attribute `state.service` of the application is its Service.
 
     backend: the client of the coordinator.
-    chat_format: converts conversations to prompts and parses answers; None: NativeChatFormat with the parsers of the
-                 settings.
+    chat_format: converts conversations to prompts and parses answers; None: a NativeChatFormat with the parsers that
+                 the settings name.
     tracer:  exports traces of requests; None: requests are not traced.
 
     Raises ValueError if a tool-call or reasoning parser is unknown or if the file of API keys is invalid. Raises
@@ -228,10 +228,10 @@ class RequestMiddleware:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve the chat page at / and the status page at /status.
+    """Add the chat page at / and the status page at /status.
 
-    The pages load nothing from other servers, and loading them needs no API key. If the server has API keys, the user
-    enters a key, and the pages send it with their requests under /v1.
+    The pages load nothing from other servers, and a browser needs no API key to load the pages. If the server has API
+    keys, the user enters a key in the page, and the page sends the key with its requests to routes under /v1.
     """
     folder = resources.files(__package__).joinpath("page")
     files = {f"/page/{name}": folder.joinpath(name).read_bytes() for name in PAGE_FILES}
@@ -351,7 +351,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 def _add_post_route(
     app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[ModelRequest] | None
 ) -> None:
-    """Add a route at /v1/PATH, at /PATH and at its other paths. The OpenAPI description has only the first path."""
+    """Add a POST route at /v1/PATH and, without an OpenAPI description, at /PATH and the other paths of the route."""
     generates = path in _GENERATES
 
     async def endpoint(request: Request) -> Response:
@@ -375,14 +375,14 @@ def _add_post_route(
 
 @cache
 def _request_body(model: type[BaseModel] | None) -> dict[str, Any]:
-    """Return the OpenAPI description of a request body. Cached, because it takes half of create_app()'s time."""
+    """Return the OpenAPI description of a request body. The result is cached, because computing it takes long."""
     if model is None:
         return {}
     return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}}
 
 
 async def start_profile(service: Service, request: Request) -> Response:
-    """Start the range that CUDA profilers record. Answer when every rank has started the range.
+    """Start the range of time that CUDA profilers record. Answer when every rank has started the range.
 
     Raises ApiError.
     """
@@ -390,7 +390,7 @@ async def start_profile(service: Service, request: Request) -> Response:
 
 
 async def stop_profile(service: Service, request: Request) -> Response:
-    """End the range that CUDA profilers record. Answer when every rank has ended the range. Raises ApiError."""
+    """End the range of time that CUDA profilers record. Answer when every rank has ended the range. Raises ApiError."""
     return await _profiling(service, Header.STOP_CUDA_PROFILER, is_on=False)
 
 
@@ -467,9 +467,7 @@ class ResourceView:
         self._answer: asyncio.Future[StatusReply] | None = None
 
     async def read(self) -> dict[str, Any]:
-        """Return the status. It is at most MIN_STATUS_SECONDS old. Raises ApiError 503 if the coordinator does not
-        answer.
-        """
+        """Return the coordinator's status, at most MIN_STATUS_SECONDS old. Raises ApiError 503 without an answer."""
         now = time.monotonic()
         if self._answer is None or (self._answer.done() and now - self._asked >= MIN_STATUS_SECONDS):
             self._asked = now

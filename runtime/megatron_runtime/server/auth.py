@@ -1,4 +1,4 @@
-"""API keys, each of which is one tenant, and the TLS certificate. Changed files are read again."""
+"""The server's API keys, each of which stands for one tenant, and its TLS certificate. Changed files are read again."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ApiKeyFileError(ValueError):
 
 
 class NoKeysError(ApiKeyFileError):
-    """The key file contains no key. Without this error, every client could use the server without a key."""
+    """The key file contains no key. This is an error, because every client could otherwise use the server."""
 
 
 class _Entry(BaseModel):
@@ -61,9 +61,10 @@ class _KeyFile(BaseModel):
 class ApiKey:
     """The tenant of a request, and the permissions of its API key.
 
-    tenant: opaque id that does not reveal the key. Empty: the server has no API keys.
-    name:   label of the key in metrics and logs. For a key without a name, the beginning of the tenant id.
-    requests_per_minute, tokens_per_minute: limits for all servers of a coordinator together; None: no limit.
+    tenant: opaque id of the tenant, from which the key cannot be computed. Empty: the server has no API keys.
+    name:   label of the key in metrics and logs. A key without a name in the file has the beginning of the tenant id.
+    requests_per_minute, tokens_per_minute: limits of the key's usage on all servers of a coordinator together; None: no
+                                            limit.
     models: names of the models that the key can use; None: all models.
     metrics: whether the key can read /metrics, which cover the requests of all keys.
     """
@@ -88,7 +89,7 @@ OPEN = ApiKey(metrics=True)
 
 
 def read_keys(path: Path) -> dict[bytes, ApiKey]:
-    """Return the keys in a file, by the SHA-256 digest of the key.
+    """Return the API keys in a file, as a map from the SHA-256 digest of each key to its ApiKey.
 
     The file is YAML with a list `keys`, or has one key per line. Empty lines and lines that begin with # are ignored.
     Raises OSError if the file cannot be read, ApiKeyFileError if an entry is invalid, and NoKeysError if the file
@@ -150,7 +151,7 @@ def _parse(text: str, path: Path) -> list[_Entry]:
 
 
 class ApiKeys:
-    """The API keys in a file. Without a file, requests need no key.
+    """The valid API keys of a server, read from a file. Without a file, requests need no key.
 
     A changed file is read again. If the changed file cannot be used, the previous keys stay valid. The digest of a key
     is compared with all digests in constant time.
@@ -165,10 +166,10 @@ class ApiKeys:
         self._checked = time.monotonic()
 
     def find(self, headers: Headers) -> ApiKey | None:
-        """Return the key of a request, from the header Authorization, or from x-api-key (Anthropic's clients) or
-        api-key (Azure's clients).
+        """Return the ApiKey of a request with these headers.
 
-        Returns None if the headers contain no valid key, and OPEN if the server has no API keys.
+        The key is in the header Authorization, x-api-key (Anthropic's clients) or api-key (Azure's clients). Returns
+        None if the headers contain no valid key, and OPEN if the server has no API keys.
         """
         if self._file is None:
             return OPEN
@@ -205,8 +206,8 @@ class ApiKeys:
 def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
     """Return the prefix cache salt of a request.
 
-    No other tenant can have the same salt, for any `cache_salt` in its requests. Without a tenant, the salt is
-    `cache_salt` itself.
+    The salt differs from the salts of all other tenants, whatever `cache_salt` their requests have. If `tenant` is
+    empty, the result is `cache_salt` itself.
     """
     if not tenant:
         return cache_salt
@@ -214,7 +215,7 @@ def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
 
 
 def tenant_session(tenant: str, session: str) -> str:
-    """Return the session name of a request for the coordinator; empty without a session.
+    """Return the session name that the server sends to the coordinator; "" if `session` is empty.
 
     The name is a digest of tenant and session, so sessions of different tenants never have the same name.
     """
@@ -222,8 +223,9 @@ def tenant_session(tenant: str, session: str) -> str:
 
 
 class CertificateError(ValueError):
-    """A certificate or its key cannot be read, or they do not belong together. The message names the files and the
-    remedy.
+    """A TLS certificate and its key cannot be used, because a file is unreadable or the two do not belong together.
+
+    The message names the files and the remedy.
     """
 
 
@@ -239,7 +241,7 @@ class Certificate:
         self.context = self._new_context()
 
     def check(self) -> bool:
-        """Read the files if they have changed. Return whether new files are now in use.
+        """Read the files again if they have changed. Return whether a new certificate is now in use.
 
         If the files cannot be used, the previous certificate stays in use.
         """
@@ -259,7 +261,7 @@ class Certificate:
         return True
 
     async def watch(self) -> None:
-        """Check for changed files until the task is cancelled."""
+        """Call check() repeatedly until the task is cancelled."""
         while True:
             await asyncio.sleep(_CERTIFICATE_CHECK_SECONDS)
             self.check()
@@ -286,7 +288,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _version(*files: Path) -> list[tuple[int, ...] | None]:
-    """Return a value that changes when a file is replaced or modified."""
+    """Return a value that changes when one of the files is replaced or modified."""
     versions: list[tuple[int, ...] | None] = []
     for file in files:
         try:

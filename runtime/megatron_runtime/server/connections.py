@@ -1,8 +1,8 @@
-"""HTTP connections with deadlines. A client cannot hold a connection open without making progress, and the number of
-connections is limited.
+"""HTTP connections with deadlines, and a limit for their number.
 
-uvicorn has only a keep-alive timeout. `HttpConnection` adds the limits that protect a server from hostile clients.
-Twice per second, a sweep checks the deadlines of all connections.
+uvicorn has only a keep-alive timeout. `HttpConnection` adds the limits that protect a server from hostile clients: a
+client cannot hold a connection without making progress. Twice per second, the server calls sweep() of all connections
+to check their deadlines.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ If the server closed the connection immediately, the kernel would reset it, and 
 class ParseQueue:
     """A queue of connections whose received bytes take long to parse.
 
-    The connections are parsed round robin. For any number of waiting connections, the event loop runs other tasks in
-    between.
+    The event loop parses the connections round robin, and runs other tasks between two connections.
     """
 
     def __init__(self) -> None:
@@ -103,7 +102,10 @@ class HttpConnection(HttpProtocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Whether no request is in progress. A part of the next request's headers may have arrived."""
+        """Whether the connection can be closed, because no request is in progress.
+
+        A part of the next request's headers may already have arrived.
+        """
         return self.conn.their_state is h11.IDLE and self._rejected_at is None and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
@@ -122,7 +124,7 @@ class HttpConnection(HttpProtocol):
         self._parse_queue.add(self._parse)
 
     def _parse(self) -> None:
-        """Parse the received bytes. Other connections run in between, because a body in small chunks takes long.
+        """Parse the received bytes. If parsing takes long, continue after the event loop has served other connections.
 
         h11 gets slices of the bytes, because it checks the size of headers only while they are incomplete.
         """
@@ -177,7 +179,10 @@ class HttpConnection(HttpProtocol):
             self._time_out("next part of the body", self._limits.body_idle_seconds)
 
     def _awaited(self) -> str:
-        """Return what the client must send next. "" while the client waits for an answer, or between two requests."""
+        """Return what the client must send now: "headers", "body", or "" if the server waits for nothing.
+
+        The result is "" while the client waits for an answer, and between two requests.
+        """
         if self.conn.their_state is h11.SEND_BODY:
             return "body"
         is_idle = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
@@ -190,7 +195,7 @@ class HttpConnection(HttpProtocol):
         self._reject(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
 
     def _reject(self, error: ApiError) -> None:
-        """Send the error unless an answer has already begun. Then close the connection."""
+        """Send `error` unless an answer has already begun. In both cases, close the connection afterwards."""
         body = json.dumps(error.body()).encode()
         self.answer(error.status, body, {"content-type": "application/json", **error.headers})
         if self.cycle is not None and not self.cycle.response_complete:

@@ -31,13 +31,13 @@ CONTEXT_LENGTH_PHRASE = "This model's maximum context length"
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error answer.
+    """The error answer to an HTTP request.
 
     status: HTTP status.
-    param:  the invalid request field.
+    param:  name of the invalid request field.
     code:   a short identifier that programs can test.
     retry_after_seconds: number of seconds after which the client should try again.
-    is_final: the same request will fail again. Unless this is set, OpenAI's clients repeat a request after a 5xx
+    is_final: whether the same request will fail again. If False, OpenAI's clients repeat the request after a 5xx
               answer.
     """
 
@@ -84,7 +84,7 @@ _STRUCTURE = re.compile(r"^sampling parameter structured_output=.{0,40}? is inva
 
 
 def renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
-    """Return the error with the route's name for the invalid field.
+    """Return `error` with the invalid field's name on the current route.
 
     names: maps the field name in the error to the field name in the route.
     """
@@ -112,7 +112,7 @@ def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> Ap
 def context_length_error(*, prompt_length: int, limit: int, param: str | None, is_bound: bool = False) -> ApiError:
     """Return a 400 error for a prompt that leaves no tokens for an answer.
 
-    is_bound: `prompt_length` is a lower bound, because the prompt was not tokenized.
+    is_bound: whether `prompt_length` is only a lower bound, because the prompt was not tokenized.
     """
     length = f"at least {prompt_length}" if is_bound else str(prompt_length)
     message = (
@@ -125,7 +125,7 @@ def context_length_error(*, prompt_length: int, limit: int, param: str | None, i
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """Return a 400 error for a body that pydantic rejected. It describes the first problem and names the field."""
+    """Return a 400 error for a request body that pydantic rejected. It names the first invalid field."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
@@ -139,7 +139,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[str, str]) -> ApiError:
-    """Return the error for a FAILED reply. Its status is the HTTP-like code in the reply, or 500.
+    """Return the ApiError for a FAILED reply. Its HTTP status is the code in `error`, or 500 if there is no code.
 
     field_names: names of request fields, by sampling parameter.
     """
@@ -180,6 +180,6 @@ def _field_name(place: Sequence[str | int]) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value, escaped for a message. The cost is independent of the size of the value."""
+    """Return the beginning of a value, escaped for an error message. The cost does not depend on the value's size."""
     text = _BRIEF.repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

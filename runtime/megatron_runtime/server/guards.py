@@ -1,12 +1,12 @@
-"""Checks a request before its body is parsed: Host, Origin, Content-Type, and the structure of the JSON.
+"""Checks of a request before its body is parsed: Host, Origin, Content-Type, and the structure of the JSON.
 
 A web page of any site can post plain text to a server on loopback, and a host name of the site can resolve to 127.0.0.1
-(DNS rebinding). The server therefore accepts only JSON, for which browsers send a CORS preflight request. It answers
-the preflight for allowed origins only. The headers Host and Origin identify the site.
+(DNS rebinding). The server therefore accepts only JSON, for which browsers send a CORS preflight request. The server
+allows the request only for allowed origins. The headers Host and Origin identify the site of the page.
 
-A parser converts each byte pair `[]` to an object of 56 bytes, and validation reports each invalid element. A body
-within the size limit can therefore take seconds and gigabytes. `JsonScan` counts the parts of a body before it is
-parsed.
+A parser converts each byte pair `[]` to an object of 56 bytes, and validation reports each invalid element. Parsing a
+body within the size limit can therefore take seconds and gigabytes. `JsonScan` counts the elements of a body before the
+body is parsed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_content_type(headers: Headers) -> bool:
 
 
 class Gunzip:
-    """Decompresses one gzip body in pieces."""
+    """A decompressor for one gzip request body, which receives the body in chunks."""
 
     def __init__(self) -> None:
         self._stream = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
@@ -134,7 +134,7 @@ class Origins:
         ]
 
     def preflight(self, request: Headers) -> dict[str, str] | None:
-        """Return additional headers for the answer to a CORS preflight request, or None for any other request."""
+        """Return the additional headers for the answer to a CORS preflight, or None if `request` is not a preflight."""
         origin, method = request.get("origin"), request.get("access-control-request-method")
         if origin is None or method is None or not self.allow(origin):
             return None
@@ -150,7 +150,7 @@ class Origins:
 
 
 def origin_of(text: str) -> str:
-    """Return an origin in the format that browsers send. Raises ValueError if the text is not an origin."""
+    """Return the origin in `text` in the format that browsers send. Raises ValueError if the text is not an origin."""
     parts = urlsplit(text)
     if text == "*" or (
         parts.scheme and parts.netloc and not (parts.path.strip("/") or parts.query or parts.fragment or parts.username)
@@ -175,9 +175,11 @@ class NotJsonError(ValueError):
 
 
 class JsonScan:
-    """Counts the structure of one request body. JSON text in strings of the body counts towards the same limits.
+    """Counts the elements of one request body, and limits their number and depth.
 
-    long_list: only longer lists count in `longest_list`, because this is cheaper.
+    JSON text in strings of the body counts towards the same limits.
+
+    long_list: only lists longer than this length are counted in `longest_list`, because this is cheaper.
     """
 
     def __init__(self, *, long_list: int = MAX_ELEMENTS) -> None:
@@ -194,7 +196,10 @@ class JsonScan:
         self._in_string = self._after_backslash = False
 
     def feed(self, chunk: bytes) -> None:
-        """Count the next bytes. Raises JsonLimitError, NotJsonError. The parser detects other malformed JSON."""
+        """Count the elements in the next bytes of the body. Raises JsonLimitError or NotJsonError.
+
+        Other malformed JSON is not detected here, because the parser detects it later.
+        """
         self._bytes += len(chunk)
         self._is_ascii = self._is_ascii and chunk.isascii() and b"\\u" not in chunk
         if self._after_backslash and chunk:
@@ -209,8 +214,9 @@ class JsonScan:
             self._count(outside)
 
     def text(self, text: str, *, depth: int = 0) -> None:
-        """Count the JSON text in a string of the body as if it were nested in the body. Raises JsonLimitError,
-        NotJsonError.
+        """Count the JSON text in a string of the body as if it were nested in the body.
+
+        Raises JsonLimitError or NotJsonError.
         """
         self._depth, self._run, self._in_string, self._after_backslash = depth, 0, False, False
         self.feed(text.encode(errors="surrogatepass"))
@@ -256,7 +262,7 @@ class JsonScan:
 
     @property
     def parsed_bytes(self) -> int:
-        """Upper bound for the bytes of memory that the parsed values need.
+        """Upper bound for the memory that the parsed values need, in bytes.
 
         Non-ASCII text needs four bytes per character.
         """

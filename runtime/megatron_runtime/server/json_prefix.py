@@ -1,6 +1,6 @@
-"""Forwards a JSON object while a model is writing it.
+"""Forwards the text of a JSON object while a model is writing the text.
 
-The forwarded text is in the end a complete JSON object.
+All forwarded parts together are the text of a JSON object, even if the model writes other text.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MAX_SCALAR_CHARACTERS = 400
 class JsonPrefix:
     """Reads the text of a JSON object in parts of any size.
 
-    When the text can no longer become an object, forwarding stops. finish() then completes the object, and adds the
-    whole text as a last member `arguments`.
+    When the text can no longer become an object, feed() forwards no further text. In this case, finish() completes the
+    object, and adds the whole text as the value of a last key `arguments`.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class JsonPrefix:
         self._is_broken = False
 
     def feed(self, text: str) -> str:
-        """Read the next part of the text, and return the part of the object that can now be forwarded."""
+        """Read the next part of the text, and return the text that can now be forwarded."""
         self._texts.append(text)
         if self._is_broken:
             return ""
@@ -54,8 +54,9 @@ class JsonPrefix:
         return text[:at]
 
     def finish(self) -> str:
-        """Return the rest of the object after the last part of the text. If the model's object is truncated, it stays
-        truncated.
+        """Return the rest of the text to forward, after the last call of feed().
+
+        If the model's object is truncated, the forwarded object is truncated too.
         """
         if not self._is_broken:
             return self._held

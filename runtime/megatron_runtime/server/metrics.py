@@ -1,4 +1,4 @@
-"""Metrics of the server. Each has a name of this project, and vLLM's name too if vLLM has an equal metric."""
+"""Metrics of the server. Each metric has a name of this project, and also vLLM's name if vLLM has an equal metric."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Kind = TypeVar("_Kind", Gauge, Counter, Histogram)
 
 
 class _VllmNames(Collector):
-    """At each scrape, copies the metrics of a registry to vLLM's names."""
+    """A collector that exports the metrics of a registry under vLLM's names."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
@@ -42,8 +42,9 @@ def _vllm_name(name: str) -> str:
 
 
 class ServerMetrics:
-    """Metrics of one server process, in a registry of their own. open_requests: number of unanswered choices, by
-    tenant.
+    """The metrics of one server process, in a separate registry.
+
+    open_requests: number of unanswered choices, by tenant.
     """
 
     def __init__(self, *, model: str, vllm: bool) -> None:
@@ -56,7 +57,7 @@ class ServerMetrics:
             self.registry.register(_VllmNames(shared))
 
         def family(kind: type[_Kind], name: str, text: str, **options: Any) -> _Kind:
-            """Return the metric `megatron_NAME` with the label of the model."""
+            """Create and return the metric `megatron_NAME`, which has a label with the model's name."""
             metric = kind(f"megatron_{name}", text, ["model_name"], registry=shared, **options)
             return metric.labels(model)
 
@@ -100,9 +101,10 @@ class ServerMetrics:
 class RequestObserver:
     """A context manager that observes one choice from its submission to its end.
 
-    A choice counts as aborted if the block ends before a call of finished().
+    A choice counts as aborted if the `with` block ends before finished() is called.
 
-    prompt_tokens: number of prompt tokens. If only the engine knows the number, set it again before finished().
+    prompt_tokens: number of prompt tokens. If only the engine knows the number, set the attribute before you call
+                   finished().
     on_generated: called with the number of new tokens.
     """
 
@@ -143,7 +145,7 @@ class RequestObserver:
             self._metrics.aborted.inc()
 
     def count(self, tokens: int) -> None:
-        """Count generated tokens, even if the client does not read them."""
+        """Count `tokens` generated tokens, including tokens that the client never reads."""
         self.generated += tokens
         if self._on_generated is not None:
             self._on_generated(tokens)

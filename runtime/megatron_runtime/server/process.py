@@ -1,4 +1,4 @@
-"""`megatron server`: one HTTP process, from opening the listening socket to the end of the drain."""
+"""The process of `megatron server`, from opening the listening socket to the end of the drain."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TICKS_OF_SWEEP = 5
 def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> None:
     """Serve until SIGTERM or SIGINT, then drain and return. A second signal ends the drain.
 
-    listener: a bound socket; None: bind host and port.
+    listener: a bound socket; None: bind the host and port in `settings`.
 
     Raises OSError if the address is in use, and TokenizerLoadError if the model has no readable tokenizer.
     """
@@ -61,7 +61,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
 
 
 def _raise_file_limit(connections: int) -> None:
-    """Raise the limit of open files. Each connection is an open file, and the usual soft limit is 1024."""
+    """Raise the process's limit of open files for this number of connections, because the usual soft limit is 1024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + _OTHER_FILES
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -73,7 +73,7 @@ def _raise_file_limit(connections: int) -> None:
 
 
 class HttpServer(uvicorn.Server):
-    """A uvicorn server with connection limits and without signal handlers. The caller drains the server, then stops it.
+    """A uvicorn server with connection limits. It handles no signals, because the caller drains and stops it.
 
     certificate: TLS certificate; None: serve plain HTTP.
     """
@@ -132,11 +132,11 @@ class HttpServer(uvicorn.Server):
 
 
 async def drain(service: Service, http: HttpServer) -> None:
-    """Report not ready, serve until no requests arrive and no request is open, then close.
+    """Report that the server is not ready, serve until no requests arrive and none is open, and close it.
 
     Load balancers notice with a delay that the server is not ready. On a loaded node, the delay can be many seconds.
-    Each request that they still send extends the drain by `linger_seconds`. At the end of the drain time, the remaining
-    requests get an error.
+    Each request that a load balancer still sends extends the drain by `linger_seconds`. When `drain_seconds` have
+    passed, the remaining requests get an error.
     """
     service.draining = True
     settings = service.settings

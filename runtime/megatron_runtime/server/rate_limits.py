@@ -1,8 +1,8 @@
-"""Limits of requests and tokens per minute for each API key. The coordinator counts the usage on all servers.
+"""Limits of requests and tokens per minute for each API key. The coordinator counts the usage on all its servers.
 
-Before a request is submitted, it reserves the tokens of its prompts and some generated tokens for each choice. Further
-generated tokens are charged while they are generated. When the request ends for any reason, unused reserved tokens are
-returned.
+Before the server submits a request, it reserves the tokens of the prompts and some generated tokens for each choice.
+Further generated tokens are charged while they are generated. When the request ends for any reason, the server returns
+unused reserved tokens.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Counter(Protocol):
 
 @dataclass(slots=True)
 class _Left:
-    """The remaining amount of a limit, as last reported to this server.
+    """The requests or tokens that remain of a limit, as the coordinator last reported to this server.
 
     full_at: time on the monotonic clock at which the full limit is available again.
     """
@@ -77,8 +77,8 @@ class RateLimits:
     async def take_request(self, key: ApiKey) -> None:
         """Count one request.
 
-        Raises LimitReachedError if no request or no token is left in this minute, and ApiError 503 without a
-        coordinator.
+        Raises LimitReachedError if no request or no token is left in this minute, and ApiError 503 if the coordinator
+        is unreachable.
         """
         await self._reserve(key, requests=1)
 
@@ -88,7 +88,8 @@ class RateLimits:
         prompt:  number of tokens in all prompts.
         choices: maximum number of tokens of each choice; None: no maximum.
 
-        Raises LimitReachedError if too few tokens are left in this minute, and ApiError 503 without a coordinator.
+        Raises LimitReachedError if too few tokens are left in this minute, and ApiError 503 if the coordinator is
+        unreachable.
         """
         limit = key.tokens_per_minute
         assert limit is not None
@@ -110,7 +111,10 @@ class RateLimits:
             raise LimitReachedError(429, message, code="rate_limit_exceeded", is_final=True)
 
     def charge(self, key: ApiKey, tokens: int, *, window: int | None = None) -> None:
-        """Count tokens even beyond the limit. A negative number returns tokens to the minute `window`."""
+        """Count tokens of a key, even beyond its limit.
+
+        A negative number returns tokens to the minute with number `window`.
+        """
         limit = key.tokens_per_minute
         if limit is None or not tokens:
             return
@@ -124,7 +128,7 @@ class RateLimits:
                 left.full_at = now + 60  # these tokens start a new minute
 
     async def refresh(self, key: ApiKey) -> None:
-        """Fetch the remaining amounts from the coordinator, for the headers of an answer that counts no tokens."""
+        """Fetch the key's remaining requests and tokens from the coordinator, for the headers of the next answer."""
         if key.is_limited and self._counter.connected:
             try:
                 async with asyncio.timeout(_REFRESH_SECONDS):
@@ -147,7 +151,7 @@ class RateLimits:
         return headers
 
     def _known(self, key: ApiKey, kind: Kind, limit: int) -> tuple[int, float]:
-        """Return the remaining amount of a limit, and the seconds until the full limit is available again."""
+        """Return the remaining requests or tokens of a limit, and the seconds until the full limit is available."""
         left = self._left.get((key.tenant, kind))
         seconds = 0.0 if left is None else left.full_at - time.monotonic()
         return (limit, 0.0) if left is None or seconds <= 0 else (min(left.amount, limit), seconds)
@@ -195,9 +199,9 @@ class RateLimits:
 
 
 class Reservation:
-    """The tokens that one request has reserved.
+    """The tokens of an API key that one request has reserved.
 
-    generated: number of reserved generated tokens of all choices.
+    generated: number of tokens reserved for the generated tokens of all choices.
     """
 
     def __init__(self, counts: RateLimits, key: ApiKey, generated: int, *, window: int) -> None:
@@ -208,13 +212,13 @@ class Reservation:
         """Number of reserved tokens left. If it is negative, this number of tokens must still be charged."""
 
     def add(self, tokens: int) -> None:
-        """Count generated tokens. Tokens beyond the reservation are charged."""
+        """Count generated tokens. Charge the tokens beyond the reservation to the API key."""
         self._unused -= tokens
         if self._unused <= -COUNTED_TOKENS:
             self.settle()
 
     def settle(self) -> None:
-        """Charge the generated tokens that are not charged yet, or return unused reserved tokens.
+        """Charge the generated tokens that are not charged yet, or return the unused reserved tokens to the limit.
 
         Call this method when the request ends.
         """

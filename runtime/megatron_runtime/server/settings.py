@@ -19,8 +19,9 @@ BACKLOG = 2048
 class ConnectionLimits:
     """Deadlines in seconds, and the maximum number of connections.
 
-    header_seconds:     from the connection, or from the first byte of a request, to the end of the request's headers.
-    body_seconds:       from the end of the headers to the end of the body.
+    header_seconds:     maximum time from the connection, or from the first byte of a request, to the end of its
+                        headers.
+    body_seconds:       maximum time from the end of the headers to the end of the body.
     body_idle_seconds:  maximum pause between two parts of a body.
     stall_seconds:      time in which a client must read a full write buffer of at most 48 KiB.
     keep_alive_seconds: maximum time between two requests.
@@ -46,7 +47,7 @@ class ServerSettings:
     model:              model reference, from which the tokenizer is read.
     model_name:         name of the model in /v1/models; None: the last part of the reference.
     model_aliases:      additional names of the model in requests and in /v1/models.
-    model_hash:         model hash that engines must have to serve the requests, up to 128 characters; empty: any.
+    model_hash:         model hash that engines must have to serve the requests, up to 128 characters; empty: any hash.
     host, port:         address of the HTTP server; port 0 picks a free port.
     health_port:        port of probes and metrics, which need no API key there; None: metrics are on `port` and need an
                         API key.
@@ -54,39 +55,42 @@ class ServerSettings:
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None: plain HTTP.
     api_keys_file:      API keys for the routes under /v1: one key per line, or YAML. Read again when it changes; None:
                         requests need no key.
-    share_prefix_cache: API keys share cached prefixes. The holder of a key can then detect from `cached_tokens` and
-                        response times which prompts others have sent. Without API keys, the setting has no effect.
-    any_model_name:     the served model answers requests with an unknown model name, as in Megatron-Core's server.
-                        Otherwise such a request gets 404.
-    allow_priority:     requests can have a `priority` other than 0.
+    share_prefix_cache: whether API keys share cached prefixes. If so, the holder of a key can detect from
+                        `cached_tokens` and response times which prompts other holders have sent. Without API keys, the
+                        setting has no effect.
+    any_model_name:     whether the served model answers requests with an unknown model name, as in Megatron-Core's
+                        server. If not, such a request gets 404.
+    allow_priority:     whether requests can have a `priority` other than 0.
     reserve_tokens:     maximum number of generated tokens that a request reserves for each choice if its API key has a
                         token limit.
     backend:            backend of the engines. "vllm": vLLM renders conversations and parses answers, if it is
-                        installed and supports the model. "native": this server does so.
-    tool_call_parser:   format of the model's tool calls: a name in `table.PARSERS`, with the backend vllm also a vLLM
-                        parser, "auto" for the format that the chat template describes, "none" to offer no tools.
+                        installed and supports the model. "native": this server renders and parses.
+    tool_call_parser:   format of the model's tool calls: a name in `table.PARSERS`, a vLLM parser (only with the
+                        backend "vllm"), "auto" for the format that the chat template describes, or "none" to offer no
+                        tools.
     generation_config:  "auto": default sampling parameters come from the model's generation_config.json; "none": the
-                        defaults are neutral.
-    reasoning_parser:   how the model marks its reasoning: a name in `reasoning.FORMATS`, with the backend vllm also a
-                        vLLM parser, "auto" for the markers in the chat template, "none" to return reasoning as text.
+                        default sampling parameters have no effect.
+    reasoning_parser:   how the model marks its reasoning: a name in `reasoning.FORMATS`, a vLLM parser (only with the
+                        backend "vllm"), "auto" for the markers in the chat template, or "none" to return reasoning as
+                        text.
     max_sequence_length: maximum number of tokens of prompt plus answer of a request; None: the limit of the model.
     max_body_bytes:     maximum size of a request body.
     max_bodies_bytes:   maximum memory that requests hold until they are answered (bodies, prompts, answers without
                         streaming). Further requests get 429.
     max_open_requests:  maximum number of choices that run or wait at the same time. Further requests get 429.
-    keep_alive_seconds: a stream that has no event for this time gets a comment.
+    keep_alive_seconds: time without an event after which a stream gets a comment.
     coordinator_wait_seconds: how long a new request waits for an unreachable coordinator before it gets 503.
-    drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
+    drain_seconds:      maximum time, after SIGTERM, for open requests to end before the server aborts them.
     linger_seconds:     after SIGTERM, the server closes when no request has begun for this time. Load balancers notice
                         with a delay that the server is not ready.
-    access_log:         log each HTTP request.
+    access_log:         whether to log each HTTP request.
     allowed_hosts:      accepted values of the Host header, without port. The Origin that a browser sends must equal the
                         Host header. Empty: any.
     allowed_origins:    origins of web pages that can use the server, such as "http://localhost:3000"; "*": all.
     allowed_media_hosts: hosts from which images, audio and video of requests are fetched: names, or addresses, which
                          can be private. Empty: only data URLs are accepted.
     connections:        deadlines and limits of HTTP connections.
-    vllm_metrics:       also export metrics under their vllm: names.
+    vllm_metrics:       whether to also export metrics under vLLM's names, which begin with "vllm:".
     """
 
     coordinator: str = ""
@@ -141,7 +145,7 @@ def default_model_name(model: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or name to bind to is reachable only from this host."""
+    """Return whether only this host can reach a server that binds to the address or name `host`."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -149,7 +153,7 @@ def is_loopback(host: str) -> bool:
 
 
 def url_of(listener: socket.socket) -> str:
-    """Return the URL of a server on a listening socket, for clients on this host."""
+    """Return the URL at which clients on this host reach a server with this listening socket."""
     host, port = listener.getsockname()[:2]
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
@@ -158,9 +162,9 @@ def url_of(listener: socket.socket) -> str:
 def listen(*, host: str, port: int) -> socket.socket:
     """Return a listening socket.
 
-    The socket is opened before the slow part of the start, so that early connections wait and do not fail.
+    Call this before the slow part of the start, so that early connections wait and do not fail.
 
-    Raises OSError whose message names the address and the options to change.
+    Raises OSError, whose message names the address and the options to change.
     """
     try:
         listener = listening_socket(host, port, backlog=BACKLOG)

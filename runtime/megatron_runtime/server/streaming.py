@@ -28,11 +28,11 @@ class ClientDisconnectedError(Exception):
 
 
 async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: asyncio.Event) -> _T:
-    """Await `work`. Cancel it when the client disconnects or the drain time ends.
+    """Return the result of `work`. Cancel `work` when the client disconnects or `expired` is set.
 
-    receive: ASGI `receive` of the request.
+    receive: ASGI `receive` of the request. expired: set when the drain time has ended.
 
-    Raises ClientDisconnectedError if the client has disconnected, and ApiError 503 if `expired` was set.
+    Raises ClientDisconnectedError if the client has disconnected, and ApiError 503 if `expired` is set.
     """
     task = asyncio.ensure_future(work)
     left = asyncio.create_task(_disconnected(receive))
@@ -51,8 +51,8 @@ async def until_disconnect(receive: Receive, work: Awaitable[_T], *, expired: as
 class WholeAnswer(Response):
     """A response that sends a whole answer in parts.
 
-    Each part waits until the client has read most of the earlier parts. Therefore the request stays open, and its
-    memory counts as held, until the client has read the answer.
+    The response sends a part only after the client has read most of the earlier parts. Therefore the request stays
+    open, and its memory counts as held, until the client has read the answer.
     """
 
     PART_BYTES = 64 * 1024
@@ -68,12 +68,12 @@ class WholeAnswer(Response):
 class EventStream(Response):
     """A stream of server-sent events.
 
-    Nothing is sent before the first event, so that a rejected request gets its own status. A stream without an event
-    for `keep_alive_seconds` gets a comment. After the first byte, an ApiError becomes an error event. No DONE follows,
-    because the answer is not complete. When the client disconnects, `events` is closed immediately. When `expired` is
-    set, the stream ends with an error.
+    Nothing is sent before the first event, so that a rejected request gets the HTTP status of its error. A stream
+    without an event for `keep_alive_seconds` gets a comment. After the first byte, an ApiError becomes an error event,
+    without a DONE after it, because the answer is not complete. When the client disconnects, `events` is closed
+    immediately. When `expired` is set, the stream ends with an error.
 
-    error_body: returns the body of an error in the format of Anthropic's API. Events of this API have the name of their
+    error_body: for Anthropic's API, returns the body of an error event. In this API, the name of an event is its
                 `type`, and the stream has no DONE. None: OpenAI's format.
     """
 

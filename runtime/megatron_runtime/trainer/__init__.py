@@ -1,4 +1,4 @@
-"""Public names for publishing weights from a training script, and for loading them in a program with engines."""
+"""The Python API with which a training script publishes weights, and a program with engines loads the weights."""
 
 from megatron_runtime.checkpoints.source import Trainer
 from megatron_runtime.trainer.published import PublishError

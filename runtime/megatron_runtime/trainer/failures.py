@@ -1,7 +1,8 @@
-"""The effects of losing a process during a weight update: which weights the engines serve, and what publish() does.
+"""A table of the effects of losing a process during a weight update.
 
-tests/unit/coordinator/test_update_model.py checks this table against the coordinator's core, with the events of an
-update in any order. It also checks docs/concepts/verbs.md against this table.
+The table shows which weights the engines serve, and what publish() does. tests/unit/coordinator/test_update_model.py
+checks this table against the coordinator's core, with the events of an update in any order. It also checks
+docs/concepts/verbs.md against this table.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Literal
 
 
 class Lost(StrEnum):
-    """The process that is killed. Messages that it sent before still arrive."""
+    """The process that is lost, because it is killed. Messages that the process has sent before still arrive."""
 
     TRAINER = "trainer"
     ENGINE = "engine"
@@ -21,8 +22,9 @@ class Lost(StrEnum):
 
 
 class PublishPhase(StrEnum):
-    """Progress of the update on the lost engine. If another process is lost, progress of the engine with the least
-    progress.
+    """The progress of the update when a process is lost.
+
+    It is the progress of the lost engine or, if the lost process is not an engine, of the slowest engine.
     """
 
     CONNECTING = "connecting"
@@ -35,9 +37,9 @@ class PublishPhase(StrEnum):
 class UpdateOutcome:
     """The outcome of an update during which a process was lost.
 
-    epoch:   whether all engines, including engines that restart, then serve the old or the new weights.
+    epoch:   whether all engines, including engines that restart, serve the old or the new weights afterwards.
     publish: effect on the publish() call in progress.
-    retry:   how the update continues.
+    retry:   how the update continues after the loss.
     """
 
     epoch: Literal["old", "new"]

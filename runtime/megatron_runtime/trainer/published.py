@@ -18,9 +18,9 @@ from megatron_runtime.protocol.published_weights import VALUE_BYTES, digest_of
 class PublishError(RuntimeError):
     """The update failed. The message names the cause, and the engine or the rank of the trainer that failed.
 
-    is_committed: False: every engine keeps its weights. None: unknown, because the coordinator or the first rank of the
-                  trainer did not answer. If so, publish again. Publishing the same weights with the same epoch changes
-                  nothing if they were committed.
+    is_committed: False: every engine keeps its weights. None: it is unknown whether the update was committed, because
+                  the coordinator or the first rank of the trainer did not answer. If so, publish the same weights with
+                  the same epoch again. This has no effect if the weights were committed.
     """
 
     def __init__(self, message: str, *, is_committed: bool | None) -> None:
@@ -29,7 +29,7 @@ class PublishError(RuntimeError):
 
 
 class PublishedWeights(OfferedTensors):
-    """The weights of one epoch. The constructor copies the weights, so the program can continue training.
+    """A copy of the weights of one epoch, which the constructor makes, so that the program can continue training.
 
     model: a causal language model of transformers in eval mode, a GPTModel of Megatron-Core on one rank, a checkpoint,
            or a mapping from transformers names to complete float32, bfloat16 or float16 tensors on any device.

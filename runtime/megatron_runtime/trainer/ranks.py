@@ -1,8 +1,8 @@
 """The ranks of a trainer that hold parts of one Megatron-Core model. The first rank publishes the whole model.
 
-The first rank reads the parts of the other ranks like a checkpoint that several ranks have saved. Each rank describes
-its boxes of Megatron's tensors, and sends the bytes of a box when the first rank requests them. The last message of
-each call is the result of the call.
+A box is a rectangular part of one of Megatron's tensors. The first rank reads the boxes of the other ranks like a
+checkpoint that several ranks have saved. Each rank describes its boxes, and sends the bytes of a box when the first
+rank requests the box. The last message of each call is the result of the call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TEXT = -1
 
 @dataclass(frozen=True, slots=True)
 class RankChunk:
-    """A box of the stored tensor `key`, which is chunk `number` of a rank."""
+    """A box of the stored tensor `key`, which is the chunk with the number `number` on a rank."""
 
     key: str
     box: tuple[range, ...]
@@ -55,8 +55,9 @@ Receive = Callable[[RankChunk, tuple[int, ...], torch.Tensor], None]
 
 
 class TrainerRanks:
-    """The ranks of a group. Every rank makes the same calls in the same order. During a call, nothing else may use the
-    group.
+    """The ranks of a torch.distributed group. Every rank must make the same calls in the same order.
+
+    During a call, nothing else may use the group.
 
     group: a group of torch.distributed with a backend for CPU tensors; None: this process is the only rank.
 
@@ -78,13 +79,14 @@ class TrainerRanks:
         self._ranks = dist.get_process_group_ranks(group)
 
     def run(self, act: Callable[[], str]) -> str:
-        """Call act() on the first rank, and return its result on all ranks. If act() fails, the other ranks raise
-        PublishError.
+        """Call act() on the first rank, and return its result on all ranks.
+
+        If act() raises an error, the other ranks raise PublishError.
         """
         return self._run(act, [])
 
     def publish(self, model: Any, act: Callable[[Any], str]) -> str:
-        """Call `act` on the first rank with a checkpoint of the whole model. Return the result on all ranks.
+        """Call `act` on the first rank with a checkpoint of the whole model, and return its result on all ranks.
 
         model: this rank's part, a GPTModel. If this process is the only rank, `act` gets `model` itself.
 
@@ -127,7 +129,7 @@ class TrainerRanks:
         return result
 
     def _end(self, result: dict[str, Any]) -> None:
-        """Send the result to the other ranks. Losing a rank does not change the result."""
+        """Send the result of a call to the other ranks. The loss of a rank does not change the result."""
         for rank in range(1, len(self._ranks)) if self._group is not None else ():
             try:
                 self._send_text(rank, result)
@@ -135,7 +137,10 @@ class TrainerRanks:
                 logger.warning("%s", error)
 
     def _follow(self, held: Sequence[LiveChunk]) -> str:
-        """Send the values that the first rank requests, until it sends its result. Return the result."""
+        """Send values to the first rank when it requests them, until it sends the result of the call.
+
+        Return the result.
+        """
         while (header := self._receive_header(0))[0] != _TEXT:
             number, axes, *place = header
             for bucket in held[number].bytes_at(tuple(place[:axes])).reshape(-1).split(_BUCKET_BYTES):
@@ -192,10 +197,10 @@ class TrainerRanks:
 
 
 class GatheredModel(ChunkedCheckpoint[RankChunk]):
-    """A model whose parts are on several ranks. read() receives the values from the ranks.
+    """A checkpoint of a model whose parts are on several ranks. read() receives the values from the ranks.
 
-    index:     the parts on all ranks.
-    receive:   called with a chunk and its index for each part that read() needs.
+    index:     the stored tensors with their parts on all ranks.
+    receive:   called with a chunk and an index of its leading axes for each part that read() needs.
     num_ranks: number of ranks, for errors.
 
     Raises UnsupportedModelError if a part of the model is missing on all ranks.
@@ -228,7 +233,10 @@ class GatheredModel(ChunkedCheckpoint[RankChunk]):
 
 
 def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
-    """Return the shapes, types and boxes of this rank's parts. Append the parts to `held` in the same order."""
+    """Return a message with the shapes, types and boxes of this rank's parts.
+
+    Append the parts to `held` in this order.
+    """
     if not is_megatron_model(model):
         raise UnsupportedModelError(f"model is {type(model).__name__}: with a group, want a GPTModel of Megatron-Core")
     tensors = []
@@ -240,10 +248,10 @@ def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
 
 
 def _union(descriptions: Iterable[dict[str, Any]]) -> dict[str, TensorIndex[RankChunk]]:
-    """Return the parts of all ranks. If several ranks have the same box, such as data-parallel replicas, use the first
-    rank.
+    """Return the stored tensors with their parts on all ranks.
 
-    Raises UnsupportedModelError if a rank has no part of the same model.
+    If several ranks have the same box, such as data-parallel replicas, the first of these ranks is used. Raises
+    UnsupportedModelError if a rank has no part of the same model.
     """
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     chunks: dict[str, dict[tuple[range, ...], RankChunk]] = {}

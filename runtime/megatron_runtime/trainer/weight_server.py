@@ -1,4 +1,4 @@
-"""Publish the weights of a training program to all engines of a coordinator, as one transaction.
+"""Publishes the weights of a training program to all engines of a coordinator, as one transaction.
 
 with WeightServer(policy, coordinator="coordinator:5557", keys=Path("/keys")) as server:
     for epoch in range(1, steps + 1):
@@ -34,10 +34,11 @@ RETRY_SECONDS = 0.5
 
 
 class WeightServer:
-    """Sends weights to engines, and keeps a copy of the weights in host memory for engines that start later.
+    """A server in a training program that sends weights to engines.
 
-    The program can use torch.distributed. This class uses none of its process groups except `group`. Host memory
-    contains one copy of the weights between two calls of publish(), and two copies during a call.
+    The server keeps a copy of the published weights in host memory, for engines that start later. During a call of
+    publish(), host memory contains two copies. The program can use torch.distributed. This class uses none of its
+    process groups except `group`.
 
     With a group, every rank creates a WeightServer with its part of the model and otherwise equal arguments, and calls
     publish() and close(). Only rank 0 listens, connects, and has the copy of the whole model.
@@ -48,7 +49,7 @@ class WeightServer:
     keys:        directory of trainer.key, trainer.pub, server.pub and engine.pub; None: no encryption.
     host:        address of this machine to which engines connect; None: the address of the interface that reaches the
                  coordinator, or 127.0.0.1 without a coordinator.
-    port:        port for the engines' connections, the only listening port; 0: a free port.
+    port:        port for the engines' connections. The server listens on no other port. 0: a free port.
     group:       the torch.distributed ranks that hold parts of one GPTModel, with any tensor, pipeline, expert and data
                  parallel sizes. The group needs a CPU backend, such as new_group(backend="gloo"), and a timeout longer
                  than publish(). None: this rank has the whole model.
@@ -101,10 +102,10 @@ class WeightServer:
         self.close()
 
     def close(self) -> None:
-        """Disconnect when all receiving engines have the weights. Idempotent.
+        """Disconnect when all engines that are receiving weights have received them. Idempotent.
 
-        If an engine makes no progress, wait at most EXCHANGE_SECONDS. Engines keep their weights, and send them to
-        engines that start later.
+        The method waits at most EXCHANGE_SECONDS for an engine that makes no progress. Engines keep the weights, and
+        send them to engines that start later.
         """
         if self._closed:
             return
@@ -121,12 +122,12 @@ class WeightServer:
         self._held.clear()
 
     def publish(self, epoch: int, *, timeout_seconds: float = 600.0) -> str:
-        """Replace the weights of all engines, or of no engine, by the current weights of the model.
+        """Replace the weights of all engines by the current weights of the model, or replace none.
 
         Return the reference of the new weights when every engine has received and verified them and the coordinator has
         committed. An engine that is lost during the update receives the new weights when it restarts, before it serves.
 
-        epoch: must be greater than the engines' epoch.
+        epoch: epoch of the new weights, greater than the epoch of the engines.
 
         Raises ValueError if the model cannot be published, and PublishError. With a group, an error on rank 0 raises
         PublishError on the other ranks.
@@ -155,15 +156,14 @@ class WeightServer:
         self._port.offer(*held.values())
 
     def set_generation_epoch(self, epoch: int) -> None:
-        """Label all later tokens with `epoch`. With a group, only rank 0 can call this method.
+        """Label all tokens that are sampled from now on with `epoch`. With a group, only rank 0 can call this method.
 
         Raises ControlRejectedError and CoordinatorUnreachableError.
         """
         self._control(Control(kind=Header.SET_GENERATION_EPOCH, epoch=epoch, fence=0))
 
     def status(self) -> StatusReply:
-        """Return the coordinator's STATUS: the current epoch, and the epoch, source and digest of each engine's
-        weights.
+        """Return the coordinator's status: the current epoch, and epoch, source and digest of each engine's weights.
 
         With a group, only rank 0 can call this method.
         """
@@ -206,9 +206,7 @@ class WeightServer:
         return self._loop.run_sync(send())
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
-        """Send UPDATE_WEIGHTS repeatedly until the coordinator accepts it. The coordinator rejects it during other
-        operations.
-        """
+        """Send UPDATE_WEIGHTS until the coordinator accepts the signal, which it rejects during other operations."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:

@@ -1,9 +1,10 @@
-"""Fetches a repository of a hub, or a model in an object store, to a directory or to a cache.
+"""Fetches a model from a hub or an object store, to a directory or to a cache.
 
 The cache for hubs is the cache of huggingface_hub, which other programs on the machine share. `models--ORG--NAME/` has
 contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. This
 program adds manifests of digests in `.megatron/`. It writes a manifest when all files are complete and their digests
-match the hub's list. The cache for object stores has the same layout; its commits are digests over the list of objects.
+match the hub's list. The cache for object stores has the same layout, in which a commit is a digest of the list of
+objects.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ Source = HubApi | ObjectStoreApi
 
 
 def parse_reference(model: str) -> AnyReference:
-    """Parse `hf:ORG/NAME[@REVISION]` or the URL of an object store. Raises HubError."""
+    """Return the reference in `hf:ORG/NAME[@REVISION]` or in the URL of an object store. Raises HubError."""
     return ObjectReference.parse(model) if is_object_reference(model) else Reference.parse(model)
 
 
@@ -75,7 +76,7 @@ def connect(reference: AnyReference, *, endpoint: str | None = None, token_file:
 
 
 def _cache_root(reference: AnyReference, cache: Path | None) -> Path:
-    """Return the directory of the repositories in a cache. cache: None means the caches of this user."""
+    """Return the directory of the cache that contains the repository. cache: None means the caches of this user."""
     if isinstance(reference, ObjectReference):
         return (cache or hf_home()) / "megatron-objects"
     return hub_cache() if cache is None else cache / "hub"
@@ -90,7 +91,7 @@ def cached_directory(
     tokenizer_only: fetch only the tokenizer of a repository that has one.
     cache:          cache directory. By default, a model in $MEGATRON_MODEL_CACHE is used from there. Any other model is
                     fetched to the cache of the Hugging Face libraries.
-    progress: called with the progress. By default, the progress is logged.
+    progress: called with the progress of the transfers. By default, the progress is logged.
 
     Raises HubError, HubUnavailableError, ModelFileError or OSError.
     """
@@ -120,12 +121,13 @@ def cached_directory(
 
 
 def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, cache: Path | None = None) -> Path | None:
-    """Return the directory of a model that can be used without the network.
+    """Return the cached directory of a model if it can be used without the network, otherwise None.
 
-    Return None if a file is missing. Return None also for a branch or an object store, which may have changed.
+    Any revision can be used from $MEGATRON_MODEL_CACHE and, if HF_HUB_OFFLINE is set, from the user's cache. Otherwise,
+    only a commit can be used, because a branch or an object store may have changed. The result is also None if a file
+    is missing.
 
-    The directory is in $MEGATRON_MODEL_CACHE, or it is a cached commit, or, if HF_HUB_OFFLINE is set, any cached
-    revision. Raises HubError if HF_HUB_OFFLINE is set and the cache lacks the model.
+    Raises HubError if HF_HUB_OFFLINE is set and the cache lacks the model.
     """
     shared = os.environ.get(MODEL_CACHE) if cache is None else None
     if shared:
@@ -144,9 +146,9 @@ def cached_snapshot(reference: AnyReference, *, tokenizer_only: bool = False, ca
 
 
 def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_only: bool = False) -> Path | None:
-    """Return the directory of a commit if it has all files of its manifest; otherwise None.
+    """Return the directory of a commit if it has all files of its manifest, otherwise None.
 
-    Other programs may have deleted some files.
+    Files can be missing because other programs may delete files in the cache.
     """
     if not is_commit(commit):
         return None
@@ -209,8 +211,9 @@ def fetch(
     progress: Progress = silent,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
-    """Fetch `files` of a listing to `directory`. Files that are there with the correct content are not transferred
-    again.
+    """Fetch `files` of a listing to `directory`, and return their manifest.
+
+    Files that `directory` already has with the correct content are not transferred again.
 
     wait: sleeps for a number of seconds.
 
@@ -222,12 +225,12 @@ def fetch(
 
 @dataclass(slots=True)
 class _Fetch:
-    """Fetches several files at a time. The first failure cancels all transfers.
+    """One call of fetch(), which transfers several files at a time. The first failure cancels all transfers.
 
     directory: target directory, in which the files have their names.
     own: directory of the manifest and the lock.
     cache: cache of repositories, to which the source fetches.
-    blobs: contents of the repository in this cache, to which `directory` has links. If None, the files are moved from
+    blobs: folder in the cache with the files' contents, to which `directory` gets links. None: the files are moved from
            the cache to the directory, and the cache is deleted.
     wait:      sleeps for a number of seconds. None waits until another file fails.
     """
@@ -284,7 +287,7 @@ class _Fetch:
             return fetched
 
     def _get_all(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
-        """Fetch the files, and return their entries in the manifest by path."""
+        """Fetch the files, and return the manifest's entry for each file, by path."""
         with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
             transfers = {pool.submit(self._get, file): file for file in files}
             try:
@@ -296,7 +299,7 @@ class _Fetch:
                 raise
 
     def _get(self, file: RemoteFile) -> dict[str, Any]:
-        """Return the manifest entry of a file. Fetch the file unless it is already there."""
+        """Return the manifest's entry for a file. Fetch the file unless the target directory already has it."""
         path = self.directory / file.path
         sha256 = check_file(file, path) if self.blobs is None and not file.version else None
         if sha256 is None:
@@ -310,9 +313,9 @@ class _Fetch:
         return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
     def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
-        """Return the path of a file in the cache, and the file's sha256.
+        """Fetch a file to the cache. Return its path there and its sha256.
 
-        If the content is wrong, the file is fetched a second time.
+        If the content is wrong, fetch the file a second time.
         """
         for again in (False, True):
             get = partial(self.source.get, self.listing, file, self.cache, partial(self._received, file), again=again)
@@ -350,7 +353,7 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Return a context that holds the lock of a directory. Other processes wait, and can then use the files."""
+    """Return a context that holds the lock of a directory. Other processes that enter such a context wait meanwhile."""
     with (directory / ".megatron-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

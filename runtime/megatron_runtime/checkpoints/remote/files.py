@@ -1,7 +1,7 @@
-"""The files of a remote model.
+"""The files of a remote model, and their manifest.
 
-This module selects the files that a model needs, computes their digests, and reads and writes the manifest of a
-directory.
+This module selects the files that a model needs, verifies their digests, and reads and writes manifests. A manifest
+lists the verified files of a directory.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class HubError(ValueError):
 class HubUnavailableError(OSError):
     """Raised if the hub cannot be reached or is overloaded. A retry may help.
 
-    retry_after: seconds to wait according to an overloaded hub, 0 if the hub names no time; None if no hub responds.
+    retry_after: seconds that an overloaded hub asks the client to wait; 0: the hub names no time; None: no hub
+                 responds.
     """
 
     def __init__(self, message: str, *, retry_after: float | None = None) -> None:
@@ -65,9 +66,9 @@ class WrongContentError(HubError):
 class RemoteFile:
     """A file of a model at a hub or in an object store.
 
-    sha256:  digest of the content, if the source lists it.
-    blob:    git's name of the content.
-    version: version of an object in a store. It changes with the content but is not a digest.
+    sha256:  digest of the content; None if the hub or the store does not list it.
+    blob:    git's hash of the content, if the hub lists it.
+    version: version of an object in a store. The version changes with the content, but is not a digest of it.
     """
 
     path: str
@@ -78,13 +79,13 @@ class RemoteFile:
 
     @property
     def digest(self) -> str:
-        """The digest of the content or, if it is not listed, the version. The content has this name in the cache."""
+        """The listed digest of the content, or else its version. The content has this name in the cache."""
         return self.sha256 or self.blob or self.version
 
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The files of one commit."""
+    """The list of all files of one commit."""
 
     repository: str
     commit: str
@@ -93,7 +94,7 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The verified content of a directory. files: sha256 and size of each file, by path."""
+    """The list of the verified files in a directory. files: sha256 and size of each file, by path."""
 
     repository: str
     commit: str
@@ -136,10 +137,11 @@ def retried(
 
     Raises the errors of `call`.
 
-    wait:    sleeps for a number of seconds, which is the hub's retry-after, or else a delay that doubles after each
+    wait:    called to sleep for a number of seconds: the hub's retry-after, or else a delay that doubles after each
              failure.
     reached: returns the number of bytes of the file that have been received. If given, `call` is also repeated when no
-             hub responds. Attempts that have received more bytes than all earlier attempts do not count.
+             hub responds. An attempt that has received more bytes than all earlier attempts does not count towards
+             MAX_TRIES.
     """
     failures, furthest = 0, 0
     while True:
@@ -159,7 +161,7 @@ def retried(
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
     """Return the files that a model needs or, if `include` has patterns, the files that match them.
 
-    Files whose names this program itself uses are excluded.
+    Files are excluded if their names begin with the prefix of this program's own files.
     """
     files = [file for file in files if not file.path.startswith(_OWN_PREFIX)]
     if include:
@@ -179,9 +181,10 @@ def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
 
 
 def check_file(file: RemoteFile, path: Path) -> str | None:
-    """Return the sha256 of the file at `path` if its content matches `file`; otherwise None.
+    """Return the sha256 of the file at `path` if its content matches `file`, otherwise None.
 
-    A matching file has been flushed to disk, so that a manifest can list it.
+    This function also flushes the file to disk (fsync), so that a manifest never lists a file that a power failure can
+    lose.
     """
     if not path.is_file() or path.stat().st_size != file.size:
         return None
@@ -200,7 +203,7 @@ def check_file(file: RemoteFile, path: Path) -> str | None:
 
 
 def verify_directory(directory: Path, *, progress: Progress = silent) -> Manifest:
-    """Read all files of a fetched directory again, and compare them with the manifest.
+    """Read all files of a fetched directory again, compare them with its manifest, and return the manifest.
 
     Raises WrongContentError, which names every missing or changed file, and HubError if there is no manifest.
     """

@@ -1,8 +1,8 @@
 """A client of a Hugging Face hub. It lists the files of a revision, and reads or fetches a file.
 
 It uses huggingface_hub, which reads its environment variables (HF_ENDPOINT, HF_TOKEN, HF_HUB_CACHE, HF_HUB_OFFLINE,
-proxies, ...) when it is imported. The hub is trusted like a package index. This module checks names that become paths,
-and user-supplied values that error messages quote.
+proxies, ...) when it is imported. The hub is trusted like a package index. Nevertheless, this module checks names that
+become paths, and values from users that error messages quote.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ _ERRORS = (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeE
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """A revision of a repository: a branch, a tag or a commit."""
+    """A reference to a revision of a repository on a hub. The revision is a branch, a tag or a commit."""
 
     repository: str
     revision: str = "main"
 
     @classmethod
     def parse(cls, text: str) -> Reference:
-        """Parse `ORG/NAME[@REVISION]`, with or without the prefix `hf:`. Raises HubError."""
+        """Return the reference in `ORG/NAME[@REVISION]`, with or without the prefix `hf:`. Raises HubError."""
         name, _, revision = text.removeprefix(HUB_PREFIX).removeprefix("//").partition("@")
         if not _REPOSITORY.fullmatch(name) or ".." in name or not all(len(part) <= 96 for part in name.split("/")):
             raise HubError(f"{text!r} is not a repository: write ORG/NAME or ORG/NAME@REVISION")
@@ -75,7 +75,7 @@ class Reference:
 
     @property
     def commit(self) -> str | None:
-        """The revision if it is a commit, whose files never change; otherwise None."""
+        """The revision if it is the name of a commit, whose files never change. Otherwise None."""
         return self.revision if is_commit(self.revision) else None
 
     @property
@@ -90,7 +90,7 @@ class Reference:
 def offline_directory(reference: Reference, cache: Path) -> Path | None:
     """Return the cached directory of a revision if HF_HUB_OFFLINE is set, otherwise None.
 
-    Files in this directory are not verified by digest, even if another program has fetched them.
+    The files in this directory are not verified. Another program may have fetched them.
 
     Raises HubError if HF_HUB_OFFLINE is set and the revision is not cached.
     """
@@ -109,10 +109,10 @@ def offline_directory(reference: Reference, cache: Path) -> Path | None:
 
 
 class HubApi:
-    """A client for the repository of a reference.
+    """A client of a hub, for the repository that a reference names.
 
-    endpoint:   None means HF_ENDPOINT, or the public hub.
-    token_file: None means that the library looks for a token.
+    endpoint:   URL of the hub; None: the variable HF_ENDPOINT, or the public hub.
+    token_file: file with the access token; None: huggingface_hub looks for a token.
 
     Raises HubError, or SecretError if the endpoint or the token is malformed.
     """
@@ -160,7 +160,8 @@ class HubApi:
     ) -> Path:
         """Return the path of a file in `cache`, and fetch the file if it is not cached. The content is not verified.
 
-        received: called with the number of bytes received so far. If it raises, the transfer is cancelled.
+        received: called with the number of bytes received so far. If this call raises an error, the transfer is
+                  cancelled.
         again:    whether to fetch the file even if it is cached.
 
         Raises HubError, HubUnavailableError or OSError.
@@ -181,7 +182,7 @@ class HubApi:
         return path
 
     def cancel(self) -> None:
-        """Cancel the running transfers. A transfer over plain HTTP stops when it calls `received` the next time."""
+        """Cancel the running transfers. A transfer over HTTP without Xet stops when it next calls `received`."""
         abort_xet_session()
 
     def _list(self) -> Listing:
@@ -223,8 +224,9 @@ class HubApi:
             raise self._translated(error) from None
 
     def _translated(self, error: BaseException) -> BaseException:
-        """Convert an error of huggingface_hub, which may wrap an HTTP error, to one of our errors with a one-line
-        message.
+        """Return this package's error for an error of huggingface_hub, which can wrap an HTTP error.
+
+        The message has one line.
         """
         text = escaped(_QUERY.sub("", str(error)))
         what = f"for {self._reference} ({type(error).__name__}: {text})"
@@ -315,7 +317,7 @@ def _keep_token(origin: tuple[str, str, int | None], request: httpx2.Request) ->
 
 
 def _require_path_names(response: httpx2.Response) -> None:
-    """Raise HubError for a response whose headers would lead to a path outside of the cache."""
+    """Raise HubError if the headers of a response would make the library write a path outside of the cache."""
     for name in _PATH_HEADERS if _is_own(response.request) and response.request.method == "HEAD" else ():
         value = response.headers.get(name)
         if value is not None and not _PATH_NAME.fullmatch(value):
@@ -326,7 +328,7 @@ def _require_path_names(response: httpx2.Response) -> None:
 
 
 def _bar(received: Callable[[int], None]) -> type[tqdm]:
-    """Return the class of an invisible progress bar that calls `received` with its value."""
+    """Return a class of invisible progress bars, which call `received` with the number of bytes so far."""
 
     class Bar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:

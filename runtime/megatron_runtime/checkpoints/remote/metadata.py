@@ -1,4 +1,4 @@
-"""Fetches the metadata of a model without its weights: the small files, and the headers of the weight files."""
+"""Fetches a remote model without its weights: the small files, and the headers of the weight files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Models in object stores: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `az://CONTAINER/PREFIX`, `https://HOST/PATH`.
 
 The library obstore signs and sends the requests. It reads credentials, region and endpoint from the environment
-(`AWS_*`, `GOOGLE_*`, `AZURE_*`), or uses the machine's workload identity. All data from a store is checked before use.
-Names are checked because they become paths, and sizes because they limit the bytes to write. Every read requests the
+(`AWS_*`, `GOOGLE_*`, `AZURE_*`), or uses the machine's workload identity. This module checks all data from a store
+before use: names, because they become paths, and sizes, because they limit the bytes to write. Every read requests the
 listed version of an object.
 """
 
@@ -109,7 +109,7 @@ class ObjectReference:
 
     @classmethod
     def parse(cls, text: str) -> ObjectReference:
-        """Parse the URL of a model. Raises ObjectStoreError."""
+        """Return the reference in the URL of a model. Raises ObjectStoreError."""
         match = _URL.fullmatch(text)
         prefix = match[3].strip("/") if match else ""
         try:
@@ -128,17 +128,17 @@ class ObjectReference:
 
     @property
     def revision(self) -> str:
-        """Name of a model's only branch in a cache."""
+        """Name of the only branch that a cached model has."""
         return "main"
 
     @property
     def commit(self) -> None:
-        """Always None, because the objects in a store can change, so there are no commits."""
+        """Always None. A store has no commits, because its objects can change."""
         return
 
     @property
     def directory(self) -> tuple[str, str]:
-        """The prefix of the objects, and the name of the model's file if the URL names a file, otherwise ""."""
+        """The prefix of the objects, and the name of the file that the URL names; "" if the URL names no file."""
         if not self.prefix.endswith(".gguf"):
             return self.prefix, ""
         parent, _, name = self.prefix.rpartition("/")
@@ -159,7 +159,7 @@ def is_object_reference(model: str) -> bool:
 
 
 class ObjectStoreApi:
-    """A client for the objects of a reference."""
+    """A client of an object store, for the objects of a reference."""
 
     def __init__(self, reference: ObjectReference) -> None:
         self._reference = reference
@@ -181,7 +181,7 @@ class ObjectStoreApi:
         return retried(self._list, wait)
 
     def read(self, listing: Listing, file: RemoteFile, size: int) -> Iterator[bytes]:
-        """Yield the first `size` bytes of a file, or more. Raises ObjectStoreError or ObjectStoreUnavailableError."""
+        """Yield at least the first `size` bytes of a file. Raises ObjectStoreError or ObjectStoreUnavailableError."""
         return self._read(file, 0)
 
     def get(
@@ -189,7 +189,7 @@ class ObjectStoreApi:
     ) -> Path:
         """Fetch a file, as HubApi.get() does, and return its path.
 
-        Writes are unbuffered. So bytes that an earlier attempt or process has received are not transferred again.
+        Bytes that an earlier attempt or process has received are not transferred again, because writes are unbuffered.
         """
         repository = cache / self._reference.cache_name
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
@@ -213,7 +213,7 @@ class ObjectStoreApi:
         return path
 
     def cancel(self) -> None:
-        """Cancel the running transfers. Each stops when it calls `received` the next time."""
+        """Cancel the running transfers. Each transfer stops when it next calls `received`."""
 
     def _read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         etag, length = self._etags.get(file.path), _FIRST_BYTES
@@ -361,9 +361,9 @@ class ObjectStoreApi:
 
     @contextmanager
     def _errors(self, name: str = "") -> Iterator[None]:
-        """Return a context that converts the library's errors.
+        """Return a context that converts the errors of obstore to ObjectStoreError or ObjectStoreUnavailableError.
 
-        It drops their messages, which quote URLs that can contain signatures.
+        The messages of obstore are dropped, because they quote URLs that can contain signatures.
         """
         where = f"{self._reference}/{name}" if name and not self._reference.directory[1] else str(self._reference)
         try:
@@ -410,7 +410,7 @@ def _etag(entry: Mapping[str, Any]) -> str:
 
 
 def _require_valid_variables(reference: ObjectReference) -> None:
-    """Check the environment variables that the library reads, because its error messages quote them.
+    """Check the environment variables that obstore reads, because its error messages quote their values.
 
     Raises ObjectStoreError.
     """
@@ -427,9 +427,9 @@ def _require_valid_variables(reference: ObjectReference) -> None:
 
 
 def _store(reference: ObjectReference) -> ObjectStore:
-    """Return the library's client for a reference.
+    """Return obstore's client for a reference.
 
-    Raises ObjectStoreError. Its message never contains a credential.
+    Raises ObjectStoreError, whose message never contains a credential.
     """
     _require_valid_variables(reference)
     try:

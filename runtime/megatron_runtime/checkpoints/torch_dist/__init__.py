@@ -1,1 +1,1 @@
-"""Megatron-Core distributed checkpoints (`torch_dist`), which are torch.distributed.checkpoint files of a GPT model."""
+"""Reads and writes Megatron-Core's distributed checkpoints of GPT models (format `torch_dist`)."""

@@ -41,7 +41,7 @@ _DCP_VERSION = "1.0.0"
 class TorchDistCheckpoint(ChunkedCheckpoint[SavedChunk]):
     """A Megatron-Core checkpoint in a directory.
 
-    The constructor reads the index, and raises an error for missing tensors, unknown tensors and wrong shapes.
+    The constructor reads the index. It raises an error for missing tensors, unknown tensors and wrong shapes.
 
     directory: directory that contains `.metadata`.
 
@@ -81,9 +81,9 @@ def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callab
     """Write `checkpoint` to the empty directory `directory`, in the format that Megatron-LM reads.
 
     Only one chunk of one stored tensor is in memory at a time, whereas torch's own writer keeps a reference to every
-    tensor. The index is written last, so that an incomplete directory cannot be mistaken for a checkpoint.
+    tensor. The index is written last, so that no reader mistakes an incomplete directory for a checkpoint.
 
-    written: called with the number of bytes of each chunk that has been written.
+    written: called after each chunk, with the number of bytes of the chunk.
 
     Raises UnsupportedModelError for a model that Megatron-LM cannot describe.
     """

@@ -1,4 +1,4 @@
-"""A checkpoint whose tensors are assembled from chunks of Megatron-Core's tensors, in files or in a live model."""
+"""Base class of checkpoints whose tensors are assembled from chunks of Megatron-Core's tensors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAX_PLACES = 1 << 20
 
 
 class Chunk(Protocol):
-    """A rectangular part of a stored tensor, given as one range per axis."""
+    """A rectangular part of a stored tensor: one range of indices per axis."""
 
     @property
     def box(self) -> tuple[range, ...]: ...
@@ -42,7 +42,7 @@ C = TypeVar("C", bound=Chunk)
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex(Generic[C]):
-    """A stored tensor, with its whole shape and its chunks."""
+    """The description of a stored tensor: its whole shape and its chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -50,14 +50,14 @@ class TensorIndex(Generic[C]):
 
 
 class ChunkedCheckpoint(Checkpoint, Generic[C]):
-    """Base class of checkpoints that consist of chunks.
+    """Base class of checkpoints whose stored tensors consist of chunks, in files or in a live model.
 
     The constructor raises an error for unknown tensors, missing tensors and wrong shapes.
 
     index:  all tensors of Megatron-Core's model, by key.
-    where:  file or model that holds the tensors, for errors.
+    where:  name of the file or model that holds the tensors, for errors.
     remedy: text that says what to do if tensors do not fit the configuration.
-    absent: type of the tensors that `index` may lack because other ranks hold them; None if `index` must be complete.
+    absent: type of the tensors that `index` can lack because other ranks hold them; None if `index` must be complete.
 
     Raises UnsupportedModelError or ModelFileError.
     """
@@ -88,17 +88,17 @@ class ChunkedCheckpoint(Checkpoint, Generic[C]):
 
     @abstractmethod
     def _values(self, chunk: C, index: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return the bytes of a chunk at one index of the leading axes. The last axis has the bytes of each value.
+        """Return the bytes of a chunk at one index of the leading axes, uint8 [*other axes, itemsize].
 
         Raises ModelFileError if the type of the chunk is not `dtype`.
         """
 
     @abstractmethod
     def _incomplete(self, name: str, *, held: int, wanted: int) -> Exception:
-        """Return the error for a part of tensor `name`. The chunks contain only `held` of the `wanted` bytes."""
+        """Return the error for a read of `wanted` bytes of tensor `name` if the chunks contain only `held` of them."""
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Return a copy of the tensor, or of a part of it."""
+        """Return a copy of a tensor, or of a part of the tensor."""
         piece, dtype = self._pieces[name], self.kinds[name].dtype
         cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
         wanted = [range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True)]
@@ -129,12 +129,15 @@ def _overlap(one: range, other: range) -> range:
 
 
 def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
-    """Return the slices that select `box` in a tensor. origin: position of the tensor's first value."""
+    """Return the slices that select `box` in a tensor whose first value has the position `origin`."""
     return tuple(slice(axis.start - first, axis.stop - first) for axis, first in zip(box, origin, strict=True))
 
 
 def _chunks_by_place(index: TensorIndex[C], *, axes: int) -> dict[tuple[int, ...], list[C]]:
-    """Return the chunks of a stored tensor by their index on the leading axes. A chunk can span several indices."""
+    """Return the chunks of a stored tensor by their index on the first `axes` axes.
+
+    A chunk can have several indices.
+    """
     by_place: dict[tuple[int, ...], list[C]] = {}
     count = 0
     for chunk in index.chunks:

@@ -57,7 +57,9 @@ _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """Return the configuration. config.json in the directory or its parent takes precedence over the arguments.
+    """Return the configuration of the model in `directory`.
+
+    config.json in the directory or in its parent takes precedence over the arguments in common.pt.
 
     Raises UnsupportedModelError, UnsafePickleError or ModelFileError.
     """
@@ -76,7 +78,7 @@ def read_config(directory: Path) -> ModelConfig:
 def read_arguments(common: ModelFile) -> dict[str, Any]:
     """Return the arguments in common.pt that are scalars or flat lists.
 
-    Others are ignored. No code of the file is run.
+    All other arguments are ignored. The function runs no code from the file.
     """
     path = common.path
     with saved_archive(common, where=str(path)) as archive:
@@ -146,7 +148,7 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def arguments_of(config: ModelConfig) -> Namespace:
-    """Return the arguments of Megatron-LM from which read_config() reads the same configuration.
+    """Return the arguments of Megatron-LM that describe a configuration, so that read_config() can read it from them.
 
     Raises UnsupportedModelError, which names the field of ModelConfig that the arguments do not describe.
     """

@@ -1,6 +1,6 @@
-"""The checkpoint of a GPTModel or HybridModel of Megatron-Core in this process.
+"""Reads the weights of a Megatron-Core GPTModel or HybridModel in this process like a checkpoint.
 
-It has the configuration of the model and the tensors that this rank holds.
+The checkpoint has the configuration of the model and the tensors that this rank holds.
 
 Megatron itself describes the tensors of a rank. `sharded_state_dict()` returns each local tensor with its name in a
 distributed checkpoint, its whole shape and its offset. This module uses only attributes of the model. It imports
@@ -86,23 +86,23 @@ _FREQUENCY_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class LiveChunk:
-    """A parameter of this rank as a rectangular part of a stored tensor. It has one range per axis, and the values.
+    """A parameter of this rank, as a rectangular part of a stored tensor: one range per axis, and the values.
 
-    values: tensor with the lengths of these ranges, on any device.
+    values: tensor on any device, whose shape is the lengths of the ranges.
     """
 
     box: tuple[range, ...]
     values: torch.Tensor
 
     def bytes_at(self, index: tuple[int, ...]) -> torch.Tensor:
-        """Return the bytes at one index of the leading axes. The last axis has the bytes of each value."""
+        """Return the bytes of the values at one index of the leading axes, uint8 [*other axes, itemsize]."""
         place = tuple(position - axis.start for position, axis in zip(index, self.box, strict=False))
         values = self.values.detach()[place]
         return values.contiguous().view(torch.uint8).view(*values.shape, values.dtype.itemsize)
 
 
 class LiveModelCheckpoint(ChunkedCheckpoint[LiveChunk]):
-    """The weights of a GPTModel. Each read() reads them from the model's parameters.
+    """A checkpoint of the weights of a GPTModel. Each read() reads the current values of the model's parameters.
 
     model: a GPTModel of megatron.core, or a HybridModel with the same layers, possibly wrapped (Float16Module,
            DistributedDataParallel). If the parallel state is initialised, the model holds this rank's part, and read()
@@ -176,7 +176,7 @@ def _require_pairs(model: Any) -> None:
 
 
 def _gpt_name(name: str) -> str:
-    """Return the name that a GPTModel has for the tensor `name` of a HybridModel with pairs of attention and MLP."""
+    """Return a GPTModel's name for the tensor `name` of a HybridModel in which attention and MLP alternate."""
     if (match := _HYBRID_LAYER.fullmatch(name)) is not None:
         begin, layer, rest = match.groups()
         return f"{begin}{int(layer) // 2}{rest}"
@@ -184,9 +184,9 @@ def _gpt_name(name: str) -> str:
 
 
 def _rotary_of_hybrid(model: Any) -> dict[str, Any]:
-    """Return the rotary base and the rotated fraction of a HybridModel.
+    """Return the rotary base and the rotated fraction of a HybridModel, as arguments.
 
-    They are computed from the frequencies, because the model stores only these.
+    Both are computed from the rotary frequencies, because the model stores only the frequencies.
     """
     frequencies = model.rotary_pos_emb.inv_freq.detach().double().cpu()
     size = 2 * len(frequencies)
@@ -204,7 +204,7 @@ def is_megatron_model(model: Any) -> bool:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside Megatron's wrappers, which have it as the attribute `module`."""
+    """Return the model inside Megatron's wrappers. A wrapper has the wrapped model as its attribute `module`."""
     while isinstance(getattr(model, "module", None), torch.nn.Module):
         model = model.module
     return model
@@ -213,7 +213,7 @@ def unwrapped(model: Any) -> Any:
 def _sharded_tensors(entries: Any) -> Iterator[Any]:
     """Yield the ShardedTensors of a sharded state dict.
 
-    For a ShardedTensorFactory, yield gate and up as two tensors.
+    For a ShardedTensorFactory, which stands for gate and up together, yield gate and up as two ShardedTensors.
     """
     if isinstance(entries, Mapping):
         entries = entries.values()
@@ -261,7 +261,7 @@ def _shard_of(config: Any) -> Shard:
 def config_of(model: Any, ends: tuple[int, ...] = ()) -> ModelConfig:
     """Return the configuration of the whole model, from its attributes and its TransformerConfig.
 
-    It describes the whole model even if this rank holds only a part. For model, ends and errors, see
+    The configuration describes the whole model even if this rank holds only a part. For model, ends and errors, see
     LiveModelCheckpoint.
     """
     gpt = unwrapped(model)

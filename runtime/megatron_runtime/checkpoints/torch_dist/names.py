@@ -1,10 +1,10 @@
-"""Maps the tensors of a decoder to the tensors that Megatron-Core stores. Uses neither torch nor files.
+"""Maps the tensors of a decoder to the tensors that Megatron-Core stores. This module uses neither torch nor files.
 
-Megatron stores one tensor for all layers (axis 0), and one for all experts of all layers (axes 0 and 1). Queries, keys
-and values share `linear_qkv`, which has, for each key-value head, its query heads, its key and its value. Gate and up
-share `linear_fc1`, gate first. A tensor of the decoder is therefore a list of row ranges at one index of the leading
-axes. If layers differ, the names contain layer numbers. Newer files can also number experts, or store gate and up
-separately.
+Megatron stores the same matrix of all layers as one tensor (axis 0: layer), and the same matrix of all experts as one
+tensor (axes 0 and 1: layer and expert). Queries, keys and values share `linear_qkv`, which has, for each key-value
+head, its query heads, its key and its value. Gate and up share `linear_fc1`, gate first. A tensor of the decoder is
+therefore a list of row ranges at one index of the leading axes. If layers differ, the names contain layer numbers.
+Newer files can also number experts, or store gate and up separately.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Layout:
     """The naming scheme of a set of tensors. The default is Megatron-Core's scheme for equal layers.
 
     mixture_norm_in_mlp: whether the norm before a mixture of experts has the same key as the norm before a dense
-                         feed-forward layer. This is so in Megatron's local layer spec, which does not use Transformer
-                         Engine.
+                         feed-forward layer. The two keys are the same in Megatron's local layer spec, which does not
+                         use Transformer Engine.
     """
 
     prefix: str = ""
@@ -116,7 +116,10 @@ def find_layout(keys: Collection[str]) -> Layout:
 
 
 def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
-    """Yield the tensors of the model. Tensors that Megatron lacks, such as norms after a block, are left out."""
+    """Yield the place of each tensor of a model.
+
+    Tensors that Megatron lacks, such as norms after a block, are left out.
+    """
     keys = {**_LAYER_KEYS, **(_SPLIT_GATE if at.split_gate else {}), **(_SEPARATE_NORMS if at.separate_norms else {})}
     for name, (count, *columns) in tensor_shapes(config).items():
         if name in _GLOBAL_KEYS:
@@ -144,7 +147,7 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
 
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
-    """Return the shapes of the tensors in the files, by key, without padding."""
+    """Return the shape of each stored tensor of a model, by key, without padding."""
     tensors: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
     grid = (experts,) if at.numbered_layers else (config.num_layers, experts)

@@ -1,7 +1,7 @@
-"""Reads the pickled parts of a Megatron-Core checkpoint without running their code.
+"""Reads the pickled parts of a Megatron-Core checkpoint without running code from the pickles.
 
-These parts are the index and each tensor. The index maps each chunk of each tensor to a place in a file, at which the
-file has the chunk in the format of torch.save().
+The pickled parts are the index and each tensor. The index maps each chunk of each tensor to a byte range of a file,
+which contains the chunk in the format of torch.save().
 """
 
 from __future__ import annotations
@@ -83,9 +83,10 @@ class SavedTensor:
         return 1 + sum((extent - 1) * stride for extent, stride in zip(self.shape, self.strides, strict=True))
 
     def bytes_in(self, file: MappedFile) -> torch.Tensor:
-        """Return a view of the file with the bytes of each value, uint8 [*shape, itemsize].
+        """Return the tensor as a view of the file, uint8 [*shape, itemsize].
 
-        The view has bytes because the address of a value in a file need not be a multiple of its size.
+        The view has the type uint8, because the address of a value in a file need not be a multiple of the value's
+        size.
         """
         size = self.dtype.itemsize
         storage = file.piece(self.at + self.offset * size, self.span * size)
@@ -95,7 +96,8 @@ class SavedTensor:
 class SavedArchive:
     """An archive that torch.save() wrote. Raises ModelFileError for any other kind of archive.
 
-    view:  the file up to the end of the archive. A zip file is read from its end, and other data can precede it.
+    view:  the bytes of the file up to the end of the archive. Other data can precede the archive, because a zip file is
+           read from its end.
     start: offset of the archive's first byte in the file.
     where: name of the archive, for errors.
     """
@@ -129,7 +131,10 @@ class SavedArchive:
         return data
 
     def find(self, name: str) -> tuple[int, int]:
-        """Return the offset in the file and the size of an entry. Raises ModelFileError if the entry is compressed."""
+        """Return the offset in the file and the size of the archive's entry `name`, both in bytes.
+
+        Raises ModelFileError if the entry is compressed.
+        """
         entry = self._entries.getinfo(self._prefix + name)
         if entry.compress_type != zipfile.ZIP_STORED:
             raise ModelFileError(f"{self._where} is compressed: save the checkpoint without compression")
@@ -146,10 +151,10 @@ class SavedArchive:
 def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int = 0) -> Iterator[SavedArchive]:
     """Yield the torch.save() archive that is in `length` bytes of a file from `start` on.
 
-    length: 0 means the rest of the file.
+    length: size of the archive in bytes; 0: the rest of the file.
     where:  name of the archive, for errors.
 
-    Raises ModelFileError, also for errors of the archive that occur in the block.
+    Raises ModelFileError, also for errors of the archive that occur in the `with` block.
     """
     try:
         with stored.open() as file, mmap.mmap(file.fileno(), start + length, access=mmap.ACCESS_READ) as view:
@@ -181,7 +186,7 @@ def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
 
 
 def _storage(pid: Any) -> SavedTensor:
-    """Return the storage with a persistent id, as a SavedTensor."""
+    """Return the storage for a persistent id, as an empty SavedTensor."""
     kind, dtype, key, _, _ = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("a persistent id is not a storage")
@@ -189,7 +194,7 @@ def _storage(pid: Any) -> SavedTensor:
 
 
 def _rebuild(storage: SavedTensor, offset: int, shape: Any, strides: Any, *others: object) -> SavedTensor:
-    """Return a tensor on `storage`.
+    """Return a tensor whose values are in `storage`.
 
     Replaces torch's functions that build tensors; `others` can include the tensor's type.
     """
@@ -220,7 +225,7 @@ _TRUSTED_IN_TENSORS: dict[tuple[str, str], Any] = {
 
 @dataclass(frozen=True, slots=True)
 class SavedChunk:
-    """A rectangular part of a tensor, given as one range per axis, and the place of this part in a file."""
+    """A rectangular part of a tensor: one range of indices per axis, and the place of the part's values in a file."""
 
     box: tuple[range, ...]
     file: str
@@ -231,8 +236,8 @@ class SavedChunk:
 def read_index(directory: Path) -> tuple[dict[str, TensorIndex[SavedChunk]], dict[str, MappedFile]]:
     """Return all tensors in `directory` by key, and the files that contain their chunks by name.
 
-    Raises UnsafePickleError, and ModelFileError if a file is missing or truncated, or if no file contains a chunk. No
-    file is opened before these checks.
+    Raises UnsafePickleError, and ModelFileError if a file is missing or truncated, or if a chunk is in no file. All
+    these checks precede the first read of a file.
     """
     place, path = ModelDirectory(directory), directory / METADATA_FILE
     index_file = place.file(METADATA_FILE)
@@ -306,7 +311,7 @@ def _tensor(
 
 
 def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
-    """Return the place of each chunk. If the index lists a chunk more than once, the last place is used."""
+    """Return the place of each chunk in the files. If the index lists a chunk more than once, return its last place."""
     if not isinstance(metadata.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}
@@ -329,7 +334,7 @@ def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
 
 
 def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
-    """Return the key of a chunk as strings.
+    """Return the key of a chunk in the map of places, as strings.
 
     A file could make the hashes of integers collide, but not hashes of strings.
     """
@@ -337,9 +342,9 @@ def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
 
 
 class _Metadata(SimpleNamespace):
-    """Replaces a class of torch that has only attributes. The classes below do the same for other classes.
+    """A replacement for a class of torch that has only attributes, which the pickle sets.
 
-    The pickle sets the attributes.
+    The classes below replace other classes of torch.
     """
 
 
@@ -360,7 +365,7 @@ class _Place(SimpleNamespace):
 
 
 class _Properties:
-    """Replaces the properties of a tensor. Only the type is needed."""
+    """A replacement for torch's class of a tensor's properties. Only the tensor's type is read."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]

@@ -48,21 +48,21 @@ OnMessage: TypeAlias = Callable[[PeerLink, messages.Message], object]
 
 
 def answer(engine: PeerLink, message: messages.Message) -> None:
-    """Answer a request immediately with one token."""
+    """Answer a request message to the simulated engine `engine` immediately with one token."""
     if isinstance(message, messages.Dispatch):
         engine.send(messages.Final(message.dispatch_id, message.uid, _TOKEN, _REPLY).to_frames())
 
 
 @dataclass(kw_only=True)
 class Bench:
-    """A coordinator, and the parameters of the load.
+    """A running coordinator, and the parameters of the load that a benchmark puts on it.
 
     clients, engines: number of clients and of engines.
     requests:         number of requests in each part of the measurement.
     start_seconds:    seconds from the start of the coordinator process until it reports its address.
-    prompts:          token ids as int32, shape [DISTINCT_PROMPTS, tokens]. The first half of each prompt is one of
-                      SHARED_PREFIXES different prefixes.
-    streams:          number of streams that an engine accepts in addition to the closed loop.
+    prompts:          token ids of the prompts, int32 [DISTINCT_PROMPTS, tokens]. The first half of each prompt is one
+                      of SHARED_PREFIXES different prefixes.
+    streams:          number of streams that an engine accepts in addition to the requests of the closed loop.
     open_socket:      opens the socket of a client or an engine.
     """
 
@@ -77,7 +77,7 @@ class Bench:
 
     @classmethod
     def start(cls, *, prompt_tokens: int, policy: str = "LongestPrefix", **load: Any) -> Self:
-        """Start a coordinator with a routing policy. load: the other fields of Bench."""
+        """Start a coordinator with a routing policy, and return its Bench. load: the other fields of Bench."""
         settings = CoordinatorSettings(
             listen="127.0.0.1",
             client_port=0,
@@ -145,9 +145,9 @@ class Bench:
     async def closed_loop(
         self, send: Callable[[int], object], window: asyncio.Semaphore, *, count: int, size: int
     ) -> tuple[float, float]:
-        """Send `count` messages. Return the elapsed seconds, and the CPU seconds of all coordinator threads.
+        """Send `count` messages. Return the elapsed seconds, and the CPU seconds of all threads of the coordinator.
 
-        send:   sends the message with the given number.
+        send:   sends the message with a number from 0 to `count` - 1.
         window: semaphore that limits unanswered messages to `size`. The receiver of an answer releases it.
         """
         process = psutil.Process(self.coordinator.pid)
@@ -162,7 +162,7 @@ class Bench:
 
 
 async def run(**load: Any) -> list[Figure]:
-    """Run all measurements in order on one coordinator. load: see Bench.start()."""
+    """Run all measurements one after another on one coordinator, and return their figures. load: see Bench.start()."""
     bench = Bench.start(**load)
     try:
         await asyncio.sleep(1)  # wait until the new process is idle
@@ -179,7 +179,7 @@ async def run(**load: Any) -> list[Figure]:
 
 
 async def sequential(bench: Bench) -> list[Figure]:
-    """Measure one client that sends its requests one after another."""
+    """Return the figures of one client that sends its requests one after another."""
     params = SamplingParams(num_tokens_to_generate=1)
     latencies: list[float] = []
     async with bench.peers(0, 1, answer):
@@ -197,7 +197,7 @@ async def sequential(bench: Bench) -> list[Figure]:
 
 
 async def throughput(bench: Bench) -> list[Figure]:
-    """Measure a closed loop with WINDOW open requests per client."""
+    """Return the figures of a closed loop with WINDOW open requests per client."""
     count, size = bench.requests, WINDOW * bench.clients
     window = asyncio.Semaphore(size)
 
@@ -219,7 +219,7 @@ async def throughput(bench: Bench) -> list[Figure]:
 
 
 async def partials(bench: Bench) -> list[Figure]:
-    """Measure one engine that generates tokens for STREAMS streams of one client and sends one message per step."""
+    """Return the figures of one engine that sends tokens of STREAMS streams to one client, in one message per step."""
     steps = max(1, bench.requests // STREAMS * 4)
     window = asyncio.Semaphore(STEPS_AHEAD)
     dispatched: asyncio.Queue[tuple[PeerLink, messages.Dispatch]] = asyncio.Queue()
@@ -237,7 +237,7 @@ async def partials(bench: Bench) -> list[Figure]:
         engine, first = streams[0]
 
         def send_step(number: int) -> None:
-            """Send one token for each stream, in one message."""
+            """Send one token for each stream, all in one message."""
             entries = [messages.PartialEntry(request.uid, request.dispatch_id, number, 1) for _, request in streams]
             engine.send(messages.Partial(first.route, entries, _TOKEN * STREAMS).to_frames())
 

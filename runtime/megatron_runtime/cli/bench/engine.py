@@ -30,7 +30,7 @@ PRODUCT_ROWS = 192
 
 
 def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine_settings: Any) -> Iterator[Figure]:
-    """Measure a run for each batch size in `batch` and yield its figures.
+    """Run the benchmark once for each batch size in `batch`, and yield the figures.
 
     Sampling is greedy, and requests ignore end-of-sequence tokens.
     """
@@ -80,13 +80,13 @@ def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **engine
 
 
 def memory_bandwidth() -> float:
-    """Return the memory bandwidth of torch's threads in bytes per second: the best of five measurements."""
+    """Return the memory bandwidth of torch's threads in bytes per second, the best of five measurements."""
     data = torch.ones(PROBE_BYTES // 4, dtype=torch.float32)
     return PROBE_BYTES / min(timeit.repeat(data.sum, repeat=5, number=1))
 
 
 def product_rate(weights: DecoderWeights) -> float:
-    """Return the compute bound in multiplications per second, with operands that stay in the CPU cache.
+    """Return the maximum number of multiplications per second, with operands that stay in the CPU cache.
 
     The function multiplies a weight matrix of the model by a batch, and returns the best of five measurements.
     """
@@ -97,8 +97,10 @@ def product_rate(weights: DecoderWeights) -> float:
 
 
 def _generate(core: EngineCore, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float, int]:
-    """Run a batch. Return the seconds until every request has its first token, the seconds from then to the last token,
-    and the number of decode steps.
+    """Run a batch of requests.
+
+    Return the seconds until every request has its first token, the seconds from that time to the last token, and the
+    number of decode steps.
     """
     rng = np.random.default_rng(batch)
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)

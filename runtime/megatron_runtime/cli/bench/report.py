@@ -26,7 +26,7 @@ json_file = click.option("--json", "json_file", type=NEW_FILE, help="Write the r
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. key: name in the JSON file. what: name in the table. goal: target shown in the table."""
+    """One measured number. key: name in the JSON file. what: name in the table. goal: target value in the table."""
 
     key: str
     what: str
@@ -36,7 +36,7 @@ class Figure:
 
 
 def percentiles(key: str, what: str, seconds: Sequence[float], *, goals: Sequence[str] = ("", "")) -> list[Figure]:
-    """Return the median and the 99th percentile of `seconds`, in milliseconds. Percentiles are not interpolated."""
+    """Return the median and the 99th percentile of `seconds` as Figures in milliseconds, without interpolation."""
     values = 1000 * np.percentile(seconds, (50, 99), method="higher")
     return [
         Figure(f"{key}_p{percent}_ms", f"{what}, p{percent}", float(value), "ms", goal)
@@ -45,7 +45,7 @@ def percentiles(key: str, what: str, seconds: Sequence[float], *, goals: Sequenc
 
 
 def machine() -> dict[str, Any]:
-    """Return a description of the machine and of the software versions."""
+    """Return a description of this machine and of the software versions, for the JSON file."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -72,7 +72,7 @@ def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequenc
 
 
 def print_table(table: Table) -> None:
-    """Print a table. If the output is a file or a pipe, the table is as wide as its content."""
+    """Print a table. On a terminal, it is at most as wide as the terminal. Otherwise, it is as wide as its content."""
     console = Console()
     if not console.is_terminal:
         console.width = MAX_WIDTH

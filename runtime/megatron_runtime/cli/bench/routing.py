@@ -81,7 +81,7 @@ Sample = Callable[[np.random.Generator], tuple[int, int]]
 
 
 def _quantiles(*points: tuple[float, float]) -> Callable[[np.random.Generator], int]:
-    """Return a function that draws token counts from a distribution with these quantiles.
+    """Return a function that draws token counts from a distribution. points: pairs of a probability and its quantile.
 
     Between two quantiles, the logarithm of the count is interpolated linearly.
     """
@@ -123,7 +123,7 @@ SHAPES: Mapping[str, Sample] = {
 
 
 def synthesised(name: str, *, requests: int, rate: float, seed: int) -> list[TraceRequest]:
-    """Return a random trace with the lengths of the named trace. rate: requests per second."""
+    """Return a random trace with the length distribution of the trace `name`. rate: requests per second."""
     rng = np.random.default_rng(seed)
     arrivals = np.cumsum(rng.exponential(1 / rate, requests))
     trace = []
@@ -186,8 +186,9 @@ def _bounded(tokens: int, maximum: int) -> int:
 
 
 def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) -> float:
-    """Return the request rate, in requests per second, at which the engines are busy for the share `utilisation` of the
-    time, with FULL_ROWS requests in each step.
+    """Return the number of requests per second at which the engines are busy for a share of the time.
+
+    utilisation: this share, from 0 to 1, for steps with FULL_ROWS requests each.
     """
     rng = np.random.default_rng(0)
     draws = [SHAPES[name](rng) for _ in range(2000)]
@@ -201,7 +202,7 @@ def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) ->
 def measure(
     trace: Sequence[TraceRequest], model: StepModel, name: str, *, engines: int, prefill_engines: int, chunk: int
 ) -> dict[str, float]:
-    """Run a trace with the policy `name` of POLICIES.
+    """Run a trace with the routing policy `name` of POLICIES.
 
     Return percentiles in milliseconds, the hit rate of the prefix caches, and the share of requests for which one
     engine computed the prompt and another engine generated the answer.
@@ -310,9 +311,9 @@ def _source(context: click.Context, parameter: click.Parameter, value: str) -> s
 def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> None:
     """Compare routing policies on one trace, in simulated time.
 
-    The command runs the real coordinator core, schedulers and prefix caches. It computes the duration of each step with
-    a formula. Every policy serves the same requests, with every combination of prompt tokens per step and number of
-    prefill engines. The table shows medians over the traces. The JSON file has the figures of each trace.
+    The command runs the real coordinator core, schedulers and prefix caches. It computes the duration of each engine
+    step with a formula. Every policy serves the same requests, with every combination of prompt tokens per step and
+    number of prefill engines. The table shows medians over the traces. The JSON file has the figures of each trace.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if (most := max(options["prefill_engines"])) >= engines:

@@ -34,11 +34,11 @@ WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copp
 
 @dataclass(slots=True)
 class Answers:
-    """The measurements of all clients.
+    """The measurements of all clients in one run.
 
-    first:    seconds to the first token of each answer.
-    between:  seconds between the later chunks.
-    tokens:   number of generated tokens, as counted by the server.
+    first:    seconds from each request to the first token of its answer.
+    between:  seconds between consecutive chunks after the first token.
+    tokens:   number of generated tokens, as reported by the server.
     retries:  number of requests that were sent again because the server closed the connection before the answer began.
     duration: seconds from the first request to the last answer.
     """
@@ -55,7 +55,7 @@ class Answers:
 
 
 def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
-    """Measure a run for each number of clients in `concurrency`.
+    """Run the benchmark once for each number of clients in `concurrency`, and return the figures.
 
     options: options of `megatron bench serve`, and the API key.
 
@@ -65,10 +65,10 @@ def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
 
 
 def measure(clients: int, **options: Any) -> Answers:
-    """Measure a closed loop of `clients` concurrent clients.
+    """Run a closed loop of `clients` concurrent clients, and return their measurements.
 
-    options: options of `megatron bench serve`, and the API key. For other routes also `path`, the route, and `prompt`,
-             a function that returns the fields of the request body that contain a prompt.
+    options: options of `megatron bench serve`, and the API key. For another route, also `path`, the route's path, and
+             `prompt`, a function that returns the fields of the request body that contain a prompt.
 
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """
@@ -159,7 +159,7 @@ async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answ
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: Answers) -> httpx.Response:
     """Send a request and return the reply when its headers have arrived.
 
-    If the connection closes before that, send the request again.
+    If the connection closes before the headers arrive, send the request again.
     """
     for _ in range(_RETRIES):
         with contextlib.suppress(*_DROPPED):
@@ -187,7 +187,7 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 @click.option("--seed", type=int, default=0, help="Random seed for the prompts.")
 @json_file
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
-    """Measure a running server. Each client waits for an answer before it sends the next request."""
+    """Measure a running server. Each client waits for an answer before it sends its next request."""
     model = model or ApiClient(url, api_key=api_key).first_model()
     options = {"url": url.rstrip("/").removesuffix("/v1"), "model": model, **values}
     with readable_failures(url):

@@ -1,7 +1,7 @@
 """Runs the core of a coordinator and the cores of native engines in simulated time. Only the model is simulated.
 
-Engines run the real scheduler, slots and prefix cache. StepModel gives the duration of a step. KV blocks are
-transferred between engines while steps run. The link of an engine carries one transfer at a time.
+Engines run the real scheduler, slots and prefix cache. StepModel computes the duration of a step. Engines transfer KV
+blocks while steps run. The network link of an engine carries one transfer at a time.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _PARAMS = messages.pack({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """The duration of a step in seconds, and the memory of an engine.
+    """A model of an engine: the duration of its steps in seconds, its KV cache and its network link.
 
-    step:       fixed seconds per step.
+    step:       fixed part of a step's duration, in seconds.
     prompt:     seconds per prompt token.
     decode:     seconds per request that generates a token.
-    held:       seconds per token of context in the KV cache.
+    held:       seconds per token of the requests' contexts in the KV cache.
     kv_tokens:  number of tokens that the KV cache holds.
     kv_bytes:   bytes per token in the KV cache.
-    link_bytes: bytes per second that the engine can send or receive.
+    link_bytes: bytes per second that the engine's link can send or receive.
     """
 
     step: float
@@ -75,11 +75,11 @@ class StepModel:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class TraceRequest:
-    """A request of a trace. A run adds the times of the request in seconds.
+    """A request of a trace. A run of the trace sets the times of the request, in seconds.
 
     prompt:  token ids, int32 [n].
     tokens:  number of tokens in the answer.
-    session: id for session affinity; empty: none.
+    session: session id of the request; empty: the request has no session.
     """
 
     arrival: float
@@ -93,7 +93,7 @@ class TraceRequest:
 
 
 class _Model:
-    """An Executor that only advances the simulated time.
+    """An Executor that computes no tokens. A step only advances the simulated time.
 
     now:           simulated time at the end of the last step, in seconds.
     prompt_tokens: number of prompt tokens in the last step.
@@ -124,18 +124,18 @@ class _Model:
 
 
 class FirstComeScheduler(Scheduler):
-    """A scheduler for comparison. It computes prompts in the order of their rank, each as fast as possible."""
+    """A scheduler for comparison, which computes prompts in the order of their rank, each as fast as possible."""
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
         return sum(super()._budgets(num_decodes)), 0
 
 
 class _Engine:
-    """One engine of the pool.
+    """One engine of the simulated pool.
 
-    role:      "prefill" or "decode"; None: both.
-    received:  dispatches and prefills that the engine reads before its next step.
-    link_free: time at which all transfers of its link so far have ended.
+    role:      "prefill" or "decode"; None: the engine does both.
+    received:  dispatch and prefill messages that the engine reads before its next step.
+    link_free: time at which the engine's link has finished all transfers so far, in seconds.
     """
 
     def __init__(
@@ -169,9 +169,10 @@ class _Engine:
 class SimulatedPool:
     """Runs traces on `engines` engines of equal speed.
 
-    prefill_engines: number of engines with the role prefill. The others have the role decode. With 0, all engines do
+    prefill_engines: number of engines with the role prefill. The others have the role decode. If 0, all engines do
                      both.
-    chunk:     maximum prompt tokens per step. An engine with the role decode computes at most 256.
+    chunk:     maximum number of prompt tokens per step. An engine with the role decode computes at most 256 prompt
+               tokens.
     scheduler: class of the engines' scheduler.
     options:   fields of CoordinatorSettings.
     """
@@ -237,17 +238,17 @@ class SimulatedPool:
 
     @property
     def hit_rate(self) -> float:
-        """The share of all prompt tokens that an engine read from its prefix cache."""
+        """The share of all prompt tokens that the engines read from their prefix caches, from 0 to 1."""
         stats = [engine.core.stats() for engine in self._engines.values()]
         return sum(one.prefix_cache_hits for one in stats) / max(1, sum(one.prefix_cache_queries for one in stats))
 
     @property
     def num_split(self) -> int:
-        """Number of prompts that a prefill engine began to compute for another engine."""
+        """Number of prompts that a prefill engine has begun to compute for another engine."""
         return self._core.counters.split_requests
 
     def run(self, trace: Sequence[TraceRequest]) -> None:
-        """Serve all requests of a trace, and store the times in the requests."""
+        """Serve all requests of a trace, and store the measured times in the requests."""
         for index, request in enumerate(trace):
             self._at(request.arrival, lambda index=index, request=request: self._submit(index, request))  # type: ignore[misc]
         for place, engine in enumerate(self._engines.values()):
@@ -364,7 +365,7 @@ class SimulatedPool:
             engine.is_stepping = False
 
     def _transfer(self, engine: _Engine, message: messages.Transfer) -> None:
-        """Start the import of KV blocks into an engine."""
+        """Start the transfer of KV blocks to `engine` from the engine that `message` names."""
         size = messages.DIGEST_BYTES
         digests = [message.digests[at : at + size] for at in range(0, len(message.digests), size)]
         cached = engine.core.context.transfers.reserve(message.dispatch_id, digests)

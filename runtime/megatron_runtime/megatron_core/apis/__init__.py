@@ -1,4 +1,4 @@
-"""The Python interface. `MegatronLLM` has blocking methods, and `MegatronAsyncLLM` has coroutines."""
+"""The Python API for inference. `MegatronLLM` has blocking methods, and `MegatronAsyncLLM` has coroutines."""
 
 from megatron_runtime.coordinator.spawn import CoordinatorFailedError
 from megatron_runtime.in_process.calls import CallsClosedError, EngineFailedError

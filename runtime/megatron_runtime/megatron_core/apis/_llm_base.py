@@ -1,6 +1,6 @@
-"""Shared code of MegatronLLM and MegatronAsyncLLM: the engine, its background event loop, and each call as a coroutine.
+"""The base class of MegatronLLM and MegatronAsyncLLM: the engine, its background loop, and each call as a coroutine.
 
-The two classes differ only in how a caller waits for results. Only `GenerationChunk` is public.
+The two classes differ only in how a caller waits for results. The only public name in this module is `GenerationChunk`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PLACES_PER_SLOT = 2
 
 
 class _CoordinatorRuntime:
-    """Owns the coordinator and the client of one MegatronLLM. setup() and teardown() run on the background loop.
+    """The coordinator and the client of one MegatronLLM. setup() and teardown() run on the background event loop.
 
     The primary rank starts a coordinator and a client. A worker rank connects to the coordinator at host and port, or
     receives the address through torch.distributed.
@@ -82,7 +82,7 @@ class _CoordinatorRuntime:
         self._port = coordinator_port
 
     async def setup(self, *, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the coordinator and the client. If this fails, neither is left running."""
+        """Start the coordinator and the client. If one of them fails to start, stop both."""
         try:
             if self._is_primary:
                 self.coord_addr = await self._listen(loop, launch=True)
@@ -105,7 +105,10 @@ class _CoordinatorRuntime:
             raise
 
     async def _listen(self, loop: asyncio.AbstractEventLoop, *, launch: bool) -> str:
-        """Connect the engine to a coordinator. If no host and port are configured, bind a free port."""
+        """Connect the engine to a coordinator, and return the coordinator's address.
+
+        launch: whether to start the coordinator. Its default address is a free port.
+        """
         where: dict[str, str] = {} if self._host is None else {"hostname": self._host}
         name = f"engine-{global_rank() // self._engine_ranks}"
         return await self._engine.start_listening_to_data_parallel_coordinator(
@@ -140,24 +143,24 @@ class _MegatronLLMBase:
     make the same calls, and every rank returns the answers. Lifecycle methods require coordinator mode. In this mode a
     background event loop runs the connection of the engine and, on global rank 0, the client.
 
-    An object that is no longer used is shut down by the garbage collector or at the exit of the interpreter.
+    The garbage collector, or the exit of the interpreter, shuts down an object that is no longer used.
 
     model:     a GPTModel of Megatron-Core, or a causal language model of transformers in eval mode. The engine copies
                the weights.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, a tokenizer of Megatron-Core (or another object with
                `tokenize` and `detokenize`), or a reference of a model that has a tokenizer. None: the tokenizer of the
                model reference.
-    inference_config: limits and options. None: Megatron-Core's defaults, with a KV cache that fits into the host's
-        memory.
+    inference_config: limits and options of the engine. None: Megatron-Core's defaults, with a KV cache that fits into
+        the host's memory.
     coordinator_host, coordinator_port: address of the coordinator. Default: a free port on the loopback interface.
     inference_wrapper_cls: the class that runs the model, a subclass of GPTInferenceWrapper.
-    dtype:     "auto", "float32" or "bfloat16". "auto" is `params_dtype` of a GPTModel. For other models, "auto" is
-               bfloat16 if the device supports it.
+    dtype:     type with which the engine computes: "auto", "float32" or "bfloat16". For a GPTModel, "auto" means its
+               `params_dtype`. For other models, "auto" means bfloat16 if the device supports it.
     threads:   number of torch threads; None: torch's default.
     tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: number of ranks of one engine
-        in each dimension. None: the size from a Megatron-Core model or its parallel state, otherwise 1. Start as many
-        ranks as the product of the sizes, or a multiple, with torchrun. Consecutive ranks form an engine. Every rank
-        constructs the object.
+        in each dimension. None: the size from a Megatron-Core model or its parallel state, otherwise 1. With torchrun,
+        start as many ranks as the product of the sizes, or a multiple of this number. Consecutive ranks form an engine.
+        Every rank constructs the object.
     """
 
     def __init__(
@@ -216,7 +219,7 @@ class _MegatronLLMBase:
 
     @classmethod
     def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
-        """Load a model and its tokenizer by reference: "builtin:NAME", a GGUF file or a transformers directory."""
+        """Return an instance with the model `model`: "builtin:NAME", a GGUF file or a transformers directory."""
         return cls(model=str(model), tokenizer=None, **options)
 
     def _start_runtime(self, host: str | None, port: int | None) -> None:
@@ -268,7 +271,9 @@ class _MegatronLLMBase:
 
     @staticmethod
     def _normalize_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-        """Return (prompts as a list, whether the argument is a batch). The function checks only the first element.
+        """Return (prompts as a list, whether the argument is a batch).
+
+        The types of prompts after the first are not checked.
 
         Raises TypeError unless the argument is a str, list[int], list[str] or list[list[int]].
         """
@@ -302,7 +307,10 @@ class _MegatronLLMBase:
     # --- generate -----------------------------------------------------------------------------------------------
 
     def _prepare(self, prompts: Any, multi_modal_data: Any = None) -> tuple[list[Prompt], bool]:
-        """Return (prompts as a list, whether the argument is a batch). Raises if this object cannot answer them."""
+        """Return (prompts as a list, whether the argument is a batch).
+
+        Raises an error if this object cannot answer prompts.
+        """
         self._assert_primary()
         require_process(self._pid)
         if multi_modal_data is not None:
@@ -373,8 +381,9 @@ class _MegatronLLMBase:
         await self._lifecycle().wait_for_end()
 
     def _shut_down(self) -> None:
-        """Shut down once. A second caller waits for the first. Must not run on the background loop, because it stops
-        this loop.
+        """Shut down once. A second caller waits for the first.
+
+        Do not call this method on the background loop, because the method stops this loop.
         """
         with self._lock:
             manager, runtime = self._loop_manager, self._coord_runtime
@@ -436,8 +445,9 @@ class _MegatronLLMBase:
         return self._bridge(coro).submit(coro)
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the background loop, and block until it has a result. Also blocks an event loop of the
-        caller.
+        """Run a coroutine on the background loop, and block until its result can be returned.
+
+        If the caller runs on an event loop, this call blocks the loop too.
         """
         return self._bridge(coro).run_sync(coro)
 
@@ -450,7 +460,10 @@ class _MegatronLLMBase:
 
 
 def _release(manager: _EventLoopManager, runtime: _CoordinatorRuntime, pid: int) -> None:
-    """Close the resources of an object that has not been shut down. The garbage collector calls this in any thread."""
+    """Close the resources of an object that has not been shut down.
+
+    The garbage collector can call this in any thread.
+    """
     if os.getpid() == pid:
         manager.end(runtime.teardown())
         if threading.current_thread() is threading.main_thread():  # in other threads, waiting could cause a deadlock

@@ -17,14 +17,14 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class MegatronAsyncLLM(_MegatronLLMBase):
-    """Coroutines for any event loop. The engine has its own event loop in a background thread.
+    """An LLM with asynchronous methods, which can be awaited on any event loop. The engine runs in a background thread.
 
         async with MegatronAsyncLLM.from_pretrained("builtin:smollm2-135m") as llm:
             answers = await asyncio.gather(*(llm.generate(prompt) for prompt in prompts))
 
-    Takes the arguments of `_MegatronLLMBase`, but use_coordinator is True by default.
+    The constructor has the arguments of `_MegatronLLMBase`, but use_coordinator is True by default.
 
-    allow_direct_mode: accept use_coordinator=False.
+    allow_direct_mode: whether use_coordinator=False is accepted.
     """
 
     def __init__(self, *, use_coordinator: bool = True, allow_direct_mode: bool = False, **options: Any) -> None:
@@ -35,9 +35,10 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     async def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Answer one prompt, or a list of prompts in their order. A failed request has the status FAILED.
+        """Return the answer to one prompt, or the list of answers to prompts. A failed request has the status FAILED.
 
-        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts.
+        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts, whose answers
+                 are in the same order.
 
         Raises RuntimeError on a worker rank, TypeError for prompts of another type, and RequestRejectedError.
         """
@@ -73,20 +74,20 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         await self._manager().run_async(self._unpause_impl())
 
     async def suspend(self) -> None:
-        """Release the memory of weights and KV cache. Allowed if paused."""
+        """Release the memory of weights and KV cache. Allowed if the engines are paused."""
         await self._manager().run_async(self._suspend_impl())
 
     async def resume(self) -> None:
-        """Reallocate the memory. The engines are then paused. Call unpause() to continue."""
+        """Reallocate the memory that suspend() has released. The engines stay paused. Call unpause() to continue."""
         await self._manager().run_async(self._resume_impl())
 
     async def update_weights(self, source: Any, epoch: int | None = None) -> None:
-        """Load the weights of `source` into the engines, and label them with `epoch`. Allowed if running or paused.
+        """Load the weights of `source`, and label them with `epoch`. Allowed if the engines are running or paused.
 
-        source: a model reference, a model in memory as for `model=`, or a Trainer, whose last published weights are
-                loaded. The engines copy the current weights of a model in memory. Every rank makes the call, and can
-                continue training when it returns.
-        epoch:  None means the current epoch plus one, or the epoch of the trainer.
+        source: a model reference, a model in memory as for the argument `model` of the constructor, or a Trainer, whose
+                last published weights are loaded. The engines copy the current weights of a model in memory. Every rank
+                must make this call, and can continue training when the call returns.
+        epoch:  None means the current epoch plus one; for a Trainer, the epoch that it has published.
         """
         await self._manager().run_async(self._lifecycle().update_weights(source, epoch))
 

@@ -15,7 +15,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class MegatronLLM(_MegatronLLMBase):
-    """Blocking methods for inference. Takes the arguments of `_MegatronLLMBase`.
+    """An LLM with blocking methods. The constructor has the arguments of `_MegatronLLMBase`.
 
         with MegatronLLM.from_pretrained("builtin:smollm2-135m") as llm:
             print(llm.generate("The capital of France is").generated_text)
@@ -26,9 +26,10 @@ class MegatronLLM(_MegatronLLMBase):
     def generate(
         self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
-        """Answer one prompt, or a list of prompts in their order. A failed request has the status FAILED.
+        """Return the answer to one prompt, or the list of answers to prompts. A failed request has the status FAILED.
 
-        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts.
+        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts, whose answers
+                 are in the same order.
 
         Raises RuntimeError on a worker rank, TypeError for prompts of another type, and RequestRejectedError.
         """
@@ -44,7 +45,8 @@ class MegatronLLM(_MegatronLLMBase):
     def generate_stream(self, prompt: str | list[int], sampling_params: SamplingParams | None = None) -> ChunkIterator:
         """Return an iterator over the chunks of an answer. Reading the first chunk submits the request.
 
-        Other calls can run in the meantime. The request is aborted by close() or by leaving a loop over the iterator.
+        Other threads can call the LLM while the iterator is open. The request is aborted by close() or by leaving a
+        loop over the iterator.
         """
         single = self._prepare_stream(prompt)
 
@@ -65,20 +67,20 @@ class MegatronLLM(_MegatronLLMBase):
         self._manager().run_sync(self._unpause_impl())
 
     def suspend(self) -> None:
-        """Release the memory of weights and KV cache. Allowed if paused."""
+        """Release the memory of weights and KV cache. Allowed if the engines are paused."""
         self._manager().run_sync(self._suspend_impl())
 
     def resume(self) -> None:
-        """Reallocate the memory. The engines are then paused. Call unpause() to continue."""
+        """Reallocate the memory that suspend() has released. The engines stay paused. Call unpause() to continue."""
         self._manager().run_sync(self._resume_impl())
 
     def update_weights(self, source: Any, epoch: int | None = None) -> None:
-        """Load the weights of `source` into the engines, and label them with `epoch`. Allowed if running or paused.
+        """Load the weights of `source`, and label them with `epoch`. Allowed if the engines are running or paused.
 
-        source: a model reference, a model in memory as for `model=`, or a Trainer, whose last published weights are
-                loaded. The engines copy the current weights of a model in memory. Every rank makes the call, and can
-                continue training when it returns.
-        epoch:  None means the current epoch plus one, or the epoch of the trainer.
+        source: a model reference, a model in memory as for the argument `model` of the constructor, or a Trainer, whose
+                last published weights are loaded. The engines copy the current weights of a model in memory. Every rank
+                must make this call, and can continue training when the call returns.
+        epoch:  None means the current epoch plus one; for a Trainer, the epoch that it has published.
         """
         self._manager().run_sync(self._lifecycle().update_weights(source, epoch))
 

@@ -1,4 +1,4 @@
-"""Megatron-Core name: `ServeConfig`."""
+"""`ServeConfig`, under its Megatron-Core module path."""
 
 from megatron_runtime.in_process.front_end import ServeConfig
 

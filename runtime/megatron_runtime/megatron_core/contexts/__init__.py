@@ -1,4 +1,4 @@
-"""Megatron-Core's names for the state of open requests."""
+"""The state of an engine's open requests, under Megatron-Core's package path."""
 
 from megatron_runtime.megatron_core.contexts.dynamic_context import (
     ActiveRequestCountOverflowError,

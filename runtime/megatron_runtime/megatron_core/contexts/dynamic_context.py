@@ -1,4 +1,4 @@
-"""Megatron-Core names: `DynamicInferenceContext`, and the overflow errors of requests."""
+"""`DynamicInferenceContext`, and the overflow errors of requests, under their Megatron-Core module path."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ __all__ = [
 
 
 class DynamicInferenceContext:
-    """The limits of an engine.
+    """The limits of an engine and, after the engine has been constructed with this object, the engine's state.
 
-    When an engine is constructed with this object, the object also shows the state of the engine. All other attributes
-    are read from the engine's own context.
+    An attribute that this class does not define is read from the engine's native context.
 
     model_config:     TransformerConfig of the model. The engine ignores it and reads the model's own configuration.
     inference_config: InferenceConfig of this project or of Megatron-Core.
@@ -51,11 +50,11 @@ class DynamicInferenceContext:
         self._steps_before = self._prefill_before = 0
 
     def bind(self, core: EngineCore) -> None:
-        """Make the attributes of this context report the state of `core` from now on."""
+        """Make the attributes of this context report the state of the engine `core` from now on."""
         self._core, self.config = core, core.config
 
     def restart_counters(self) -> None:
-        """Count steps and prompt tokens from 0, as after a reset of the engine."""
+        """Count steps and prompt tokens from 0 again. Called when the engine is reset."""
         stats = self._bound("a reset").stats()
         self._steps_before, self._prefill_before = stats.steps, stats.prompt_tokens
 
@@ -81,8 +80,9 @@ class DynamicInferenceContext:
 
     @property
     def max_sequence_length(self) -> int | None:
-        """Maximum number of prompt plus generated tokens per request. Before the engine exists, None means the model's
-        limit.
+        """Maximum number of prompt plus generated tokens per request.
+
+        None, which is possible only before the engine is constructed, means the model's limit.
         """
         return self.config.max_sequence_length if self._core is None else self._core.context.max_sequence_length
 
@@ -111,9 +111,9 @@ class DynamicInferenceContext:
 
 
 class KVBlockAllocator:
-    """The KV pages of an engine, under the names of Megatron-Core's allocator. This allocator calls a page a block.
+    """A view of an engine's KV pages with the interface of Megatron-Core's allocator, which calls a page a block.
 
-    A paused request holds no pages. Its KV is computed again when it continues.
+    A paused request holds no pages. When the request continues, its KV is computed again.
     """
 
     paused_count = 0
@@ -137,7 +137,7 @@ class KVBlockAllocator:
 
     @property
     def total_avail(self) -> int:
-        """Number of pages without content."""
+        """Number of pages that hold neither the KV of a request nor a cached prefix."""
         return self._cache.num_free
 
     def get_total_used(self) -> int:
@@ -160,7 +160,7 @@ class KVBlockAllocator:
 
 
 def config_of(source: Any) -> InferenceConfig:
-    """Convert an InferenceConfig of Megatron-Core. Return an InferenceConfig of this project unchanged."""
+    """Return this project's InferenceConfig for `source`, which is one of Megatron-Core's or of this project's."""
     if isinstance(source, InferenceConfig):
         return source
     names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)

@@ -1,4 +1,4 @@
-"""Megatron-Core's engine, which runs prompts in the calling thread or serves a coordinator."""
+"""`DynamicInferenceEngine`, under Megatron-Core's package path."""
 
 from megatron_runtime.megatron_core.engines.dynamic_engine import DynamicInferenceEngine
 

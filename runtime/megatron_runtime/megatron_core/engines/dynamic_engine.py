@@ -1,4 +1,4 @@
-"""Megatron-Core's `DynamicInferenceEngine`: an engine in this process, used directly or through a coordinator."""
+"""`DynamicInferenceEngine`, an engine in this process, under its Megatron-Core module path."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class DynamicInferenceEngine:
     (start_listening_to_data_parallel_coordinator()). Any number of threads and event loops can call generate() at the
     same time.
 
-    Without a coordinator, all ranks of an engine must make the same calls of generate(), and every rank returns the
-    answers. The first rank runs the requests.
+    Without a coordinator, all ranks of an engine must make the same calls of generate(). The first rank schedules the
+    requests, and every rank returns the answers.
 
     controller: an Executor, or a TextGenerationController of this project or of Megatron-Core, which has a model in
-                `inference_wrapped_model.model` and a `tokenizer`. If the wrapper is a subclass of this project's
-                wrapper class, it runs the model.
+                `inference_wrapped_model.model` and a `tokenizer`. If `inference_wrapped_model` is an instance of a
+                subclass of this project's GPTInferenceWrapper, it runs the model.
     context:    an InferenceConfig, or a DynamicInferenceContext from which the limits are read.
-    follower:   set on all ranks but the first. `controller` is then the part of the model on this rank.
+    follower:   set on all ranks except the first. If it is set, `controller` is the part of the model on this rank.
     """
 
     def __init__(self, controller: Any, context: Any, *, follower: Follower | None = None) -> None:
@@ -88,7 +88,7 @@ class DynamicInferenceEngine:
     def controller(self) -> TextGenerationController:
         """The model with its tokenizer. `inference_wrapped_model` is None while the weights are released.
 
-        Raises RuntimeError if the tokens of the executor have no text.
+        Raises RuntimeError if the engine has no tokenizer.
         """
         executor = self.core.executor
         if self.text is None:
@@ -104,7 +104,7 @@ class DynamicInferenceEngine:
 
     @property
     def state(self) -> EngineState:
-        """The state: RUNNING without a coordinator, otherwise the state that results from the coordinator's signals."""
+        """The state of the engine, which the coordinator's signals change. Without a coordinator, always RUNNING."""
         return EngineState.RUNNING if self._service is None else EngineState(self._service.events.state)
 
     # --- without a coordinator ----------------------------------------------------------------------------------
@@ -114,9 +114,9 @@ class DynamicInferenceEngine:
         prompts: Sequence[str | list[int]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Answer all prompts, concurrently with calls of other threads.
+        """Return the answers to all prompts, in order. Other threads can call generate() at the same time.
 
-        A prompt that cannot be answered gets an answer with the status FAILED.
+        If a prompt cannot be answered, its answer has the status FAILED.
 
         sampling_params: one object for all prompts, or one object per prompt, of this project or of Megatron-Core.
 
@@ -149,14 +149,17 @@ class DynamicInferenceEngine:
         return call.answers()
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
-        """Start a call and return its stream. See DirectCalls. Raises RuntimeError while the engine serves a
-        coordinator.
+        """Submit prompts without a coordinator, and return the stream of their answers. See DirectCalls.
+
+        Raises RuntimeError while the engine serves a coordinator.
         """
         self._require_no_coordinator()
         return self.calls.open(prompts, make_stream, streaming=streaming)
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Abort all open requests without an answer. Also drop the prefix cache unless `preserve_prefix_cache` is true.
+        """Abort all open requests, which get no answer.
+
+        Also drop the prefix cache unless `preserve_prefix_cache` is true.
 
         The counters of the context start again at 0.
 
@@ -167,8 +170,9 @@ class DynamicInferenceEngine:
         self.context.restart_counters()
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
-        """Release memory, as EngineCore does. Raises RuntimeError while direct calls are open, because they need the
-        memory.
+        """Release the memory that `tags` name; see EngineCore.
+
+        Raises RuntimeError while direct calls are open, because these calls need the memory.
         """
         self.calls.require_none_open("suspend()")
         self.calls.between_steps(partial(self.core.suspend, tags))
@@ -196,8 +200,7 @@ class DynamicInferenceEngine:
         loop: asyncio.AbstractEventLoop | None = None,
         name: str = "engine-0",
     ) -> str:
-        """Serve a coordinator. Return its address "tcp://host:port" when the engine has loaded the weights and
-        registered.
+        """Serve a coordinator. Return the coordinator's address when the engine has loaded the weights and registered.
 
         launch_inference_coordinator: whether to start the coordinator as a child process, which exits with this
                                       process. Only the first rank of an engine starts a coordinator.
@@ -206,8 +209,8 @@ class DynamicInferenceEngine:
         loop: event loop of the engine's connection; None: the caller's loop.
         name: name of this engine, unique at its coordinator.
 
-        Raises EngineFailedError or CoordinatorStartError after it has stopped everything that it started. Raises
-        RuntimeError while direct calls are open.
+        The address has the form "tcp://host:port". Raises EngineFailedError or CoordinatorStartError after everything
+        that this call has started is stopped. Raises RuntimeError while direct calls are open.
         """
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator already: stop_listening() first")
@@ -243,7 +246,7 @@ class DynamicInferenceEngine:
 
     @property
     def engine_loop_task(self) -> asyncio.Task[Any]:
-        """The task that finishes when the engine has stopped. It raises EngineFailedError after a failure."""
+        """The task that finishes when the engine has stopped. The task raises EngineFailedError after a failure."""
         task = self.service.task
         assert task is not None
         return task
@@ -258,14 +261,15 @@ class DynamicInferenceEngine:
 
         state: a member of EngineState, or the member of Megatron-Core's enumeration with the same name.
 
-        Must be called on the event loop of the engine's connection. Raises EngineFailedError if the engine stops first.
+        Call this method on the event loop of the engine's connection. Raises EngineFailedError if the engine stops
+        before it reaches the state.
         """
         await self.service.wait_until(EngineState[state.name])
 
     async def stop_listening(self) -> None:
         """Disconnect from the coordinator. Stop the coordinator if this engine launched it. Idempotent.
 
-        Must be called on the event loop of the engine's connection.
+        Call this method on the event loop of the engine's connection.
         """
         if self._service is not None:
             await self._service.stop()

@@ -1,1 +1,1 @@
-"""Megatron-Core's name for a model that runs the steps of an engine."""
+"""Models that run the steps of an engine, under Megatron-Core's package path."""

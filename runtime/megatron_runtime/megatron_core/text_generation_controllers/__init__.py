@@ -1,1 +1,1 @@
-"""Megatron-Core's name for a model with its tokenizer."""
+"""Models with their tokenizers, under Megatron-Core's package path."""

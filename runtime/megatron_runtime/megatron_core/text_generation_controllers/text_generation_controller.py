@@ -1,4 +1,4 @@
-"""Megatron-Core name: `TextGenerationController`."""
+"""`TextGenerationController`, under its Megatron-Core module path."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class TextGenerationController:
     """A model and its tokenizer, from which an engine is constructed.
 
     inference_wrapped_model: the wrapped model; None while the weights are released.
-    tokenizer: an object of the program with tokenize() and detokenize(), or another tokenizer or a model reference that
-               tokenizer_of() accepts.
+    tokenizer: an object with tokenize() and detokenize(), or another tokenizer or a model reference that tokenizer_of()
+               accepts.
     """
 
     def __init__(self, inference_wrapped_model: GPTInferenceWrapper | None, tokenizer: Any) -> None:
@@ -25,8 +25,9 @@ class TextGenerationController:
 
     @property
     def tokenizer(self) -> Any:
-        """The program's tokenizer if it has Megatron-Core's interface. Otherwise a Tokenizer, which also has this
-        interface.
+        """The tokenizer that the program passed if it has Megatron-Core's interface, otherwise a Tokenizer for it.
+
+        A Tokenizer also has Megatron-Core's interface.
         """
         made = self._text.tokenizer
         return made.of_program if isinstance(made, MegatronTokenizer) else made

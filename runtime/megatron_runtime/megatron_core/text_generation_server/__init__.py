@@ -1,1 +1,1 @@
-"""HTTP servers, under the names of Megatron-Core."""
+"""HTTP servers, under Megatron-Core's package path."""

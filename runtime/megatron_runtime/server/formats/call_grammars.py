@@ -1,10 +1,10 @@
-"""Grammars of tool calls in Lark's notation: grammars of the formats without a table entry, and building blocks for the
-others.
+"""Grammars of tool calls in Lark's notation.
 
+This module has the complete grammars of some formats, and the functions with which other formats build their grammars.
 A grammar is built from three inputs:
 - the JSON schemas of the arguments, by tool name
 - a function that converts a literal text to Lark's notation
-- whether the answer can have only one call
+- whether the answer can have only one tool call
 
 The result maps the beginning of an answer to a rule for the rest of the answer.
 """
@@ -26,7 +26,7 @@ CallGrammar: TypeAlias = tuple[dict[str, str], str]
 
 Role: TypeAlias = Literal["name", "arguments", "id"]
 Keys: TypeAlias = tuple[tuple[str, Role], ...]
-"""The keys of a JSON call in order, each with its role. Only the key of the id is optional."""
+"""The keys of a JSON tool call in order, each with its role. Only the key of the id is optional."""
 KEYS: Keys = (("name", "name"), ("arguments", "arguments"))
 _KEYS_OF_LLAMA: Keys = (("name", "name"), ("parameters", "arguments"))
 _ID = {"type": "string", "pattern": "^[0-9A-Za-z_-]{1,64}$"}
@@ -43,7 +43,7 @@ _DEFINITIONS = ("$defs", "definitions")
 def all_calls(
     openings: Sequence[str], group: str, rules: Sequence[str], written: Written, *, is_single: bool
 ) -> CallGrammar:
-    """Return the grammar of an answer with one or more groups of calls.
+    """Return the grammar of an answer with one or more groups of tool calls.
 
     openings: each group begins with one of these texts.
     group:    Lark expression of the rest of a group.
@@ -55,7 +55,7 @@ def all_calls(
 
 
 def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of `{"name": …, "parameters": {…}}`, with `;` between calls. Other objects are not calls."""
+    """Return the grammar of tool calls `{"name": …, "parameters": {…}}`, separated by `;`. Other objects are text."""
     starts = {"<|python_tag|>": "calls"}
     rules = []
     more = "" if is_single else ' (SPACE? ";" SPACE? call)*'
@@ -71,7 +71,7 @@ def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGramma
 
 
 def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of `name`, a newline and the arguments, with `>>>` before each further call."""
+    """Return the grammar of a tool call as `name`, a newline and the arguments, with `>>>` before each further call."""
     starts = {f"{name}\n": f"calls_{place}" for place, name in enumerate(tools)}
     call = " | ".join(f"{quoted(start)} rest_{place}" for place, start in enumerate(starts))
     more = "" if is_single else f" (SPACE? {written('>>>')} ({call}))*"
@@ -80,7 +80,7 @@ def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGr
 
 
 def pythonic(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of `[name(argument="value"), …]`, with arguments in the order of their declaration."""
+    """Return the grammar of tool calls `[name(argument="value"), …]`, with arguments in the order of declaration."""
     starts = {f"[{name}(": f"calls_{place}" for place, name in enumerate(tools)}
     further, rules = _python_calls(tools, is_single=is_single)
     first = [f'calls_{place}: arguments_{place} ")"{further} "]"' for place in range(len(tools))]
@@ -95,7 +95,7 @@ def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
-    """Return the expression for the rest of a call list, and the rules for `call` and for each tool's arguments."""
+    """Return the Lark expression for a list of tool calls after its first call, and the rules that it uses."""
     calls = " | ".join(f'{quoted(f"{name}(")} arguments_{place} ")"' for place, name in enumerate(tools))
     rules = [f"call: {calls}"]
     for place, schema in enumerate(tools.values()):
@@ -122,8 +122,9 @@ def gemma4(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def minimax_m3(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of `<invoke name="…"><key>value</key>…</invoke>`. Tags can be nested, with a marker before
-    each tag.
+    """Return the grammar of `<invoke name="…"><key>value</key>…</invoke>`.
+
+    A marker precedes each tag, and elements can be nested.
     """
     tag = "]<]minimax[>["
     rules = _MiniMaxM3Rules(tag, written)
@@ -139,7 +140,7 @@ def minimax_m3(tools: Schemas, written: Written, is_single: bool) -> CallGrammar
 
 
 def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-    """Return the grammar of an answer that ends with a call.
+    """Return the grammar of an answer that ends with a tool call.
 
     The call is `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`.
     """
@@ -161,7 +162,7 @@ def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 class _Gemma4Rules:
     """Generates grammar rules for values in Gemma 4's notation.
 
-    Members of objects are sorted, as in Gemma 4's chat template.
+    The members of a JSON object are sorted by name, as in Gemma 4's chat template.
     """
 
     QUOTE = '<|"|>'
@@ -180,7 +181,10 @@ class _Gemma4Rules:
         ]
 
     def value(self, rule: str, schema: Mapping[str, Any]) -> str:
-        """Return the Lark expression of a value. rule: prefix for the names of rules that the expression refers to."""
+        """Return the Lark expression of a value with a JSON schema.
+
+        rule: prefix for the names of the rules that the expression uses.
+        """
         entry = ToolParameter("", schema, is_required=True)
         match entry.kind:
             case "string" if entry.choices:
@@ -216,7 +220,7 @@ class _MiniMaxM3Rules:
         self.rules: list[str] = []
 
     def value(self, rule: str, schema: Mapping[str, Any], end: str) -> str:
-        """Return the Lark expression of a value and its closing tag `end`.
+        """Return the Lark expression of a value with a JSON schema, followed by its closing tag `end`.
 
         rule: prefix for the names of rules that the expression refers to.
         """
@@ -290,7 +294,7 @@ class ToolParameter:
 
     @property
     def choices(self) -> Sequence[str]:
-        """The values of the schema's `enum` if all are strings. Empty if the schema allows other values."""
+        """The values of the schema's `enum` if all are strings. Empty if the schema has no such `enum`."""
         choices = self.schema.get("enum")
         is_of_texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
         return choices if isinstance(choices, list) and is_of_texts else ()
@@ -301,12 +305,12 @@ class ToolParameter:
 
     @property
     def is_json(self) -> bool:
-        """Whether the value is written as JSON even in formats that write other values as plain text."""
+        """Whether formats that write other values as plain text write this value as JSON."""
         return self.kind in _OF_JSON
 
 
 def parameters_of(schema: Mapping[str, Any]) -> Iterator[ToolParameter]:
-    """Yield the declared parameters of a tool."""
+    """Yield the declared parameters of a tool. schema: JSON schema of the tool's arguments."""
     declared, required = schema.get("properties"), schema.get("required")
     for name, value in declared.items() if isinstance(declared, Mapping) else ():
         own = _with_definitions(value, root=schema) if isinstance(value, Mapping) else {}
@@ -314,7 +318,7 @@ def parameters_of(schema: Mapping[str, Any]) -> Iterator[ToolParameter]:
 
 
 def without_annotations(schema: Any) -> Any:
-    """Return a copy of a schema without titles and descriptions, which could fill most of a grammar's size limit."""
+    """Return a copy of a schema without titles and descriptions, so that a grammar stays below its size limit."""
     if isinstance(schema, list):
         return [without_annotations(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -327,9 +331,9 @@ def without_annotations(schema: Any) -> Any:
 
 
 def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[str, Any]:
-    """Return the schema of one call of any of the tools.
+    """Return the JSON schema of one call of any of the tools.
 
-    at: JSON pointer in the complete schema to the list of alternatives.
+    at: JSON pointer to the result's `anyOf` in the complete schema.
     """
     calls = []
     for place, (name, schema) in enumerate(tools.items()):
@@ -344,7 +348,7 @@ def any_call(tools: Schemas, *, keys: Keys = KEYS, at: str = "#/anyOf") -> dict[
 
 
 def keyed_calls(tools: Schemas, *, is_single: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls. Each call is an object `{name of the tool: arguments}`."""
+    """Return the JSON schema of a list of tool calls, each of which is an object `{name of the tool: arguments}`."""
     entries = [
         {
             "type": "object",
@@ -358,7 +362,7 @@ def keyed_calls(tools: Schemas, *, is_single: bool) -> dict[str, Any]:
 
 
 def list_of_calls(tools: Schemas, *, is_single: bool, keys: Keys = KEYS) -> dict[str, Any]:
-    """Return the schema of a list of calls."""
+    """Return the JSON schema of a list of tool calls. keys: keys of the name and the arguments in each call."""
     return {
         "type": "array",
         "minItems": 1,
@@ -372,7 +376,7 @@ def _at_most_one(is_single: bool) -> dict[str, int]:
 
 
 def _referring(schema: Any, *, to: str) -> Any:
-    """Return a copy of a schema whose internal references are valid at the place `to` in another schema."""
+    """Return a copy of a schema that can be inserted into another schema. Its references then begin with `to`."""
     if isinstance(schema, list):
         return [_referring(item, to=to) for item in schema]
     if not isinstance(schema, Mapping):
@@ -385,7 +389,7 @@ def _referring(schema: Any, *, to: str) -> Any:
 
 
 def _with_definitions(value: Mapping[str, Any], *, root: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of a property as an independent schema, with the definitions of the enclosing schema `root`."""
+    """Return the schema of a property with a copy of the definitions in the enclosing schema `root`."""
     return {**{key: root[key] for key in _DEFINITIONS if key in root}, **value}
 
 
@@ -395,7 +399,7 @@ def quoted(text: str) -> str:
 
 
 def until(end: str, written: Written) -> tuple[str, str]:
-    """Return the attributes and the expression of a rule that matches any text up to and including `end`."""
+    """Return the attributes and the Lark expression of a rule that matches any text up to and including `end`."""
     if written(end) == quoted(end):
         return f"[suffix={quoted(end)}]", "/(?s:.*)/"
     return "", f"/(?s:.*)/ {written(end)}"  # no regular expression matches `end`, because it is a special token
@@ -418,7 +422,7 @@ def written_with(special_tokens: Mapping[int, str]) -> Written:
 
 
 def written_head(head: Head, written: Written, **holes: str) -> str:
-    """Return the Lark expression of a head. holes: maps the name of each hole to the expression for it."""
+    """Return the Lark expression of `head`. holes: Lark expression of each hole, by the name of the hole."""
     expressions = {"text": written, "space": lambda _: "SPACE?", "hole": lambda name: holes[name]}
     return " ".join(expressions[kind](text) for kind, text in head.parts)
 

@@ -1,8 +1,8 @@
 """`ChatFormat`, the interface between the HTTP API and model-specific code: prompts, and the structure of answers.
 
-The API handles conversations, text, reasoning and calls. Engines handle tokens. A server has one ChatFormat, which
-converts conversations to tokens, and generated text to reasoning, text and calls. Every route converts its requests to
-a chat before it uses the ChatFormat.
+The API handles conversations, text, reasoning and tool calls. Engines handle tokens. A server has one ChatFormat, which
+converts conversations to tokens, and generated text to reasoning, text and tool calls. Every route converts its
+requests to chat requests before it uses the ChatFormat.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from megatron_runtime.tokenization import Detokenizer, Tokenizer
 class RenderedChat:
     """A conversation as a prompt.
 
-    text:   prompt text to encode, without the special tokens that the model expects around a text.
-    tokens: prompt tokens instead of a text, if the format renders conversations to tokens.
+    text:   text of the prompt, without the special tokens that the model expects around a text.
+    tokens: tokens of the prompt, if the format renders conversations to tokens instead of text.
     media:  images, audio and video of the conversation, with the positions of their tokens.
     """
 
@@ -46,11 +46,11 @@ class AnswerRequest:
 
     prompt:     tokens of the prompt.
     tools:      JSON schema of the arguments of each tool that may be called, by tool name.
-    forced:     set if a grammar restricts the answer to calls. "*": a list of calls; otherwise the arguments of the
-                tool with this name.
+    forced:     what a grammar forces the answer to be. "*": a list of tool calls; the name of a tool: the arguments of
+                this tool; None: no grammar forces a tool call.
     continues:  the answer continues the last message of the prompt.
     is_thought: the continued message ends within its reasoning.
-    earlier_calls: number of calls in the conversation.
+    earlier_calls: number of tool calls in the conversation.
     variables:  variables of the chat template.
     """
 
@@ -64,11 +64,11 @@ class AnswerRequest:
 
 
 ANY_CALLS = "*"
-"""Value of `AnswerRequest.forced` for an answer that must be a list of calls, of any tools."""
+"""Value of `AnswerRequest.forced` for an answer that must be a list of tool calls, of any tools."""
 
 
 class AsyncAnswerParser(Protocol):
-    """A parser for the answer of one choice. The parser runs in another process."""
+    """A parser in another process, for the answer of one choice."""
 
     async def feed(self, text: str, tokens: Sequence[int], *, is_last: bool) -> list[Event]:
         """Parse the next part of the answer, and return the events that it completes. Raises AnswerParserError.
@@ -111,30 +111,31 @@ class AnswerFormat(Protocol):
         ...
 
     def async_parser(self) -> AsyncAnswerParser | None:
-        """Return a new parser for one choice that runs in another process. Return None if the format has no such
-        parser.
+        """Return a new parser for one choice that runs in another process, or None if the format has no such parser.
 
-        If there is such a parser, its events of type Text are the only input of parser().
+        If the result is not None, its events of type Text are the only input of the parser that parser() returns.
         """
         ...
 
     def call_id(self, name: str, number: int) -> str | None:
-        """Return the id for a call that has no id from the parser. Return None if any id is valid.
+        """Return the id for a tool call to which the parser has assigned no id. Return None if any id is valid.
 
         name:   name of the function.
-        number: index of the call in its answer, from 0.
+        number: index of the tool call in its answer, from 0.
         """
         ...
 
 
 class ChatFormat(Protocol):
-    """Converts conversations to tokens, and describes the answers. Thread-safe. render() and encode() can block.
+    """Converts conversations to tokens, and describes the structure of answers.
 
-    tool_format:      name of the tool-call format for /v1/models and the log; None: unknown, so calls are returned as
-                      text.
+    Thread-safe. render() and encode() can block.
+
+    tool_format:      name of the tool-call format for /v1/models and the log; None: unknown, so tool calls are returned
+                      as text.
     reasoning_format: name of the reasoning format; None: reasoning is part of the text.
     offers_tools:     whether requests can have tools.
-    takes:            the kinds of media that conversations can contain, out of "image", "audio" and "video".
+    takes:            the kinds of media that conversations can contain: any of "image", "audio" and "video".
     """
 
     @property
@@ -175,10 +176,10 @@ class ChatFormat(Protocol):
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
         """Return the sampling parameter `call_structure` for an answer that can call one of the tools.
 
-        Return None if the format has no grammar of calls, or if the grammar exceeds the limits.
+        Return None if the format has no grammar of tool calls, or if the grammar exceeds the limits.
 
         tools:     JSON schema of the arguments of each tool, by tool name.
-        is_single: the answer can have only one call.
+        is_single: whether the answer can have only one tool call.
         """
         ...
 
@@ -209,9 +210,7 @@ class NativeAnswerFormat:
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
-        """Return a new parser for the part after the reasoning if a grammar forces this part to be calls, otherwise
-        None.
-        """
+        """Return a parser for the text after the reasoning if a grammar forces it to be tool calls, otherwise None."""
         if self.request.forced is None:
             return None
         if self.request.forced == ANY_CALLS:
@@ -219,7 +218,7 @@ class NativeAnswerFormat:
         return NamedParser(self.request.forced)
 
     def async_parser(self) -> None:
-        """Return None, because parser() parses the whole answer."""
+        """Return None, because the parser that parser() returns parses the whole answer."""
         return
 
     def call_id(self, name: str, number: int) -> None:
@@ -289,7 +288,7 @@ class NativeChatFormat:
         """Do nothing, because this format uses no processes."""
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure`, or None if the format is unknown or the grammar exceeds the limits."""
+        """Return the sampling parameter `call_structure`. See ChatFormat.call_structure()."""
         return None if self._calls is None else self._structure(json.dumps(tools), is_single)
 
     def _make_structure(self, tools: str, is_single: bool) -> dict[str, Any] | None:

@@ -1,8 +1,8 @@
 """Renders conversations to text through the model's chat template.
 
-Templates differ. Some do not support tools, require that user and assistant alternate, or reject system messages. Some
-expect the arguments of a call as an object, or accept only ids of nine characters. A conversation is converted to
-several forms, and rendered in the first form that the template accepts.
+Some templates do not support tools, require that user and assistant alternate, or reject system messages. Some expect
+the arguments of a tool call as an object, or accept only call ids of nine characters. This module therefore converts a
+conversation to several forms, and renders the first form that the template accepts.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Renderer(Protocol):
 class _Form:
     """One form of a conversation.
 
-    has_all_system_text: whether the prompt must contain the text of every system message. Some templates drop system
-                         messages.
+    has_all_system_text: whether the prompt must contain the text of every system message. Templates that drop system
+                         messages then do not accept this form.
     """
 
     messages: Sequence[Message]
@@ -68,7 +68,7 @@ class _Form:
     has_all_system_text: bool = False
 
     def is_complete(self, text: str) -> bool:
-        """Return whether a prompt contains all text that it must contain."""
+        """Return whether the rendered prompt `text` contains all text that it must contain."""
         system = (message["content"] for message in self.messages if message["role"] == "system")
         texts = [part["text"] for content in system for part in _parts(content) if part["type"] == "text"]
         return not self.has_all_system_text or all(part.strip() in text for part in texts)
@@ -80,10 +80,10 @@ class ChatTemplateInput:
 
     tools:     functions that the model can call, as JSON.
     variables: variables of the chat template.
-    continues: the answer continues the last message, so the prompt ends within this message.
+    continues: whether the answer continues the last message. If so, the prompt ends within this message.
     media:     kind (one of protocol.media.KINDS) and file of each image, audio and video. The content of a message is a
-               text, or a list of parts. A part is {"type": "text", "text"}, or {"type": "media", "number"} with an
-               index of `media`.
+               text or a list of parts. A part is {"type": "text", "text"}, or {"type": "media", "number"}, whose number
+               is an index into `media`.
     """
 
     messages: Sequence[Message]
@@ -93,7 +93,7 @@ class ChatTemplateInput:
     media: Sequence[tuple[str, bytes]] = ()
 
     def render(self, renderer: Renderer) -> str:
-        """Return the text of the prompt.
+        """Return the prompt text for this conversation.
 
         Raises ChatTemplateError if the template rejects all forms of the messages, or if the last message cannot be
         continued.
@@ -119,8 +119,8 @@ class ChatTemplateInput:
     def _unfinished(self, renderer: Renderer) -> str:
         """Return the prompt up to the end of the last message's text, without the tokens that end the message.
 
-        To locate this end, the template renders the message with a mark after its text. If the message has no text yet,
-        the mark follows its reasoning.
+        To locate the end of the text, this method renders the message with a mark after its text. If the message has no
+        text yet, the mark is after its reasoning.
         """
         *earlier, last = self.messages
         if last.get("tool_calls"):
@@ -163,7 +163,7 @@ class ChatTemplateInput:
 
 
 def _strict(message: Message) -> Message:
-    """Return a message whose calls have objects as arguments and ids of nine letters and digits."""
+    """Return a message whose tool calls have objects as arguments and ids of nine letters and digits."""
     strict = dict(message)
     if "tool_call_id" in strict:
         strict["tool_call_id"] = _short_id(strict["tool_call_id"])
@@ -186,7 +186,7 @@ def _short_id(id_: str) -> str:
 
 
 def _without_calls(message: Message) -> dict[str, Any]:
-    """Return a message whose calls and call results are written as text.
+    """Return a message whose tool calls and tool results are written as text.
 
     The role of the result is system, user or assistant.
     """

@@ -1,4 +1,4 @@
-"""Parser for the messages of gpt-oss."""
+"""`HarmonyParser`, the parser for answers of gpt-oss."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from megatron_runtime.server.formats.parser import CallArguments, Event, Reading
 
 
 class HarmonyParser(ToolParser):
-    """Parses the messages of gpt-oss, each of the form `<|channel|>channel [to=recipient] …<|message|>…<|end|>`.
+    """Parses answers of gpt-oss: messages of the form `<|channel|>channel [to=recipient] …<|message|>…<|end|>`.
 
-    A message in the channel `analysis` is reasoning. A message to `functions.name` is a call if the request has tools.
-    Any other message is text.
+    A message in the channel `analysis` is reasoning. A message to `functions.name` is a tool call if the request has
+    tools. Any other message is text.
     """
 
     MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>")
@@ -21,7 +21,10 @@ class HarmonyParser(ToolParser):
     _CHANNEL = re.compile(r"<\|channel\|>\s{0,8}(\w{1,64})")
 
     def finish(self) -> list[Event]:
-        """Return the remaining events. An incomplete header is dropped unless it names a tool."""
+        """End the answer, and return the remaining events.
+
+        An incomplete message header is dropped unless it names a tool.
+        """
         if self._kind is None:
             header = self._take_read() + self._buffer[self._at :]
             if not header.startswith(("<|start|>", "<|channel|>")) or self._RECIPIENT.search(header) is not None:

@@ -1,4 +1,4 @@
-"""`Head`: a pattern of bounded length, which a parser can match before the whole text has arrived."""
+"""`Head`: a pattern for the beginning of a tool call, which a parser can match before the whole text has arrived."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_HOLE = 256
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """A literal text with holes, such as `<function={name}>`, at the beginning of a call or an argument.
+    """A literal text with holes, such as `<function={name}>`, at the beginning of a tool call or an argument.
 
     spec: literal text. White space matches any white space or none. `{name}` matches the name of a function. Any other
           `{hole}` matches text up to the character that follows the hole. The match has a group for each hole. `{?x}`
@@ -31,7 +31,7 @@ class Head:
 
     @property
     def parts(self) -> Iterator[tuple[Literal["text", "space", "hole"], str]]:
-        """Yield kind and text of each part except `{?x}`. The text is a literal, white space, or the name of a hole."""
+        """Yield kind and text of each part of `spec` except `{?x}`. The text of a hole is its name."""
         for literal, group in groupby(_ELEMENT.finditer(self.spec), key=lambda element: element[4] is not None):
             if literal:
                 yield "text", "".join(element[4] for element in group)

@@ -1,4 +1,4 @@
-"""Tool calls between markers, with JSON arguments. Each family of models has one table entry."""
+"""Formats and parsers of tool calls with JSON arguments, most of which are between markers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ Body: TypeAlias = Literal["object", "list", "keyed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCalls:
-    """The format of a model family's calls.
+    """The format in which a family of models writes tool calls between markers, with JSON arguments.
 
-    open:    one of these texts precedes the calls.
-    bodies:  what can follow. "object": one or several `{"name": …, "arguments": {…}}`; "list": a list of such objects;
-             "keyed": a list of `{name: {…}}`.
+    open:    texts, one of which precedes the tool calls.
+    bodies:  what can follow such a text. "object": one or several `{"name": …, "arguments": {…}}`; "list": a list of
+             such objects; "keyed": a list of `{name: {…}}`.
     keys:    the keys of `{"name": …, "arguments": {…}}` in this family.
-    heads:   texts that contain the name of the function. Only the arguments follow. Heads replace `bodies` or come
+    heads:   texts that contain the name of the function and precede its arguments. They replace the bodies, or come
              before them.
-    end:     text after each call that is not in a list. A model can omit it.
-    close:   text after the last call. A model can omit it.
+    end:     text after each tool call that is not in a list. A model can omit this text.
+    close:   text after the last tool call. A model can omit this text.
     dropped: texts of the format between calls that are not part of the answer.
     """
 
@@ -88,7 +88,7 @@ class JsonCalls:
 
 
 class _JsonCallParser(ToolParser):
-    """Parses text, and the calls that follow one of the opening texts."""
+    """Parses answers with text, and with tool calls that follow one of the opening texts."""
 
     def __init__(self, calls: JsonCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._calls = calls
@@ -103,7 +103,7 @@ class _JsonCallParser(ToolParser):
                 yield from self._read_calls()
 
     def _read_calls(self) -> Reading:
-        """Read the calls after the opening text. Hold the text after the last call."""
+        """Read the tool calls after the opening text. Hold the text after the last tool call."""
         close, before = self._calls.close, self._num_calls
         continues = True
         while continues:
@@ -115,9 +115,9 @@ class _JsonCallParser(ToolParser):
                 return
 
     def _read_next(self) -> Generator[None, None, bool]:
-        """Read one call, or a list of calls.
+        """Read one tool call, or a list of tool calls.
 
-        Return False if no call follows or a call is malformed.
+        Return False if no tool call follows or a tool call is malformed.
         """
         calls = self._calls
         until = calls.end or calls.close
@@ -144,7 +144,7 @@ class Llama3JsonParser(ToolParser):
     """Parses answers of Llama 3: one or several `{"name": …, "parameters": {…}}`, separated by `;`, as the whole
     answer.
 
-    An answer is text unless it begins with an object that names a tool.
+    If the answer does not begin with an object that names a tool, the whole answer is text.
     """
 
     TAG = "<|python_tag|>"
@@ -168,7 +168,7 @@ class Functionary32Parser(ToolParser):
 
     The prompt contains the beginning of the first message.
 
-    A message to `all` is text, and a message to a tool is a call. Any other message is text, including its marker.
+    A message to `all` is text, and a message to a tool is a tool call. Any other message is text, including its marker.
     """
 
     OPEN = ">>>"

@@ -1,11 +1,11 @@
 """`ToolParser`, the base class of the parsers for tool calls, and the events that parsers return.
 
-A parser reads the answer in parts of any size, and returns text and calls. The result does not depend on how the answer
-is split. Parsers are written as generators. A reader yields when it needs more text, returns at the end of its
-construct, and raises MalformedError for text that cannot continue the construct. Arguments are therefore streamed while
-the model writes them.
+A parser reads the answer in parts of any size, and returns text and tool calls. The result does not depend on how the
+answer is split. The methods that read a construct are generators. Such a method yields when it needs more text, returns
+at the end of its construct (such as a tool call), and raises MalformedError for text that cannot continue the
+construct. A parser can therefore stream arguments while the model writes them.
 
-The cost is linear in the length of the answer. Before a reader yields, it consumes all text except a remainder of
+The cost is linear in the length of the answer. Before such a method yields, it consumes all text except a remainder of
 bounded length, which it reads again.
 """
 
@@ -42,7 +42,7 @@ StringReading = Generator[None, None, str]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A part of the answer's text that is not part of a call."""
+    """A part of the answer's text that is not part of a tool call."""
 
     text: str
 
@@ -56,9 +56,9 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The beginning of a call. There is exactly one such event per call, before its arguments.
+    """The beginning of a tool call. There is exactly one such event per tool call, before its arguments.
 
-    id: id that the model assigned to the call; None: any id is valid.
+    id: id that the model assigned to the tool call; None: any id is valid.
     """
 
     name: str
@@ -67,7 +67,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of the most recent call's arguments."""
+    """The next part of the arguments of the most recent tool call."""
 
     text: str
 
@@ -83,8 +83,8 @@ class ToolParser(ABC):
     """Parses the answer of one choice.
 
     tools:     JSON schema of the arguments of each tool in the request, by tool name.
-    is_marked: whether a marker precedes each call. If so, a call of an unknown tool is also returned as a call, and the
-               client reports the error to the model.
+    is_marked: whether a marker precedes each tool call. If so, the parser also returns calls of unknown tools, and the
+               client can report the error to the model.
     """
 
     is_marked: ClassVar[bool] = True
@@ -126,10 +126,10 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _read(self) -> Reading:
-        """Read the whole answer. The generator never returns."""
+        """Read the whole answer. This generator never ends."""
 
     def _new_events(self) -> list[Event]:
-        """Return the new events. Adjacent events of the same type are joined."""
+        """Return the events since the last call of this method. Adjacent events of the same type are joined."""
         joined: list[Event] = []
         for kind, group in groupby(self._events, key=type):
             events = list(group)
@@ -159,14 +159,17 @@ class ToolParser(ABC):
             self._start = self._at
 
     def _take_read(self) -> str:
-        """Return the consumed text that is not emitted yet, and remove it."""
+        """Return the consumed text that has not been emitted, and drop it."""
         self._hold()
         read = "".join(self._held)
         self._held.clear()
         return read
 
     def _begin(self, name: str, arguments: str = "") -> None:
-        """Drop the consumed text, and emit the beginning of a call with the arguments that are already known."""
+        """Drop the consumed text, and emit the beginning of a tool call.
+
+        arguments: text of the arguments, if it is already known.
+        """
         self._flush()
         self._spaces.clear()
         self._num_calls += 1
@@ -185,7 +188,7 @@ class ToolParser(ABC):
             self._at = match.end()
 
     def _read_space(self, pattern: re.Pattern[str], *, marker: str) -> Reading:
-        """Consume the white space that matches the pattern, but no text that can be the beginning of the marker."""
+        """Consume the white space that matches the pattern. Stop at text that can be the beginning of the marker."""
         while True:
             self._skip(pattern)
             following = self._buffer[self._at : self._at + len(marker)]
@@ -194,7 +197,7 @@ class ToolParser(ABC):
             yield
 
     def _read_end(self, marker: str) -> Generator[None, None, bool]:
-        """Read white space, and the marker if it follows. Return whether the marker has followed."""
+        """Read white space, and then the marker if it follows. Return whether the marker was read."""
         yield from self._read_space(_SPACE, marker=marker)
         follows = self._buffer.startswith(marker, self._at)
         self._at += len(marker) if follows else 0
@@ -244,13 +247,13 @@ class ToolParser(ABC):
     def _read_call(
         self, *, name: str | None = None, until: str = "", is_keyed: bool = False
     ) -> Generator[None, None, bool]:
-        """Read one call. If the text is not a call, hold the consumed text and return False.
+        """Read one tool call and return True. If the text is not a tool call, hold the consumed text and return False.
 
         name:     name of the function, if the text contains only the arguments.
-        is_keyed: the call has the form `{name: {…}}`.
-        until:    marker after the call; empty: the end of the answer. If a call has begun and its JSON is malformed,
-                  the text up to `until` is emitted as arguments, so that the client sees what the model wrote. If the
-                  arguments are already complete, this text is emitted as text.
+        is_keyed: whether the tool call has the form `{name: {…}}`.
+        until:    marker after the tool call; empty: the end of the answer. If the tool call has begun and its JSON is
+                  malformed, the text up to `until` is emitted as arguments, so that the client sees what the model
+                  wrote. If the arguments were already complete, the text up to `until` is emitted as text.
         """
         try:
             first = yield from self._token()
@@ -273,9 +276,9 @@ class ToolParser(ABC):
         return True
 
     def _read_call_list(self, *, until: str = "", is_keyed: bool = False) -> Generator[None, None, bool]:
-        """Read the rest of `[call, call, …]` after the bracket.
+        """Read a list of tool calls `[call, call, …]` after its opening bracket, and return True.
 
-        If the list does not end correctly, hold the text after the last call and return False.
+        If the list does not end correctly, hold the text after the last tool call and return False.
 
         until, is_keyed: as for _read_call().
         """
@@ -339,7 +342,7 @@ class ToolParser(ABC):
             self._begin(name, "{}")
 
     def _stream_arguments(self, name: str) -> Reading:
-        """Read an object whose opening brace has been read. Emit its text as arguments while reading it."""
+        """Read a JSON object whose opening brace has been read. Emit its text as arguments while reading it."""
         self._begin(name)
         self._held.append("{")
         self._kind = CallArguments
@@ -348,7 +351,7 @@ class ToolParser(ABC):
         self._kind = None
 
     def _raw(self, token: str) -> StringReading:
-        """Read one JSON value and return its text, but do not emit it. token: as for _value()."""
+        """Read one JSON value and return its text without emitting it. token: as for _value()."""
         self._at -= len(token)
         self._hold()
         begin = len(self._held)
@@ -406,7 +409,7 @@ class ToolParser(ABC):
 
 
 class RequiredParser(ToolParser):
-    """Parses answers if `tool_choice` is `required`. A grammar then restricts the answer to a list of calls."""
+    """Parses answers if `tool_choice` is `required`, so that a grammar restricts the answer to a list of tool calls."""
 
     def _read(self) -> Reading:
         if (yield from self._token()) == "[":
@@ -415,7 +418,7 @@ class RequiredParser(ToolParser):
 
 
 class NamedParser(ToolParser):
-    """Parses answers if `tool_choice` names a tool. A grammar then restricts the answer to the tool's arguments."""
+    """Parses answers if `tool_choice` names a tool, so that a grammar restricts the answer to the tool's arguments."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -427,7 +430,7 @@ class NamedParser(ToolParser):
 
 
 def first_of(text: str, markers: Sequence[str], *, start: int = 0) -> tuple[int, str] | None:
-    """Return the position of the first marker in `text` from `start` on, and the longest marker at this position.
+    """Return the lowest index from `start` on at which `text` has a marker, and the longest marker at this index.
 
     Return None if the text contains no marker.
     """
@@ -443,7 +446,7 @@ def overlap(text: str, marker: str, *, start: int = 0) -> int:
 
 
 def is_unicode(text: str) -> bool:
-    """Return whether a text contains no lone surrogates. A JSON escape can encode one, but an answer cannot."""
+    """Return whether a text contains no lone surrogates, which JSON escapes can produce and UTF-8 cannot encode."""
     try:
         text.encode()
     except UnicodeEncodeError:

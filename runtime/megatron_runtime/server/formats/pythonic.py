@@ -14,9 +14,10 @@ _JSON_NAMES = {"null": None, "true": True, "false": False}
 
 
 class PythonicParser(ToolParser):
-    """Parses answers of Llama 3.2 and 4: `[name(argument="value"), …]`, a Python list of calls, as the whole answer.
+    """Parses answers of Llama 3.2 and 4, which are text or a Python list of tool calls `[name(argument="value"), …]`.
 
-    An answer is text unless it begins with `[name(`, where name is a tool. Each call is emitted when it is complete.
+    If the answer does not begin with `[`, the name of a tool and `(`, the whole answer is text. The parser emits each
+    tool call when it is complete.
     """
 
     is_marked = False
@@ -34,9 +35,9 @@ class PythonicParser(ToolParser):
         return self._buffer[self._at - 1]
 
     def _read_list(self) -> Generator[None, None, bool]:
-        """Read to the end of the list.
+        """Read to the end of the list of tool calls, and return True.
 
-        Return False at the first character that cannot be part of a list of calls.
+        Stop at the first character that cannot be part of such a list, and return False.
         """
         while (character := (yield from self._character())).isspace():
             pass
@@ -115,8 +116,9 @@ class _JsonNames(ast.NodeTransformer):
 
 
 def _python_call(text: str) -> tuple[str, str] | None:
-    """Return the name and the JSON arguments of a call. Return None unless all arguments are keyword arguments with
-    literals.
+    """Return the name and the JSON arguments of a tool call in Python syntax.
+
+    Return None if an argument is positional or is not a literal.
     """
     try:
         tree = ast.parse(text, mode="eval").body

@@ -1,4 +1,4 @@
-"""Reasoning, the part of an answer in which the model thinks, and how models mark it.
+"""How models mark their reasoning, the part of an answer in which the model thinks, and the parsers for it.
 
 A parser reads the text of an answer in parts of any size. The result does not depend on how the text is split.
 """
@@ -20,7 +20,7 @@ _PROMPT_TOKENS = 16
 
 
 class AnswerParser(Protocol):
-    """Parses the answer of one choice into reasoning, text and calls."""
+    """A parser that splits the answer of one choice into reasoning, text and tool calls."""
 
     def feed(self, text: str) -> list[Event]:
         """Parse the next part of the answer, and return the events that it completes."""
@@ -36,12 +36,13 @@ class ReasoningFormat:
     """How a family of models marks its reasoning.
 
     opening: text before the reasoning. The model writes this text, or the chat template puts it at the end of the
-             prompt. Empty: each answer begins with reasoning.
+             prompt. Empty: no text precedes the reasoning, with which each answer begins.
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
-    ending:  text that ends the reasoning when its token budget is used up. It ends with `closing`. Empty: only
-             `closing`.
-    message: texts before and after each reasoning message, for formats in which reasoning messages also precede calls.
+    ending:  text that the engine inserts to end the reasoning when its token budget is used up. The text ends with
+             `closing`. Empty: the engine inserts only `closing`.
+    message: texts before and after each reasoning message, for formats in which reasoning messages also precede tool
+             calls.
     """
 
     opening: str
@@ -136,8 +137,8 @@ class ReasoningUse:
         """Return the sampling parameter `reasoning`, or None if the answer has no reasoning that an engine can end.
 
         budget:    maximum number of reasoning tokens; None: no limit.
-        has_tools: whether the answer can be a call. In the format of gpt-oss, a call is a separate message after a
-                   reasoning message.
+        has_tools: whether the answer can be a tool call. In the format of gpt-oss, a tool call is a separate message
+                   after a reasoning message.
         """
         markers = {"opening": self.opening, "closing": self.closing, "ending": self.ending}
         is_open = self.is_open
@@ -159,8 +160,9 @@ class ReasoningUse:
         return next(ends, len(tokens))
 
     def parser(self, calls: ToolParser | None) -> AnswerParser:
-        """Return a parser for one choice. calls: parser for the text after the reasoning; None: this text contains no
-        calls.
+        """Return a parser for one choice.
+
+        calls: parser for the text after the reasoning; None: this text contains no tool calls.
         """
         if self.format is _HARMONY:
             harmony = calls if isinstance(calls, HarmonyParser) else HarmonyParser({})
@@ -174,13 +176,13 @@ class ReasoningUse:
 
 
 class TaggedReasoningParser:
-    """Separates the reasoning at the beginning of an answer from the text after it. The reasoning is between two
-    markers.
+    """Separates reasoning between two markers at the beginning of an answer from the text after the reasoning.
 
     White space around the reasoning is dropped.
 
     is_open:   the prompt ends within the reasoning.
-    is_answer: the answer contains no reasoning, because the prompt ends after it. Ignored if `is_open`.
+    is_answer: the answer contains no reasoning, because the prompt already contains the end of the reasoning. Ignored
+               if `is_open`.
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:
@@ -206,7 +208,10 @@ class TaggedReasoningParser:
         return [Text(rest)] if self._read == self._begin and rest else []
 
     def _begin(self) -> list[Event]:
-        """Read until it is certain whether the answer begins with reasoning."""
+        """Return the events of the text so far.
+
+        Return [] until it is certain whether the answer begins with reasoning.
+        """
         text = self._buffer.lstrip()
         if len(text) < len(self._buffer):
             self._spaces.append(self._buffer[: len(self._buffer) - len(text)])
@@ -218,8 +223,9 @@ class TaggedReasoningParser:
         return [] if self._opening.startswith(text) else self._enter(self._answer)
 
     def _continue(self) -> list[Event]:
-        """Read reasoning. Hold back a suffix that can be the beginning of the closing marker, and the white space
-        before it.
+        """Return the events of the reasoning so far.
+
+        Hold back a suffix that can be the beginning of the closing marker, and the white space before this suffix.
         """
         end = self._buffer.find(self._closing)
         is_closed = end >= 0
@@ -243,7 +249,7 @@ class TaggedReasoningParser:
         return events
 
     def _leave(self) -> list[Event]:
-        """Drop the white space between the reasoning and the text after it."""
+        """Return the events of the text after the reasoning, without the white space between the two."""
         self._buffer = self._buffer.lstrip()
         return self._enter(self._answer) if self._buffer else []
 
@@ -258,7 +264,7 @@ class TaggedReasoningParser:
 
 
 class _Sequence:
-    """Two parsers in sequence. The second parses the events of type Text that the first returns."""
+    """A parser that runs two parsers in sequence. The second parses the text in the events of the first."""
 
     def __init__(self, first: AnswerParser, second: AnswerParser) -> None:
         self._first, self._second = first, second

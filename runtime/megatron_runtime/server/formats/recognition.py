@@ -1,8 +1,8 @@
-"""Detects the formats of a model's calls and reasoning from its chat template.
+"""Detects the formats of a model's tool calls and reasoning from its chat template.
 
-The template renders a conversation with one call. The model has the format whose parser detects this call in the
-rendered text. If the template writes no call, its source is searched for the texts that begin a call, because the
-template may describe the format to the model. Each server process does this once, with a few renderings.
+The template renders a conversation with one tool call. The model has the format whose parser detects this tool call in
+the rendered text. If no tool call is in the rendered text, the template's source is searched for the texts that begin a
+tool call, because the template may describe the format to the model. Each server process does this once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _TOOL = "lookup_place"
 _ARGUMENTS = {"place": "Rome"}
 CALL: tuple[str, Mapping[str, Any]] = (_TOOL, _ARGUMENTS)
-"""The call in the conversation that is rendered to detect formats."""
+"""The tool call in the conversation that is rendered to detect formats."""
 TOOLS: Sequence[Mapping[str, Any]] = (
     {
         "type": "function",
@@ -52,9 +52,9 @@ _THOUGHT: Mapping[str, Any] = {
 class Recognised:
     """The formats of a model.
 
-    tools:     format of the calls; None: unknown, or tools are not offered.
-    offers_tools: whether requests can have tools. If the format is unknown, calls that the model chooses to make are
-                  returned as text.
+    tools:     format of the tool calls; None: unknown, or tools are not offered.
+    offers_tools: whether requests can have tools. If the format is unknown, the server returns tool calls as text
+                  unless the request forces them.
     reasoning: format of the reasoning; None: reasoning is part of the text.
     """
 
@@ -75,10 +75,10 @@ def recognised(
     template: ChatTemplate | None,
     tool_template: ChatTemplate | None,
 ) -> Recognised:
-    """Return the formats that follow from the server settings and the chat template, and log them.
+    """Return the formats that the server settings and the chat template determine, and log their names.
 
-    tool_call_parser: a name in PARSERS, "none" or "auto".
-    reasoning_parser: a name in FORMATS, "none" or "auto".
+    tool_call_parser: a name in PARSERS, "none" for no tools, or "auto" to detect the format.
+    reasoning_parser: a name in FORMATS, "none" for no reasoning, or "auto" to detect the format.
     template:         the chat template for requests without tools.
     tool_template:    the chat template for requests with tools.
 
@@ -106,7 +106,10 @@ def recognised(
 
 
 def tool_format_of(template: ChatTemplate | None) -> tuple[ToolFormat | None, str]:
-    """Return the format of the calls that a chat template writes or describes, and how the format was detected."""
+    """Return the format of the tool calls that a chat template writes or describes, and how the format was detected.
+
+    The format is None if the template's tool calls have an unknown format.
+    """
     if template is None:
         return PARSERS["hermes"], "the model has no chat template"
     source = template.source
@@ -158,12 +161,12 @@ def written_calls(
     tools: Sequence[Any] = TOOLS,
     text: str = "",
 ) -> Iterator[str]:
-    """Yield the text that a template writes for an answer with calls, for each form of the message that the template
-    accepts.
+    """Yield the texts that a template writes for an answer with the tool calls `calls`.
 
-    Some templates read arguments as an object, others as JSON, and some write calls only for messages without text. The
-    function yields both the text after the prompt and the text after the question, because an answer in the history may
-    begin differently from an answer after a prompt.
+    The message has several forms, because some templates read arguments as an object, others read them as JSON, and
+    some write tool calls only for messages without text. For each form that the template accepts, the function yields
+    the text after the prompt and the text after the question, because an answer in the history can begin differently
+    from an answer after a prompt.
     """
     for arguments_of in (lambda value: value, lambda value: json.dumps(value, ensure_ascii=False)):
         for content in dict.fromkeys((text, text or None)):

@@ -1,4 +1,4 @@
-"""The table of tool-call formats: how families of models write calls, and which parser reads the calls."""
+"""The table of tool-call formats: how families of models write tool calls, and which parser reads the tool calls."""
 
 from __future__ import annotations
 
@@ -25,17 +25,18 @@ _SPECIAL = re.compile(r"<[^<>\s]*>|\[/?[A-Z_]+\]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes its calls. Calling the object with the schemas of the tools returns a parser.
+    """How a family of models writes tool calls.
 
     name:    name for `--tool-call-parser`.
-    make:    returns a parser for one choice. The argument maps each tool to the JSON schema of its arguments.
-    starts:  texts that begin a call. Empty: calls have no marker, and are the whole answer.
+    make:    returns a parser for one choice. The argument maps the name of each tool to the JSON schema of its
+             arguments. Calling the ToolFormat does the same.
+    starts:  texts that begin a tool call. Empty: tool calls have no marker, and are the whole answer.
     markers: special tokens of the vocabulary that the parser needs as text.
     texts:   all texts in the format, which can contain special tokens of the vocabulary.
-    dropped: texts of the format outside of calls, which are not part of the answer.
-    hints:   texts in a chat template that indicate the format even if the template writes no call.
-    decides: whether the hints take precedence over the calls that the template writes.
-    grammar: returns the grammar for the rest of an answer that begins with a call.
+    dropped: texts of the format outside of tool calls, which are not part of the answer.
+    hints:   texts in a chat template that indicate the format even if the template writes no tool call.
+    decides: whether the hints take precedence over the tool calls that the template writes.
+    grammar: returns the grammar for the rest of an answer that begins with a tool call.
     """
 
     name: str
@@ -52,7 +53,7 @@ class ToolFormat:
         return self.make(tools)
 
     def reads(self, text: str, name: str, arguments: Mapping[str, Any]) -> bool:
-        """Return whether the parser detects exactly one call in a text, with this name and these arguments."""
+        """Return whether the parser detects exactly one tool call in a text, with this name and these arguments."""
         parser = self.make({name: {"properties": {key: {} for key in arguments}}})
         events = [*parser.feed(text), *parser.finish()]
         names = [event.name for event in events if isinstance(event, CallBegin)]
@@ -224,7 +225,7 @@ _HINTS: Mapping[str, tuple[str, ...]] = {
     "pythonic": ("[func_name1(",),
     "llama3_json": ("<|python_tag|>", '{"name": function name, "parameters":'),
 }
-"""`ToolFormat.hints` by name of the format: texts in chat templates other than the texts that begin a call."""
+"""`ToolFormat.hints` by name of the format: texts in chat templates other than the texts that begin a tool call."""
 
 
 def _of_family(name: str, calls: JsonCalls | TaggedCalls) -> ToolFormat:

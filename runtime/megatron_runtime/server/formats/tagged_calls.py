@@ -1,4 +1,4 @@
-"""Calls whose arguments are text between tags, one after another. Each family of models is one table entry."""
+"""The format and the parser of tool calls whose arguments are texts between tags, one after another."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ _STRING_TYPES = frozenset({"true", "string"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCalls:
-    """The format of a model family's calls.
+    """The format in which a family of models writes tool calls with arguments between tags.
 
-    open:       one of these texts precedes the calls.
-    call:       text before the arguments of a call, with the hole `{name}`.
+    open:       texts, one of which precedes the tool calls.
+    call:       text before the arguments of a tool call, with the hole `{name}`.
     parameter:  text before a value, with the hole `{key}`, and the hole `{type}` if the format has types.
     value_end:  text after a value.
-    call_end:   text after the arguments of a call. Empty: the calls end after the arguments.
-    close:      text after the calls. A model can omit it.
+    call_end:   text after the arguments of a tool call. Empty: a tool call ends with its last argument.
+    close:      text after the last tool call. A model can omit this text.
     is_padded:  whether a newline before and after each value is part of the format.
-    dropped:    texts of the format outside of calls that are not part of the answer.
-    headers:    texts at the beginning of the answer, or after one of `dropped`, that are not part of the answer.
+    dropped:    texts of the format outside of tool calls, which are not part of the answer.
+    headers:    further texts that are not part of the answer, at its beginning or after one of `dropped`.
     """
 
     open: tuple[str, ...]
@@ -67,7 +67,7 @@ class TaggedCalls:
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
         """Return the grammar of the rest of an answer that begins with one of `open`. See call_grammars.
 
-        Parameters must be in the order of their declaration.
+        In the grammar, parameters are in the order of their declaration.
         """
         rules: list[str] = []
         for place, (name, schema) in enumerate(tools.items()):
@@ -108,9 +108,10 @@ class TaggedCalls:
 
 
 class _TaggedCallParser(ToolParser):
-    """Parses text, and the calls that follow one of the opening texts. Each argument is emitted when it is complete.
+    """Parses answers with text and tool calls. The parser emits each argument when it is complete.
 
-    A value becomes a JSON value if the schema of the parameter can allow this value. Otherwise it becomes a string.
+    A value that is valid JSON becomes this JSON value if the parameter's schema can allow it. Any other value becomes a
+    string.
     """
 
     def __init__(self, calls: TaggedCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
@@ -122,7 +123,7 @@ class _TaggedCallParser(ToolParser):
     def finish(self) -> list[Event]:
         """End the answer, and return the remaining events.
 
-        If a call is truncated, the text after the last complete argument becomes text of the answer.
+        If a tool call is truncated, the text after its last complete argument becomes text of the answer.
         """
         self._at = len(self._buffer)
         if self._in_call:
@@ -145,7 +146,7 @@ class _TaggedCallParser(ToolParser):
             self._flush()
 
     def _read_calls(self) -> Reading:
-        """Read the calls after the opening text. Hold the text after the last call."""
+        """Read the tool calls after the opening text. Hold the text after the last tool call."""
         while (head := (yield from self._read_head(self._calls.call))) is not None:
             self._at = head[1].end()
             self._begin(head[1]["name"])
@@ -158,7 +159,7 @@ class _TaggedCallParser(ToolParser):
                 return
 
     def _read_arguments(self, name: str) -> Generator[None, None, bool]:
-        """Read the rest of a call after its head, including the terminator. Return whether it was the last call."""
+        """Read the rest of a tool call after its head. Return whether it was the last tool call."""
         properties = self._tools.get(name, {}).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         ends = (self._close,) if self._call_end is None else (self._call_end, self._close)
@@ -192,8 +193,9 @@ class _TaggedCallParser(ToolParser):
         return match is None or match[0] is self._close
 
     def _read_value(self) -> Generator[None, None, bool]:
-        """Read a value and its terminator. If the call ends before the terminator, read only the value and return
-        False.
+        """Read a value and its terminator, and return True.
+
+        If the tool call ends before the terminator, read only the value and return False.
         """
         markers = (self._calls.value_end, self._calls.close)
         while True:
@@ -210,10 +212,10 @@ class _TaggedCallParser(ToolParser):
 
 
 def value_of(text: str, schema: Any) -> str:
-    """Return the value of a parameter as JSON.
+    """Return the value of a parameter as JSON. schema: JSON schema of the parameter.
 
-    A text is returned unchanged if it is a JSON value that the schema can allow. Any other text becomes a JSON string.
-    Lists and objects in Python syntax and strings in CDATA are accepted too, because some chat templates write them.
+    A text that is a JSON value is returned unchanged if the schema can allow this value. Some chat templates write
+    lists and objects in Python syntax, or strings in CDATA, which are converted. Any other text becomes a JSON string.
     """
     if text.startswith(_CDATA) and text.endswith(_CDATA_END):
         return json.dumps(text[len(_CDATA) : -len(_CDATA_END)], ensure_ascii=False)

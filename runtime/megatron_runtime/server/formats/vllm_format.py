@@ -2,7 +2,7 @@
 
 Decision 033 gives the reasons. vLLM renders and tokenizes conversations like vLLM's own server, and vLLM's parsers
 parse the answers. If vLLM lacks a parser that the model needs, this server's parsers parse the answers. The grammars of
-calls, the budgets of reasoning and the forms of a conversation always come from this server.
+tool calls, the budgets of reasoning and the forms of a conversation always come from this server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 async def chat_format_of(
     tokenizer: Tokenizer, *, backend: str, model: str, tool_call_parser: str, reasoning_parser: str
 ) -> ChatFormat:
-    """Return the chat format of a server, and log it.
+    """Return the chat format of a server, and log its name.
 
     backend: backend of the engines. "vllm": use vLLM's renderer and parsers if vLLM is installed and supports the
              model, otherwise this server's.
@@ -171,7 +171,7 @@ class VllmChatFormat:
         )
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure` for an answer that can be a call.
+        """Return `call_structure` for an answer that can be a tool call.
 
         Return None if the format has no grammar, or if the grammar exceeds the limits.
         """
@@ -183,7 +183,7 @@ class VllmChatFormat:
 
 
 def _name(parser: str | None) -> str | None:
-    """Return the name for a vLLM parser in /v1/models and in the log; None for no parser."""
+    """Return the name of a vLLM parser for /v1/models and the log; None if `parser` is None."""
     return None if parser is None else f"vllm:{parser}"
 
 
@@ -191,11 +191,11 @@ def _name(parser: str | None) -> str | None:
 class VllmAnswerFormat:
     """The structure of answers that vLLM's parsers parse.
 
-    If a grammar forces a call, the call is JSON. This server's parser parses the call after the reasoning.
+    If a grammar forces a tool call, the tool call is JSON, which this server's parser parses after the reasoning.
 
     processes:     vLLM's processes; None: the answer needs no vLLM parser.
     markers:       special tokens that the parsers need as text.
-    numbers_calls: whether the id of a call contains its number in the conversation, as in Kimi's format.
+    numbers_calls: whether the id of a tool call contains its number in the conversation, as in Kimi's format.
     """
 
     request: AnswerRequest
@@ -210,7 +210,7 @@ class VllmAnswerFormat:
         return self.native.reasoning
 
     def parser(self) -> AnswerParser | None:
-        """Return a parser for the text that async_parser() returns, or None if this text needs no further parsing."""
+        """Return a parser for the text in the vLLM parser's events, or None if this text needs no further parsing."""
         return self.native.forced_parser()
 
     def async_parser(self) -> AsyncAnswerParser | None:
@@ -226,7 +226,7 @@ class VllmAnswerFormat:
         return self.processes.answer(request, self.request.prompt)
 
     def call_id(self, name: str, number: int) -> str:
-        """Return the id that vLLM's server would assign to a call without an id from the parser."""
+        """Return the id that vLLM's server would assign to a tool call if the parser has assigned no id."""
         if self.numbers_calls:
             return f"functions.{name}:{self.request.earlier_calls + number}"
         return f"chatcmpl-tool-{secrets.token_hex(8)}"

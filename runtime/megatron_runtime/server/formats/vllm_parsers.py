@@ -1,8 +1,8 @@
 """Selects vLLM's parsers by the model's type and the format of its chat template, because vLLM has no setting "auto".
 
-If the chat template shows one of this server's formats (recognition.py), this format takes precedence, because models
-of one type are trained for several formats. The type in config.json decides between formats that render identically,
-and for formats that this server cannot parse.
+If recognition.py detects one of this server's formats in the chat template, this format takes precedence, because
+models of one type are trained for several formats. The type in config.json decides between formats that render
+identically, and selects the parser for formats that this server cannot parse.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ The parser treats an answer without `</think>` as reasoning.
 
 
 class Parsers(NamedTuple):
-    """Names of vLLM's parsers. None: answers contain no such part, or vLLM has no parser for it."""
+    """Names of vLLM's parsers for tool calls and reasoning. None: vLLM has no parser, or answers need no parser."""
 
     tools: str | None
     reasoning: str | None
@@ -128,7 +128,7 @@ def parsers_of(
     is_open: bool,
     installed: tuple[Collection[str], Collection[str]],
 ) -> Parsers:
-    """Return the parsers for a model.
+    """Return the names of vLLM's parsers for a model.
 
     model_type:       value of `model_type` in config.json; empty: unknown.
     tool_format:      this server's name for the tool-call format of the chat template; None: unknown.

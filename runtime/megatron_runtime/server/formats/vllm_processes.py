@@ -1,8 +1,9 @@
-"""The server side of vllm_worker.py: manages the processes, and repeats calls after the loss of a worker.
+"""Manages the processes that run vllm_worker.py, and repeats calls after the loss of a worker process.
 
-Each worker handles one batch of calls at a time. Calls that arrive in the meantime form the next batch, so that one
-message carries the new text of many answers. A lost worker is replaced. Each call of its batch is then repeated in its
-own batch. If this loses a second worker, only that call fails.
+A call is a request of the server to a worker, such as to parse new text. Each worker handles one batch of calls at a
+time. Calls that arrive in the meantime form the next batch, so that one message carries the new text of many answers. A
+lost worker is replaced. The server then repeats each call of the lost batch in a separate batch. If a second worker is
+lost, only the call that it handled fails.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class _Call:
 
 
 class _Message:
-    """The operation of a call.
+    """The message that a call sends to a worker.
 
     worker: number of the worker that has the state from earlier calls for the same answer; None: any worker.
     """
@@ -132,8 +133,8 @@ class VllmProcesses:
     async def start(self) -> dict[str, Any]:
         """Start the parent process, and return its description of the model.
 
-        The description has the members `tools` and `reasoning` (parsers), `skips_special`, `numbers_calls`, and `takes`
-        (kinds of media that the model accepts). Raises UnusableError, UnknownSettingError.
+        The description has the keys `tools` and `reasoning` (names of parsers), `skips_special`, `numbers_calls`, and
+        `takes` (kinds of media that the model accepts). Raises UnusableError or UnknownSettingError.
         """
         self._loop = asyncio.get_running_loop()
         async with self._lock:
@@ -172,8 +173,9 @@ class VllmProcesses:
         return self._control
 
     async def fork(self) -> tuple[socket.socket, int]:
-        """Fork a new worker. Return its socket and its process id. If the parent process has exited, start it again
-        first.
+        """Fork a new worker. Return the worker's socket and process id.
+
+        If the parent process has exited, start it again before the fork.
 
         Raises OSError, UnusableError, UnknownSettingError.
         """
@@ -203,8 +205,9 @@ class VllmProcesses:
         return ours, reply["pid"]
 
     def render(self, conversation: Mapping[str, Any], media: Sequence[tuple[str, bytes]] = ()) -> dict[str, Any]:
-        """Return the worker's reply for a conversation: `text` and `tokens`, or `rejected`. Blocks, and must run in a
-        thread.
+        """Return a worker's reply for a conversation: `text` and `tokens`, or the reason as `rejected`.
+
+        Blocks. Call this method in a thread other than the event loop's.
 
         conversation: `messages`, `tools` and `variables` of the template. If `continues` is true, the prompt ends
                       within the last message.
@@ -219,7 +222,10 @@ class VllmProcesses:
         return done.result()
 
     def answer(self, request: Mapping[str, Any], prompt: Sequence[int]) -> VllmAnswer:
-        """Return a parser for a new choice. request: `tools` of the request, and `variables` of the template."""
+        """Return a parser for a new choice.
+
+        request: `tools` of the request, `variables` of the template, and `earlier_calls` of the conversation.
+        """
         worker = min(self.parsers, key=lambda worker: worker.answers)
         opening = {"request": json.dumps(request), "prompt": array("i", prompt).tobytes()}
         return VllmAnswer(next(self._keys), opening, worker)
@@ -262,7 +268,7 @@ class _Worker:
     """A worker process, which is forked when it is first used and replaced when it is lost.
 
     worker_number: number of processes forked so far.
-    answers: number of open answers.
+    answers: number of answers whose parsers this worker has.
     load:    number of calls without a reply.
     pid:        process id of the current process; None: no process.
     """
@@ -294,7 +300,7 @@ class _Worker:
         return await call.reply
 
     def forget(self, key: int) -> None:
-        """Make the worker drop the parser of an answer with the next batch. key: number of the answer."""
+        """Make the worker drop the parser of an answer when the next batch is sent. key: number of the answer."""
         self.answers -= 1
         self._closed.append(key)
 
@@ -369,7 +375,7 @@ class _Worker:
         return bytes(received)
 
     def _disconnect(self) -> None:
-        """Close the socket. An idle worker then exits, and the alarm ends a busy worker."""
+        """Close the socket. This makes an idle worker exit. An alarm kills a busy worker."""
         if self._channel is not None:
             self._channel.close()
             self._channel = self.pid = None

@@ -1,8 +1,8 @@
 """Runs vLLM's renderer and parsers in separate processes: a parent process imports vLLM once, and forks workers.
 
-The server (vllm_processes.py) runs this module. The parent reports its parsers, and forks a worker for each socket that
-it receives. A worker processes batches of operations until the server closes the socket, within limits for memory and
-time. No other module of the server imports vLLM. Messages are msgpack.
+The server (vllm_processes.py) runs this module. The parent process reports vLLM's parsers, and forks a worker for each
+socket that it receives. A worker processes batches of operations until the server closes the socket. Memory and time
+are limited. No other module of the server imports vLLM. Messages are msgpack.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SMALL_IMAGE = bytes.fromhex(
 )
 """A PNG image of 64 x 64 pixels."""
 TEXT, REASONING, CALL, ARGUMENTS = range(4)
-"""Kinds of events in replies. An event is [kind, text]. The beginning of a call is [CALL, name, id or None]."""
+"""Kinds of events in replies. An event is [kind, text]. The beginning of a tool call is [CALL, name, id or None]."""
 
 _HARMONY = "gpt_oss"
 """The `model_type` for which vLLM uses the package openai_harmony instead of the chat template."""
@@ -55,7 +55,7 @@ class Formats:
         tools, reasoning: parser settings of the server.
         tool_format, reasoning_format: this server's names for the formats of the chat template, or None.
         is_open: whether prompts end within the reasoning.
-        call, written: a sample call, and the texts that the chat template renders for it.
+        call, written: a sample tool call, and the texts that the chat template renders for it.
 
     The constructor raises UnknownParserError, and any exception of vLLM for a model that vLLM cannot read.
     """
@@ -160,10 +160,10 @@ class Formats:
         return True
 
     def _reads(self, written: Sequence[str], call: Sequence[Any]) -> bool:
-        """Return whether the tool parser detects the call that the chat template has written.
+        """Return whether the tool parser detects the tool call that the chat template has written.
 
-        written: the call rendered in each form; empty: the template writes no calls.
-        call:    name and arguments of the call.
+        written: the rendered text for each form of the tool call; empty: the template writes no tool calls.
+        call:    name and arguments of the tool call.
         """
         from vllm.parser import ParserManager
 
@@ -179,7 +179,7 @@ class Formats:
         return make is not None and (not written or any(_finds(make, self._tokenizer, text, call) for text in written))
 
     def _skips_special(self, *, has_tools: bool) -> bool:
-        """Return whether the parsers need answers without the text of special tokens."""
+        """Return whether the parsers need answers whose text omits special tokens."""
         tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}] if has_tools else []
         request = self.request(tools, {})
         if self._renderer.parser is not None:
@@ -187,7 +187,7 @@ class Formats:
         return bool(request.skip_special_tokens)
 
     def request(self, tools: Sequence[Any], variables: Mapping[str, Any], **fields: Any) -> Any:
-        """Return a chat request as vLLM's classes expect it. fields: additional fields of the request."""
+        """Return a chat request of vLLM's class. fields: additional fields of the request."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         offered = {"tools": list(tools), "tool_choice": "auto"} if tools else {}
@@ -205,8 +205,8 @@ class Formats:
         """Return the text and the tokens of a conversation. If vLLM rejects the conversation, return the reason as
         `rejected`.
 
-        With media, the result also has `template`, the tokens before media placeholders were expanded, and `spans`, the
-        offset and number of tokens of each item.
+        With media, the result also has `template` and `spans`. `template` has the tokens before media placeholders were
+        expanded. `spans` has the offset and the number of tokens of each image, audio or video.
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
@@ -257,7 +257,7 @@ def _modalities(renderer: Any) -> list[str]:
 
 
 def _with_media(message: Mapping[str, Any], media: Sequence[Sequence[Any]]) -> Mapping[str, Any]:
-    """Return a message with data URLs instead of the numbers of its media."""
+    """Return a message in which data URLs replace the numbers of its images, audio and video."""
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -275,7 +275,7 @@ def _with_media(message: Mapping[str, Any], media: Sequence[Sequence[Any]]) -> M
 def _spans(kinds: Sequence[str], placeholders: Mapping[str, Sequence[Any]]) -> list[list[int]]:
     """Return [offset, number of tokens] for each image, audio or video.
 
-    Raises ValueError if vLLM has processed other items than the conversation contains.
+    Raises ValueError if vLLM has processed other images, audio or video than the conversation contains.
     """
     left = {modality: list(ranges) for modality, ranges in placeholders.items()}
     spans = []
@@ -306,7 +306,7 @@ def _load_harmony() -> None:
 
 
 def _finds(make: Any, tokenizer: Any, text: str, call: Sequence[Any]) -> bool:
-    """Return whether a parser detects exactly this call in a text."""
+    """Return whether a parser detects exactly the tool call `call` in a text. make: returns the parser."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     name, arguments = call
@@ -394,14 +394,15 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return an assistant message with `number` calls. With it, the caller tests whether ids contain numbers."""
+    """Return an assistant message with `number` tool calls, for the test whether ids contain the tool call's number."""
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 
 
 def _id(call: Any) -> str | None:
-    """Return the id that a parser assigned to a call. Return None if there is no id, or if it is too long or not
-    Unicode.
+    """Return the id that a parser assigned to a tool call.
+
+    Return None if there is no id, or if the id is too long or not Unicode.
     """
     id_ = call.id
     return id_ if id_ and len(id_) <= MAX_NAME_CHARACTERS and is_unicode(id_) else None
@@ -421,7 +422,7 @@ class Worker:
         self._answers: dict[int, ChoiceParser] = {}
 
     def handle(self, operation: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the reply to an operation. If a parser raised an error, the reply has it as `failed`."""
+        """Return the reply to an operation. If a parser raised an error, the reply has the error as `failed`."""
         for closed in operation.get("closed", ()):
             self._answers.pop(closed, None)
         if operation["do"] == "render":

@@ -1,4 +1,4 @@
-"""Parsers for calls whose arguments have a special syntax. Each call is translated to JSON when it is complete."""
+"""Parsers for tool calls whose arguments have a special syntax. They translate a tool call when it is complete."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from megatron_runtime.server.formats.parser import MAX_JSON_DEPTH, Reading, Tool
 from megatron_runtime.server.formats.tagged_calls import value_of
 
 MAX_CALL_CHARACTERS = 1 << 20
-"""Maximum length of a call in characters. A longer call is returned as text, because a call is held until it is
-complete.
+"""Maximum length of a tool call in characters.
+
+A longer tool call is returned as text, because a tool call is held until it is complete.
 """
 
 
 class WholeCallParser(ToolParser):
-    """Parses text, and the calls after an opening text. Each call consists of a head, a body and an end."""
+    """Parses text, and the tool calls after an opening text. Each tool call consists of a head, a body and an end."""
 
     OPEN: str
     HEAD: Head
     END: str
     CLOSE = ""
-    """Text after the last call. A model can omit it."""
+    """Text after the last tool call. A model can omit this text."""
 
     @abstractmethod
     def arguments(self, name: str, body: str) -> dict[str, Any]:
-        """Return the arguments of a function call. Raises ValueError if the body has no valid arguments."""
+        """Return the arguments of a call of the tool `name`. Raises ValueError if `body` has no valid arguments."""
 
     def _read(self) -> Reading:
         while True:
@@ -63,12 +64,12 @@ class WholeCallParser(ToolParser):
                     break
 
     def _peek(self) -> str:
-        """Return the text that is consumed but not emitted."""
+        """Return the text that has been consumed but not emitted, without dropping it."""
         return "".join(self._held) + self._buffer[self._start : self._at]
 
 
 class Gemma4Parser(WholeCallParser):
-    """Parses Gemma 4's calls: `<|tool_call>call:name{key:<|"|>value<|"|>,…}<tool_call|>`.
+    """Parses Gemma 4's tool calls: `<|tool_call>call:name{key:<|"|>value<|"|>,…}<tool_call|>`.
 
     The notation has no escape sequences in keys and strings.
     """
@@ -134,7 +135,7 @@ class Gemma4Parser(WholeCallParser):
         return text[begin:end], end + len(self.QUOTE)
 
     def _separated(self, text: str, at: int, closer: str) -> int:
-        """Return the index of the next item, or of the closing bracket `closer`."""
+        """Return the index of the next item or of the closing bracket `closer`, after an item that ends at `at`."""
         if text.startswith(closer, at):
             return at
         if not text.startswith(",", at):
@@ -143,10 +144,10 @@ class Gemma4Parser(WholeCallParser):
 
 
 class MiniMaxM3Parser(WholeCallParser):
-    """Parses MiniMax M3's calls: `<invoke name="…"><key>value</key>…</invoke>`. Tags can be nested, with a marker
-    before each tag.
+    """Parses MiniMax M3's tool calls: `<invoke name="…"><key>value</key>…</invoke>`.
 
-    A member of an object is an element with the member's name. An item of a list is an element `item`.
+    A marker precedes each tag, and elements can be nested. A property of an object is an element with the property's
+    name. An item of a list is an element `item`.
     """
 
     TAG = "]<]minimax[>["
@@ -161,7 +162,10 @@ class MiniMaxM3Parser(WholeCallParser):
         return value
 
     def _content(self, text: str, at: int, schema: Any, *, depth: int) -> tuple[Any, int]:
-        """Return the value of the elements or the text that begins at index `at`, and the index of the end."""
+        """Parse the content of an element, which begins at index `at`. Return its value and the index of its end.
+
+        Nested elements give a dict or a list. Text is converted according to `schema`.
+        """
         if depth > MAX_JSON_DEPTH:
             raise ValueError("the arguments are nested too deeply")
         schema = schema if isinstance(schema, Mapping) else {}

@@ -1,6 +1,4 @@
-"""Converts an engine's tokens to the text and log-probabilities of one choice, in the same way with and without
-streaming.
-"""
+"""Converts an engine's tokens to the text and log-probabilities of one choice, with and without streaming."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ _Token: TypeAlias = tuple[int, _Detail | None]
 class TokenLogProb:
     """One token of a choice.
 
-    log_prob: None for the first token of a prompt, because no token precedes it.
-    top:      the requested number of most likely tokens at this position, with their log-probabilities.
+    log_prob: log-probability of the token; None for the first token of a prompt, because no token precedes it.
+    top:      the most likely tokens at this position, as many as requested, with their log-probabilities.
     offset:   number of characters before the token in the text of the choice.
     """
 
@@ -44,12 +42,12 @@ class Piece:
 
     log_probs, token_ids: log-probabilities and ids of the tokens in this part. The text of a token may come in a later
                           part, when its last character is complete.
-    generated: all generated tokens, including the tokens that ended the answer. Only in the last part.
-    generated_log_probs: log-probability of each generated token, if available.
+    generated: all generated tokens of the choice, including the tokens that ended the answer. Only in the last part.
+    generated_log_probs: log-probability of each token in `generated`, if available.
     stop_text: the stop text that ended the answer. Only in the last part.
     prompt_log_probs: log-probabilities of the prompt tokens, if requested. Only in the last part.
-    hidden_state: little-endian float32 [D] after the prompt, if requested. Only in the last part.
-    events: events of a parser that runs in another process; None: the choice has no such parser.
+    hidden_state: hidden state after the prompt, if requested: little-endian float32 [D]. Only in the last part.
+    events: events for this part from a parser that runs in another process; None: the choice has no such parser.
     """
 
     index: int
@@ -69,7 +67,7 @@ class _Cut(NamedTuple):
     """The position at which a stop text ends an answer. Positions count characters, without the texts of markers.
 
     end:        end of the text.
-    stop_begin: beginning of the stop text, in which the texts of markers count.
+    stop_begin: beginning of the stop text. In this position, the texts of markers are counted too.
     stop:       the stop text.
     """
 
@@ -79,11 +77,11 @@ class _Cut(NamedTuple):
 
 
 class Choice:
-    """Converts the engine's replies for one choice to parts of the answer.
+    """Converts the engine's replies for one choice to Pieces, the parts of the answer.
 
-    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held until
-    another token shows that the answer continues (possible below min_tokens). If the request wants log-probabilities,
-    tokens without log-probabilities are held until the final reply, which contains them.
+    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held until a
+    later token shows that the answer continues, which is possible before min_tokens are generated. If the request wants
+    log-probabilities, tokens without log-probabilities are held until the final reply, which contains them.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
@@ -102,8 +100,10 @@ class Choice:
         self._plain = 0  # number of generated characters without markers, as the engine counts them
 
     def begin(self) -> Piece | None:
-        """Return the echo of the prompt. Return None if no echo is requested, or if the echo must wait for
-        log-probabilities.
+        """Return the echo of the prompt as a part.
+
+        Return None if no echo is requested, or if the echo must wait for log-probabilities, which feed() or finish()
+        adds.
         """
         if self._has_begun or self._echoes_log_probs:
             return None
@@ -112,7 +112,10 @@ class Choice:
         return piece
 
     def feed(self, partial: Mapping[str, Any]) -> Piece | None:
-        """Return the part for a partial reply. If a prompt is echoed with log-probabilities, its part comes first."""
+        """Return the part for a partial reply, or None if the part has no text and no tokens.
+
+        If the prompt is echoed with log-probabilities, the echo is in the first part.
+        """
         piece = Piece(self._job.index)
         if partial.get("prompt_log_probs") is not None:
             self._echo(partial, piece)
@@ -127,10 +130,10 @@ class Choice:
         return piece if piece.text or piece.token_ids else None
 
     def finish(self, reply: Mapping[str, Any]) -> Piece:
-        """Return the last part of the choice, from the final reply.
+        """Return the last part of the choice. reply: the engine's final reply.
 
-        A reply has `generated_text` if a stop string matched. The engine held back all text that could belong to the
-        stop string, so the text so far is the beginning of `generated_text`.
+        The reply has `generated_text` if a stop string matched. The engine has held back all text that could belong to
+        the stop string, so the text of the earlier parts is the beginning of `generated_text`.
         """
         piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
         if isinstance(stop := reply.get("stop_reason"), str):  # a number would be the id of the stop token
@@ -189,7 +192,7 @@ class Choice:
         self._take(ready, piece)
 
     def _take(self, tokens: Iterable[_Token], piece: Piece, *, cut: _Cut | None = None) -> None:
-        """Add tokens to a part of the answer. cut: omits text after the cut, and tokens that begin at or after it."""
+        """Add tokens to `piece`. cut: the text after this position, and the tokens that begin there, are left out."""
         if self._is_plain and cut is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
@@ -238,7 +241,7 @@ def _prompt_details(
 
 
 def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False) -> dict[str, Any]:
-    """Return the field `logprobs` of a chat choice. as_ids: whether to write each token as its id."""
+    """Return the field `logprobs` of a choice of a chat completion. as_ids: whether to write each token as its id."""
 
     def entry(token: int, log_prob: float | None) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
@@ -254,11 +257,11 @@ def chat_log_probs(tokens: Iterable[TokenLogProb], tokenizer: Tokenizer, *, as_i
 def completion_log_probs(
     tokens: Sequence[TokenLogProb], tokenizer: Tokenizer, *, as_ids: bool = False
 ) -> dict[str, Any]:
-    """Return the field `logprobs` of a completion choice.
+    """Return the field `logprobs` of a choice of a text completion.
 
-    The most likely tokens always include the token itself.
+    The most likely tokens always include the generated token. A token that is only a part of a character is written as
+    bytes, so that different tokens have different texts.
 
-    A token that is a part of a character is written as bytes, so that different parts have different texts.
     as_ids: whether to write each token as its id.
     """
 
@@ -282,8 +285,8 @@ def prompt_log_probs(
 ) -> list[dict[str, Any] | None]:
     """Return `prompt_logprobs` in vLLM's format.
 
-    For each prompt token, the list contains a map of the token itself and the most likely tokens at its position, by
-    id. The entry of the first token is None.
+    For each prompt token, the list contains a map from token ids to objects with `logprob`, `rank` and `decoded_token`.
+    The map has the prompt token and the most likely tokens at its position. The first item of the list is None.
 
     Only the most likely tokens have a rank.
     """
@@ -303,7 +306,7 @@ def prompt_log_probs(
 
 
 def finite_log_prob(log_prob: float) -> float:
-    """Return a log-probability as a number that JSON can represent. The engine's value can be NaN or infinite."""
+    """Return a log-probability as a finite number, because JSON has no NaN and infinity."""
     return float(log_prob) if LOWEST <= log_prob < math.inf else LOWEST
 
 
@@ -319,7 +322,7 @@ def _token_text(data: bytes, *, prefix: str = "") -> str:
 
 
 def _details(log_probs: Sequence[float] | None, likeliest: Sequence[TopTokens] | None, *, top: int) -> list[_Detail]:
-    """Return the log-probability of each token, with the `top` most likely tokens at its position."""
+    """Return the log-probability of each token, and the `top` most likely tokens at its position."""
     given = log_probs or ()
     return [
         (log_prob, tuple((id_, other) for id_, other in some[:top]))

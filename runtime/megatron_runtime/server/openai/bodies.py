@@ -35,10 +35,10 @@ _Model = TypeVar("_Model", bound=ModelRequest)
 
 
 class BodyBudget:
-    """The bytes that requests of this server hold for their bodies, by tenant.
+    """Counts the bytes that the requests of this server hold, by tenant, and limits their sum.
 
-    If the limit is reached, the server still accepts bodies of a tenant that holds less than its fair share. Therefore
-    no tenant can block others, and the server holds at most twice the limit.
+    If the limit is reached, the server still accepts the bodies of a tenant that holds less than its fair share.
+    Therefore no tenant can block other tenants, and the server holds at most twice the limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -49,7 +49,7 @@ class BodyBudget:
     def add(self, tenant: str, size: int) -> None:
         """Count `size` bytes for a tenant. `size` can be negative.
 
-        Raises ApiError 429 if the bytes would exceed the limit.
+        Raises ApiError 429, without counting the bytes, if they would exceed the limit.
         """
         if size > 0 and self.total + size > self.limit:
             share = self.limit // len({*self.held, tenant})
@@ -82,8 +82,9 @@ class Lease:
         self._budget = budget
 
     def add(self, size: int) -> None:
-        """Count `size` additional bytes. `size` can be negative. Raises ApiError 429 if the server would hold too many
-        bytes.
+        """Count `size` additional bytes for this request. `size` can be negative.
+
+        Raises ApiError 429 if the server would hold too many bytes.
         """
         self._budget.add(self.tenant, size)
         self.size += size
@@ -99,7 +100,7 @@ class Lease:
 
 
 def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
-    """Validate a body and return it. Raises ApiError 400.
+    """Return the validated request body as a `model`. Raises ApiError 400.
 
     scan: counts of the body. JSON in strings of the body is added to the counts.
     """
@@ -110,9 +111,9 @@ def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
 
 
 def parse_in_child(model: type[_Model], parts: Sequence[bytes], scan: JsonScan) -> _Model:
-    """Parse a body like parse(), but in the child process. Blocks the thread, while other threads run.
+    """Return what parse() returns, but call it in the child process. Blocks this thread, while other threads run.
 
-    parts: the parts of the body, in order.
+    parts: the bytes of the request body, as consecutive parts.
 
     Raises the errors of parse(), ApiError 400 if parsing the body takes too much time or memory, and ApiError 503 if
     the child process does not start.
@@ -139,14 +140,20 @@ _child = _new_child()
 
 
 def end_parser() -> None:
-    """Stop the child process when the program stops serving. A later body starts the process again."""
+    """Stop the child process that parses request bodies. Call this when the server stops.
+
+    The next call of parse_in_child() restarts the process.
+    """
     global _child
     before, _child = _child, _new_child()
     before.close()
 
 
 def _start_over() -> None:
-    """Discard the connection to the child process after a fork. Parent and child must not share the connection."""
+    """Discard the connection to the child process. Runs in a new process after a fork.
+
+    Two processes must not share the connection.
+    """
     global _child
     _child = _new_child()
 

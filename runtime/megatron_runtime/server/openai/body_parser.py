@@ -19,7 +19,7 @@ __all__ = ["embeddings", "messages", "pooling", "responses", "schema"]
 
 def _prepare(_setup: bytes) -> Callable[[bytes], bytes]:
     def handle(request: bytes) -> bytes:
-        """Call parse(). Return the pickled result, or the pickled fields of the error that it raised.
+        """Call parse(). Return its pickled result, or the pickled fields of the ApiError that parse() raised.
 
         request: the pickled arguments of parse().
         """

@@ -77,7 +77,7 @@ def _prompt_log_probs(body: ChatRequest, pieces: Sequence[Piece], tokenizer: Tok
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A chat request with its tokenized prompt."""
+    """The tokenized prompt of a chat request, its generation options, and the format of its answers."""
 
     prompt: Prompt
     options: Options
@@ -87,7 +87,7 @@ class PreparedChat:
     shows_reasoning: bool
 
     def reader(self) -> AnswerReader:
-        """Return a new reader for one choice."""
+        """Return a new AnswerReader for one choice."""
         return AnswerReader(
             self.answer.parser(),
             parallel_calls=self.parallel_calls,
@@ -97,7 +97,7 @@ class PreparedChat:
 
 
 async def conversation_of(service: Service, request: Request, body: ChatRequest) -> PreparedChat:
-    """Tokenize the conversation of a request. Raises ApiError 400, or ApiError 429 if too many requests are open."""
+    """Render and tokenize the conversation of a request. Raises ApiError 400, or 429 if too many requests are open."""
     service.check_in_flight(tenant=request.state.tenant)
     tools = _tool_use(body, service.chat_format)
     request.state.has_unread_calls = tools.is_unread
@@ -171,7 +171,8 @@ def _check_without_media(body: ChatRequest) -> None:
 def _template_variables(service: Service, request: ChatRequest) -> dict[str, Any]:
     """Return the variables for the chat template, from the request's variables, reasoning effort and prompt options.
 
-    The effort is omitted if the template does not use it, because many clients send an effort to every model.
+    If the template has no variable for the reasoning effort, the effort is omitted, because many clients send an effort
+    to every model.
     """
     given = request.chat_template_kwargs or {}
     effort, template = request.reasoning_effort, service.prompts.tokenizer.template_for(request.offered_tools)
@@ -196,9 +197,9 @@ class _ToolUse:
 
     offered:       schemas of the tools' arguments, by tool name; empty if no tool can be called.
     forced:        as in AnswerRequest.
-    forced_format: the structured output for an answer that must be a call.
-    is_unread:     whether the model's tool-call format is unknown, so that its calls are returned as text.
-    call_structure: as in SamplingParams, for an answer that can be a call.
+    forced_format: the structured output for an answer that must be a tool call; None: the answer can be text.
+    is_unread:     whether the model's tool-call format is unknown, so that its tool calls are returned as text.
+    call_structure: as in SamplingParams, for an answer that can be a tool call.
     """
 
     offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -209,9 +210,10 @@ class _ToolUse:
 
 
 def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
-    """Return how the choices can call tools.
+    """Return how the choices of a request can call tools.
 
-    Raises ApiError 400 for tools that the server does not offer, and for tools together with a structured output.
+    Raises ApiError 400 for a request with tools if the server does not offer tools, or if the request also sets a
+    structured output.
     """
     tools, choice = request.offered_tools, request.tool_choice
     if not tools:
@@ -246,9 +248,9 @@ def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
 
 
 def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the schema of a tool's arguments, and the keywords in the schema that are not enforced.
+    """Return the JSON schema of a tool's arguments, and the keywords in the schema that are not enforced.
 
-    Raises ApiError 400 for such a keyword if the tool is strict.
+    Raises ApiError 400 if the tool is strict and its schema has a keyword that cannot be enforced.
     """
     return enforceable(_declared(tool), param="tools", is_strict=bool(tool.function.strict), closes=True)
 
@@ -260,13 +262,13 @@ def _declared(tool: Tool) -> Mapping[str, Any]:
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:
-    """Return the prompt with the tokens that the last assistant message carries, instead of the tokens of its text.
+    """Return the prompt with the tokens that the last assistant message contains, in place of the tokens of its text.
 
-    Tokenizing the text of an answer can give other tokens than the model generated. Training needs the generated
-    tokens. A message can therefore carry the tokens of its prompt and its own tokens, with which the next prompt then
-    begins.
+    Tokenizing the text of an answer can give other tokens than the model generated, and training needs the generated
+    tokens. An assistant message can therefore contain the tokens of its prompt and of its answer. The returned prompt
+    begins with these tokens.
 
-    prompt: tokens of the whole conversation, from its text.
+    prompt: tokens of the whole conversation, computed from its text.
 
     Raises ApiError 400 if the end of the last assistant message cannot be located in the prompt.
     """
@@ -298,10 +300,10 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
 
 
 class AnswerReader:
-    """Converts the parts of one choice to events.
+    """Converts the parts of one choice to events: reasoning, text and tool calls.
 
     call_id: as in AnswerFormat.
-    calls:   number of calls that have begun.
+    calls:   number of tool calls that have begun.
     """
 
     def __init__(
@@ -319,7 +321,7 @@ class AnswerReader:
         self._shows_reasoning = shows_reasoning
 
     def read(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of a part. Calls beyond the maximum number of calls per answer are left out."""
+        """Yield the events of a part. Tool calls beyond the maximum number per answer are left out."""
         for event in self._events(piece):
             if isinstance(event, CallBegin):
                 event = replace(event, id=event.id or self._call_id(event.name, self.calls))
@@ -343,7 +345,7 @@ class AnswerReader:
 
 
 class _ChatChoice:
-    """Converts the parts of one choice to chunks, which are the entries of `choices` in the events of a stream."""
+    """Converts the parts of one choice to chunks, which are the items of `choices` in the events of a stream."""
 
     def __init__(self, body: ChatRequest, conversation: PreparedChat, tokenizer: Tokenizer) -> None:
         self._body = body
@@ -356,7 +358,10 @@ class _ChatChoice:
         self._token_ids: list[int] = []
 
     def chunks(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the chunks of one part. The log-probabilities of a token are in the first chunk after it."""
+        """Yield the chunks of one part.
+
+        The log-probabilities of a token are in the first chunk after the token has arrived.
+        """
         if not self._has_begun:
             self._has_begun = True
             yield self._chunk(piece.index, {"role": "assistant", "content": ""})
@@ -368,7 +373,7 @@ class _ChatChoice:
             yield self._chunk(piece.index, self._token_fields(piece), self._reason(piece))
 
     def whole(self, piece: Piece) -> dict[str, Any]:
-        """Return the choice of an answer without streaming. piece: the only part of the answer."""
+        """Return the item of `choices` for an answer without streaming. piece: the only part of the choice."""
         events = list(self._reader.read(piece))
         text = "".join(event.text for event in events if isinstance(event, Text))
         reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
@@ -430,7 +435,7 @@ class _ChatChoice:
         return "tool_calls" if is_call else piece.finish_reason
 
     def _token_fields(self, piece: Piece) -> dict[str, Any]:
-        """Return the fields of a message that contain its tokens, or an empty dict if they are not requested."""
+        """Return the fields of a message that contain its tokens, or {} if the tokens are not requested."""
         body = self._body
         fields: dict[str, Any] = {}
         if body.prevent_retokenization or body.return_tokenized_data:
@@ -443,7 +448,7 @@ class _ChatChoice:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Return the reasoning as fields of a message, under the two names that clients read."""
+    """Return the fields of a message for its reasoning: the same text under each of the two names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
 
 

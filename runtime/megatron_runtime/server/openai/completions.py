@@ -63,9 +63,9 @@ async def tokenized_prompts(service: Service, request: Request, body: Completion
 
 
 async def _prompts(service: Service, body: CompletionRequest, characters: int, lease: Lease) -> list[Prompt]:
-    """Tokenize the prompts of a request. Short texts are tokenized on the event loop.
+    """Return the tokenized prompts of a request. Tokenize short texts on the event loop, and long texts in threads.
 
-    characters: total length of the texts.
+    characters: total length of the texts in the request.
     """
     prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
     tokenized = []
@@ -128,7 +128,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def _json_list(tokens: Sequence[int], value_of: Callable[[int], Any], lease: Lease) -> bytes:
-    """Return the values of tokens as JSON, separated by commas and without brackets.
+    """Return `value_of(token)` for each token as JSON, separated by commas and without brackets.
 
     The lease counts the bytes, and other requests run in between. Raises ApiError 429 if the server would hold too many
     bytes.
@@ -142,7 +142,7 @@ async def _json_list(tokens: Sequence[int], value_of: Callable[[int], Any], leas
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Answer with the text of token ids, including the text of special tokens."""
+    """Answer with the text for the token ids in the request, including the text of special tokens."""
     body = await service.read(request, DetokenizeRequest)
     tokens, prompts = body.tokens, service.prompts
     if prompts.sequence_limit is not None and len(tokens) > prompts.sequence_limit:

@@ -21,7 +21,7 @@ class MediaPart:
 
     modality:    image, audio or video.
     url:         URL of the file.
-    named:       type of the part in the request, for error messages.
+    named:       the `type` of the content part in the request, for error messages.
     placeholder: text that replaces the part if the model does not accept its modality; None: the request is rejected.
     """
 
@@ -42,17 +42,20 @@ class MixedContent:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return a schema without JSON input, because only validators create this class."""
+        """Return a pydantic schema that accepts no JSON, because only validators create instances of this class."""
         return core_schema.is_instance_schema(cls)
 
     @property
     def text(self) -> str:
-        """The text, with the placeholders of the images, audio and video that have one."""
+        """The text of the content.
+
+        Placeholders replace images, audio and video. Media without a placeholder are left out.
+        """
         texts = [part if isinstance(part, str) else part.placeholder for part in self.parts]
         return "\n".join(text for text in texts if text is not None)
 
     def media(self, supported: Collection[str]) -> list[MediaPart]:
-        """Return the media that become part of the prompt. All other media are replaced by their placeholders.
+        """Return the images, audio and video that become part of the prompt. Placeholders replace all other media.
 
         supported: modalities that the model accepts.
         """
@@ -84,7 +87,7 @@ def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str |
 def media_part(part: dict[str, Any]) -> MediaPart | None:
     """Return the image, audio or video of a content part of OpenAI's chat API.
 
-    Return None for other parts, and for parts without a URL.
+    Return None if the part has another type or no URL.
     """
     named = part.get("type")
     if named == "input_audio":

@@ -45,7 +45,7 @@ class EmbeddingRequest(TextsRequest):
 
 
 async def create_embedding(service: Service, request: Request) -> Response:
-    """Answer with one vector per text. Raises ApiError 404 if the engines offer no embeddings."""
+    """Answer with one embedding vector per text. Raises ApiError 404 if the engines offer no embeddings."""
     body = await service.read(request, EmbeddingRequest)
     service.check_in_flight(tenant=request.state.tenant)
     tasks = await service.tasks()
@@ -60,7 +60,7 @@ async def create_embedding(service: Service, request: Request) -> Response:
 
 
 async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest) -> Response:
-    """Answer with the hidden state of a generating model after the last token of each text."""
+    """Answer with one vector per text, the hidden state of a generating model after the last token of the text."""
     if body.dimensions is not None:
         raise invalid_value("dimensions", "the vectors have the hidden size of the model: leave it out")
     if body.use_activation is False:

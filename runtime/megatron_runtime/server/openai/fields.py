@@ -2,7 +2,7 @@
 
 The class of a body declares the type, limits and meaning of its served fields. The field for a sampling parameter is
 derived from `SamplingParams`. A route's `FieldPolicy` lists the other fields that OpenAI, Anthropic and vLLM define.
-Any other field in a body is ignored and reported.
+The server ignores any other field in a body, and reports its name in a header of the answer.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ PARAMETER_OF: Mapping[str, str] = {field.name: name for name, field in HTTP_FIEL
 
 @dataclass(frozen=True, slots=True)
 class NotOffered:
-    """A field that would change the answer and that no engine supports.
+    """A known field that no engine supports and that would change the answer.
 
-    neutral: values other than null that have no effect.
+    neutral: values other than null that are accepted because they have no effect.
     remedy:  what the client can do instead of omitting the field.
     """
 
@@ -43,7 +43,7 @@ class NotOffered:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError if the value would have an effect."""
+        """Raise ValueError if `value` would have an effect. name: the field."""
         # In Python, True equals 1.
         if value is None or any(value == item and (value is True) == (item is True) for item in self.neutral):
             return
@@ -76,8 +76,8 @@ def _json(value: Any) -> str:
 class FieldPolicy:
     """The fields that clients of other servers may send to a route, but that the class of the body does not declare.
 
-    without_effect: accepted with any value, because they do not change the answer.
-    not_offered:    rejected if their value would have an effect.
+    without_effect: fields that are accepted with any value, because they do not change the answer.
+    not_offered:    fields that are rejected if their value would have an effect.
     """
 
     without_effect: frozenset[str] = frozenset()
@@ -104,7 +104,7 @@ class FieldPolicy:
 
 
 def reported(names: Iterable[str]) -> str:
-    """Return the names as the value of a header: at most 20 names, each cut to 64 printable ASCII characters."""
+    """Return the names as a response header's value: at most 20 names, each cut to 64 printable ASCII characters."""
     shown = dict.fromkeys(
         "".join(char if "!" <= char <= "~" and char != "," else "?" for char in name[:MAX_REPORTED_CHARACTERS])
         or "?"  # an empty name would leave a space at the end of the header
@@ -123,7 +123,7 @@ def within(name: str, *, minimum: float | None = None, maximum: float | None = N
     """Return a pydantic Field with the bounds of the sampling parameter `name`, for a body field that sets the
     parameter.
 
-    minimum, maximum: limits of one route, if they differ from the limits of the HTTP field.
+    minimum, maximum: bounds on one route, if they differ from the bounds of the HTTP field.
     """
     bounds, http = PARAMETERS[name].rule.bounds, PARAMETERS[name].http
     assert bounds is not None, f"{name} is a number"
@@ -148,12 +148,12 @@ def meaning(name: str) -> str:
 
 
 def served(text: str, **options: Any) -> Any:
-    """Declare a served field with the default null. text: description in the HTTP reference."""
+    """Return the declaration of a served field with the default null. text: description in the HTTP reference."""
     return Field(default=None, description=text, **options)
 
 
 def sampled(name: str) -> Any:
-    """Declare the HTTP field of a sampling parameter. If it is null or absent, the parameter has its default."""
+    """Return the declaration of a sampling parameter's HTTP field, whose default null means the parameter's default."""
     return served(meaning(name))
 
 
@@ -161,6 +161,7 @@ def with_sampling_fields(*, without: Iterable[str]) -> Callable[[type[_Model]], 
     """Return a decorator that adds the HTTP fields of sampling parameters to the class of a body.
 
     A field whose value is neither a number nor a flag must be declared in the class itself.
+
     without: HTTP fields to leave out.
     """
 

@@ -52,12 +52,12 @@ async def respond(
     answer: AnswerFormat | None = None,
     more: Callable[[Sequence[Piece]], dict[str, Any]] = lambda _pieces: {},
 ) -> Response:
-    """Run the jobs of a request, and return the answer as one JSON body or as a stream of events.
+    """Run the jobs of a request, one per choice, and return the answer as one JSON body or as a stream of events.
 
-    choice: returns an entry of `choices` for a choice without streaming, from its only part.
-    chunks: returns the entries of `choices` in the stream events for one part.
+    choice: returns the item of `choices` for the only part of a choice, without streaming.
+    chunks: returns the items of `choices` in the stream events for one part.
     answer: as for generation_of().
-    more:   returns additional fields of an answer without streaming, from the parts of all choices.
+    more:   returns additional fields of an answer without streaming. The argument is the parts of all choices.
 
     Raises the errors of generation_of().
     """
@@ -91,12 +91,12 @@ def generation_of(
     *,
     answer: AnswerFormat | None = None,
 ) -> Generation:
-    """Return the jobs of a request, which have not been started.
+    """Return the Generation of a request. Its jobs, one per choice, have not been started.
 
     answer: answer format whose parsers run in another process; None: no parser runs in another process.
 
     Raises ApiError 400 if a prompt is too long or a sampling parameter is invalid. Raises ApiError 429 if too many
-    choices are open or the prompts exceed the limit of the API key.
+    choices are open, or if the prompts exceed the token limit of the API key.
     """
     tenant, settings = request.state.tenant, service.settings
     service.check_choices(len(prompts) * (body.n or 1), tenant=tenant)
@@ -223,7 +223,9 @@ class Generation:
     """The tokens reserved from the limit of the API key; None if the key has no token limit."""
 
     async def collect(self) -> list[Piece]:
-        """Return each choice as one part, in order. If the call is cancelled or fails, the open choices are aborted.
+        """Run the jobs, and return each choice as one part, in the order of the choices.
+
+        If the call is cancelled or fails, the open choices are aborted.
 
         Raises ApiError 429 if the API key has too few tokens left in this minute.
         """
@@ -237,7 +239,7 @@ class Generation:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncGenerator[None]:
-        """Wait for the coordinator, and hold a reservation of tokens until the `async with` block ends."""
+        """Wait for the coordinator, and reserve tokens of the API key until the `async with` block ends."""
         await self.service.until_connected()
         if self.key.tokens_per_minute is None:
             yield
@@ -295,8 +297,9 @@ class Generation:
                 self.span.set({tracing.TIME_TO_FIRST_TOKEN: observer.first_token_seconds})
 
     async def stream(self) -> AsyncGenerator[Piece]:
-        """Yield the parts of all choices in the order of their arrival. Closing the generator early aborts the open
-        choices.
+        """Run the jobs, and yield the parts of all choices in the order of their arrival.
+
+        Closing the generator early aborts the open choices.
 
         Raises ApiError 429 if the API key has too few tokens left in this minute.
         """
@@ -371,7 +374,7 @@ class Generation:
 class _Parsing:
     """The parser of one choice, if the parser runs in another process.
 
-    is_elsewhere: whether there is such a parser.
+    is_elsewhere: whether the choice has a parser in another process.
     """
 
     def __init__(self, answer: AnswerFormat | None) -> None:
@@ -380,7 +383,7 @@ class _Parsing:
         self._fed = 0
 
     async def parsed(self, piece: Piece) -> Piece:
-        """Return the part with the events of the parser. Raises ApiError 500 if the parser fails."""
+        """Return `piece` with the events of the parser. Raises ApiError 500 if the parser fails."""
         assert self._parser is not None
         is_last = piece.finish_reason is not None
         tokens = piece.generated[self._fed :] if is_last else piece.token_ids
@@ -426,7 +429,7 @@ def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
 async def start_all(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
     """Start a task for each coroutine, and append it to `tasks`.
 
-    Other requests run on the event loop between the starts, so that many starts do not block them.
+    Between the starts, the event loop runs other requests, so that many starts do not block them.
     """
     for work in works:
         tasks.append(asyncio.create_task(work))

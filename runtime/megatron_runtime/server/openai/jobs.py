@@ -101,17 +101,17 @@ class Prompt:
 class Options:
     """Generation options that the route sets. They do not include the common fields of requests.
 
-    max_tokens:    None means up to the sequence limit; 0 returns only the prompt.
+    max_tokens:    maximum number of generated tokens; None: up to the sequence limit; 0: return only the prompt.
     log_probs:     number of most likely tokens to report at each position; None: report no log-probabilities.
     echoes_log_probs: whether to report log-probabilities of a prompt that the answer echoes.
     prompt_log_probs: number of most likely tokens to report at each position of the prompt; None: report no
                       log-probabilities of the prompt.
-    forced_format: the structured output that tool_choice requires; None: the request's structured output.
+    forced_format: the structured output that tool_choice requires; None: use the structured output of the request.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: the model does not mark reasoning.
     reasoning_budget: maximum number of reasoning tokens; None: no limit.
-    has_tools:     whether the answer can be a call.
-    call_structure: as in SamplingParams, for an answer that can be a call.
+    has_tools:     whether the answer can be a tool call.
+    call_structure: as in SamplingParams, for an answer that can be a tool call.
     hidden_state:  whether to return the hidden state after the prompt. Requires max_tokens 0.
     """
 
@@ -135,7 +135,8 @@ class Job:
     index:   index of the choice in the answer.
     end_ids: tokens that can end the answer and are not part of its text.
     visible: special tokens that the answer shows as text.
-    counts_prompt: whether the usage counts the prompt. True for the first of the n choices of a prompt.
+    counts_prompt: whether the `usage` of the answer counts the prompt for this choice. True for the first of the n
+                   choices of a prompt.
     ignored_keywords: keywords in the JSON schema of the choice that are not enforced.
     """
 
@@ -164,7 +165,7 @@ def jobs_of(
     cache_salt: str | None,
     defaults: Mapping[str, Any] | None = None,
 ) -> tuple[list[Job], dict[str, str]]:
-    """Return n jobs per prompt, and the names of request fields by sampling parameter, for errors.
+    """Return n jobs per prompt, and a map from sampling parameters to the names of their request fields, for errors.
 
     sequence_limit: maximum number of tokens of prompt plus answer.
     cache_salt:     prefix cache salt that replaces the salt in the request.
@@ -286,12 +287,12 @@ def structured_output(request: GenerationRequest) -> OutputFormat | None:
 def enforceable(
     schema: Mapping[str, Any], *, param: str, is_strict: bool, closes: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a JSON schema without the keywords that the grammar does not enforce, and the list of these keywords.
+    """Return a copy of a JSON schema without the keywords that the grammar does not enforce, and these keywords.
 
     param:  the request field that contains the schema, for errors.
     closes: see normalised().
 
-    Raises ApiError 400 if a strict schema contains such a keyword.
+    Raises ApiError 400 if the schema is strict and contains a keyword that the grammar does not enforce.
     """
     result, ignored = normalised(schema, is_strict=is_strict, closes=closes)
     if is_strict and ignored:
@@ -301,8 +302,9 @@ def enforceable(
 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:
-    """Return the 64-bit seed of one of n choices. The first choice has `seed`, and the others have seeds derived from
-    it.
+    """Return the 64-bit seed of one of n choices; None if `seed` is None.
+
+    Choice 0 has `seed`, and all other choices have seeds that are derived from `seed`.
     """
     if seed is None or choice == 0:
         return seed
@@ -317,7 +319,7 @@ def _sampling_params(
 
     If the request omits a field, the parameter has the model's default, or otherwise the default of SamplingParams.
 
-    others: sampling parameters that do not depend on the request alone.
+    others: sampling parameters that do not follow from the request alone.
     """
     chosen = {**defaults, **_chosen(request)}
     if _is_greedy(chosen):
@@ -336,7 +338,7 @@ def _sampling_params(
 
 
 def _chosen(request: GenerationRequest) -> dict[str, Any]:
-    """Return the sampling parameters that the request sets."""
+    """Return the sampling parameters that fields of the request set, by name."""
     return {
         name: converted(name, value)
         for field in request.model_fields_set
@@ -345,12 +347,12 @@ def _chosen(request: GenerationRequest) -> dict[str, Any]:
 
 
 def _is_greedy(chosen: Mapping[str, Any]) -> bool:
-    """Return whether sampling can return only the most likely token."""
+    """Return whether sampling with these parameters can choose only the most likely token."""
     return chosen.get("temperature", 1.0) < MIN_TEMPERATURE or chosen.get("top_p", 1.0) < MIN_TOP_P
 
 
 def model_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling parameters that a generation_config.json sets, as vLLM reads the file.
+    """Return the sampling parameters that the content of a generation_config.json sets, as vLLM interprets the file.
 
     An invalid value is logged and ignored, because the model can be served without it.
     """
@@ -380,7 +382,10 @@ def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Token
 
 
 def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | None:
-    """Return the maximum number of tokens to generate, at least 1, because engines reject requests for 0 tokens."""
+    """Return the maximum number of tokens to generate; None: no limit.
+
+    The result is at least 1, because engines reject requests for 0 tokens.
+    """
     wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
     if limit is None:
         return wanted

@@ -1,8 +1,8 @@
 """Reads the files of images, audio and video in conversations.
 
 A data URL is decoded. An http or https URL is fetched only from hosts in the server setting `allowed_media_hosts`, and
-redirects are followed only to these hosts. The server checks the address before it connects, so that a host name cannot
-lead into a private network.
+redirects are followed only to these hosts. The server resolves the host name and checks the address before it connects,
+so that a host name cannot lead into a private network.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ _MAX_HEAD = 256
 class MediaLoader:
     """Reads the images, audio and video of conversations.
 
-    allowed_hosts: hosts of http and https URLs in lower case: names, or addresses as they are written in URLs. A name
-                   must resolve to public addresses only.
+    allowed_hosts: allowed hosts of http and https URLs in lower case: names, or addresses as they are written in URLs.
+                   A name must resolve to public addresses only.
     """
 
     def __init__(self, allowed_hosts: Sequence[str]) -> None:
         self._allowed = frozenset(host.lower().strip("[]") for host in allowed_hosts)
 
     async def load(self, parts: Sequence[tuple[str, MediaPart]], *, lease: Lease) -> list[tuple[str, bytes]]:
-        """Return the kind and the file of each part. The lease counts the bytes of the files.
+        """Return the kind and the content of the file of each part. Add the bytes of the files to `lease`.
 
         parts: each part with the name of its request field, for errors.
 
@@ -143,7 +143,10 @@ def _in_url(host: str) -> str:
 
 
 async def _address_of(host: str, port: int, *, param: str) -> str:
-    """Return the address to connect to. `host` can be any IP address, or a name with public addresses only."""
+    """Return the IP address to connect to.
+
+    host: any IP address, or a name that resolves to public addresses only. Other names raise ApiError 400.
+    """
     try:
         return str(ipaddress.ip_address(host))
     except ValueError:
@@ -172,7 +175,10 @@ def _is_public(address: str) -> bool:
 
 
 async def _get(target: _Target, *, maximum: int, param: str) -> bytes | str:
-    """Return the file of a target, or the URL of a redirect. Raises ApiError, httpx.HTTPError."""
+    """Return the content of the file at `target`, or the URL to which the host redirects. maximum: bytes.
+
+    Raises ApiError or httpx.HTTPError.
+    """
     headers = {"Host": f"{_in_url(target.host)}:{target.port}", "Accept": "*/*", "Accept-Encoding": "identity"}
     url = target.url(target.address)  # use the validated address, so that the name is not resolved again
     async with (
@@ -194,7 +200,7 @@ async def _get(target: _Target, *, maximum: int, param: str) -> bytes | str:
 
 
 def _decoded(url: str, *, param: str, maximum: int) -> tuple[str, bytes]:
-    """Return the media type and the content of a data URL. Raises ApiError 400, 413."""
+    """Return the media type and the content of a data URL. Raises ApiError 400, or 413 if the content is too large."""
     head = _DATA_URL.match(url[:_MAX_HEAD])
     if head is None:
         raise invalid_value(param, f"{shown(url[:40])} is not a data URL: use one such as data:image/png;base64,…")

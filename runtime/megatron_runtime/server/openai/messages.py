@@ -1,7 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens: Anthropic's API for conversations.
 
-A request is converted to a chat request, and its answer to content blocks: thinking, text, tool_use. Fields and events
-follow https://docs.anthropic.com/en/api/messages.
+A request is converted to a chat request, and the chat answer is converted to content blocks of the types thinking, text
+and tool_use. Fields and events follow https://docs.anthropic.com/en/api/messages.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class ImageBlock(Body):
 
 
 class ResultPart(Body):
-    """A part of a call's result. If the model does not accept the part, a placeholder replaces it."""
+    """A part of a tool result. If the model does not accept the part, a placeholder replaces it."""
 
     type: StrictStr
     text: StrictStr | None = None
@@ -162,7 +162,7 @@ class ToolResultBlock(Body):
 
 
 class ServerToolBlock(Body):
-    """A call of a tool that another server has run, or the result of such a call. The prompt contains neither."""
+    """A call of a tool that another server has run, or the tool's result. Both are left out of the prompt."""
 
     type: Literal[
         "server_tool_use",
@@ -190,7 +190,7 @@ def _as_content(value: Any, info: ValidationInfo) -> Any:
 
 
 class AnthropicMessage(Body):
-    """One turn of a conversation. A plain text is one text block. In an answer, the content can be missing or empty."""
+    """One turn of a conversation. A string as content means one text block. An assistant turn can have no content."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[_Content], Field(max_length=_MAX_BLOCKS, fail_fast=True), BeforeValidator(_as_content)] = (
@@ -200,7 +200,7 @@ class AnthropicMessage(Body):
     def as_chat(self) -> Iterator[dict[str, Any]]:
         """Yield the chat messages of this turn.
 
-        Results of calls become separate messages before the text of the turn.
+        Tool results become separate messages before the text of the turn.
         """
         parts: list[str | MediaPart] = []
         for block in self.content:
@@ -240,7 +240,7 @@ class AnthropicTool(Body):
 
 
 class ServerTool(Body):
-    """A tool that Anthropic's servers run or define. The model is not offered this tool."""
+    """A tool that Anthropic's servers run or define. This server does not offer the tool to the model."""
 
     type: StrictStr
 
@@ -258,7 +258,7 @@ _Tool: TypeAlias = Annotated[
 
 
 class AnthropicToolChoice(Body):
-    """`tool_choice`. mode, tools: fields of the type allowed_tools, which OpenAI's routes support too."""
+    """The field `tool_choice`. mode, tools: fields of the type allowed_tools, which OpenAI's routes also support."""
 
     type: Literal["auto", "any", "tool", "none", "allowed_tools"]
     name: Name | None = None
@@ -276,9 +276,9 @@ class AnthropicToolChoice(Body):
 
 
 class Thinking(Body):
-    """`thinking`: whether the model reasons first, and the maximum number of reasoning tokens.
+    """The field `thinking`: whether the model reasons before it answers, and the maximum number of reasoning tokens.
 
-    The chat template must support the choice.
+    The model's chat template must be able to turn reasoning on or off as requested.
     """
 
     type: Literal["enabled", "adaptive", "disabled"]
@@ -333,7 +333,7 @@ class CountTokensRequest(ConvertedRequest):
     )
 
     def prepared(self) -> Self:
-        """Convert the conversation to a chat request, drop the original fields, and return this request.
+        """Convert the conversation to a chat request, drop the original fields, and return `self`.
 
         Raises ApiError 400.
         """
@@ -452,7 +452,7 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 
 
 class _Answer:
-    """Collects the content blocks of one answer, and converts each step to stream events."""
+    """Collects the content blocks of one answer, and converts each part of the answer to stream events."""
 
     def __init__(self, reader: AnswerReader, usage: Usage, *, model: str, prompt_tokens: int) -> None:
         self._reader = reader
@@ -494,7 +494,7 @@ class _Answer:
                 self._stop_reason = "end_turn" if piece.stop_text is None else "stop_sequence"
 
     def message(self) -> dict[str, Any]:
-        """Return the message with the content blocks so far."""
+        """Return the `message` object of the answer, with the content blocks so far."""
         is_ended = self._stop_reason is not None
         cached = self._usage.cached
         return {
@@ -526,7 +526,7 @@ class _Answer:
         return self._event("content_block_start", content_block=dict(block))
 
     def _close(self) -> Iterator[dict[str, Any]]:
-        """Yield the event that ends the open block, if a block is open."""
+        """Yield the stream event that ends the open content block, if a block is open."""
         if not self._is_open:
             return
         self._is_open = False
@@ -561,7 +561,7 @@ def _kind(event: Event) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call. A text that is no JSON object becomes the value of the only key, `arguments`."""
+    """Return the arguments of a tool call. A text that is not a JSON object becomes the value of `arguments`."""
     try:
         value = load_json(text or "{}", depth=_BLOCK_DEPTH)
         json.dumps(value, allow_nan=False)  # json parses 1e999 as infinity

@@ -97,7 +97,7 @@ class ScoringRequest(ModelRequest):
     def pooling(self, task: str, *, is_query: bool | None = None, pair: str | None = None) -> dict[str, Any]:
         """Return the sampling parameter `pooling`.
 
-        is_query: whether a single text is the query; None for a pair of texts.
+        is_query: whether a single text is the query and not a document; None for a pair of texts.
         """
         limits = {"max_tokens_per_query": self.max_tokens_per_query, "max_tokens_per_doc": self.max_tokens_per_doc}
         if is_query is not None:
@@ -118,7 +118,7 @@ def chosen(**fields: Any) -> dict[str, Any]:
 
 
 class Side(NamedTuple):
-    """One of the two text fields in POST /v1/score. texts: None if the request lacks this field."""
+    """One of the two text fields in POST /v1/score. texts: the field's texts; None if the request lacks the field."""
 
     name: str
     texts: str | list[str] | None
@@ -140,7 +140,7 @@ class ScoreRequest(ScoringRequest):
     text_2: Texts | None = served("Another name of `documents`.")
 
     def pairs(self) -> Iterator[tuple[Side, Side]]:
-        """Yield the pairs of fields that belong together."""
+        """Yield the pairs of text fields that belong together, including fields that the request lacks."""
         queries = Side("queries", self.queries)
         yield queries, Side("documents", self.documents)
         yield queries, Side("items", self.items)
@@ -149,11 +149,11 @@ class ScoreRequest(ScoringRequest):
 
     @property
     def sides(self) -> tuple[Side, Side]:
-        """Return the two text fields of the request. prepared() must have been called before."""
+        """Return the two text fields of the request. Call prepared() first."""
         return next(pair for pair in self.pairs() if all(side.texts is not None for side in pair))
 
     def prepared(self) -> Self:
-        """Return the request after validation.
+        """Return `self` after validation.
 
         Raises ApiError 400 unless the request has two fields that belong together and have matching lengths.
         """
@@ -202,7 +202,7 @@ class PoolingPrompt:
 
     @property
     def num_bytes(self) -> int:
-        """Upper bound for the number of bytes that are sent to the engine."""
+        """Upper bound for the number of bytes that the server sends to the engine for this prompt."""
         if not isinstance(self.content, str):
             return TOKEN_BYTES * len(self.content)
         return sum(
@@ -223,7 +223,7 @@ class PoolingRun:
 
     model, priority, cache_salt: fields of the request.
     tokens: number of tokens in all computed prompts.
-    labels: class name of the result, by prompt index; None: the class has no name.
+    labels: name of the class that the model predicts, by prompt index; None: the class has no name.
     """
 
     service: Service
@@ -240,8 +240,8 @@ class PoolingRun:
     async def collect(self, prompts: Sequence[PoolingPrompt], *, reduce: Reduce | None = None) -> list[Any]:
         """Return the model's result for each prompt. If the client disconnects, the open prompts are aborted.
 
-        reduce: awaited with the index of a prompt and its array. The result replaces the array, whose memory is
-                released.
+        reduce: awaited with the index of a prompt and its result array. The return value replaces the array, so that
+                its memory is released.
 
         Raises ApiError 400 if the model does not accept a prompt or the prompts have too many bytes. Raises 404 if no
         engine has a pooling model. Raises 429 if too many requests are open, the server holds too many bytes, or the
@@ -316,7 +316,7 @@ class PoolingRun:
         return reduced
 
     def base_fields(self, kind: str) -> dict[str, Any]:
-        """Return all fields of an answer except its data. Call it after collect(). kind: prefix of the answer's id."""
+        """Return all fields of an answer except its data. Call this after collect(). kind: prefix of the `id`."""
         return {
             "id": f"{kind}-{uuid.uuid4().hex}",
             "object": "list",
@@ -340,7 +340,7 @@ class PoolingRun:
 
 @contextmanager
 def _named(prompt: PoolingPrompt) -> Iterator[None]:
-    """Convert rejections of a prompt to ApiError with the name of the prompt's field.
+    """Return a context that converts rejections of a prompt to ApiError with the name of the prompt's field.
 
     If no engine has a pooling model, the status is 404.
     """
@@ -358,7 +358,7 @@ def _named(prompt: PoolingPrompt) -> Iterator[None]:
 
 
 def not_offered() -> ApiError:
-    """Return the 404 error for a route whose kind of model no engine has."""
+    """Return the 404 error for a route that needs a kind of model that no engine has."""
     message = (
         "This route is not offered: no engine has a pooling model for it. Serve one with vLLM engines (--backend vllm, "
         "spec.engine.backend: VLLM)."
@@ -399,7 +399,10 @@ async def rerank(service: Service, request: Request) -> Response:
 
 
 async def offered(service: Service, request: Request, tasks: Sequence[str]) -> list[str]:
-    """Return the members of `tasks` that the engines offer. Raises ApiError 404 if they offer none of the tasks."""
+    """Return the tasks in `tasks` that the engines offer.
+
+    Raises ApiError 404 if the engines offer none of the tasks.
+    """
     service.check_in_flight(tenant=request.state.tenant)
     served_tasks = await service.tasks()
     names = [name for name in tasks if name in served_tasks]
@@ -417,7 +420,7 @@ async def _scores(
     *,
     params: tuple[str, str],
 ) -> list[float]:
-    """Return the score of each document with its query. A single query is scored with every document.
+    """Return the score of each pair of a query and a document. If there is one query, it is paired with every document.
 
     params: names of the request fields for queries and documents, for errors.
     """

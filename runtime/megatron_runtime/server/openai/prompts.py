@@ -1,8 +1,8 @@
-"""Tokenizes prompts and renders conversations, outside of the event loop and with fair shares for tenants.
+"""Tokenizes prompts and renders conversations in threads, with fair shares for tenants.
 
 The work is divided into three lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and
 tokenization of longer texts. A text of a few kilobytes therefore never waits for a text of megabytes. `BodyBudget`
-limits the amount of waiting work.
+limits the size of the requests that wait for a lane.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _THREADS: Mapping[str, int] = {"parse": 1, "render": RENDERERS, "medium": 3, "lo
 
 
 class TextLanes:
-    """The lanes of one server process. All methods run on the event loop."""
+    """The lanes of one server process: thread pools that run text work. Call all methods on the event loop."""
 
     def __init__(self) -> None:
         self._lanes = FairLanes(
@@ -69,11 +69,11 @@ class TextLanes:
 
         If the caller is cancelled while `work` is waiting, `work` is removed from the lane.
 
-        lease: lease of the request. The tenant of the lease has a fair share of the lane. Requests without a tenant
-               have no time limit.
+        lease: lease of the request. Each tenant has a fair share of the lane, and a time limit. Requests without a
+               tenant have no time limit.
 
-        Raises ApiError 429 if the tenant has used its time, ApiError 503 if the wait was too long, and the errors of
-        `work`.
+        Raises ApiError 429 if the tenant has used up its time, ApiError 503 if `work` has waited too long, and the
+        errors of `work`.
         """
         try:
             async with asyncio.timeout(MAX_WAIT_SECONDS):
@@ -91,7 +91,7 @@ class TextLanes:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """The prompt for a conversation. media: images, audio and video of the conversation."""
+    """The tokenized prompt for a conversation. media: images, audio and video of the conversation."""
 
     tokens: list[int]
     media: Media | None = None
@@ -135,7 +135,7 @@ class Prompts:
         lease:    lease of the request, to which the bytes of the tokens are added.
         param:    the request field that contains the text, for errors.
         in_place: whether to tokenize on the event loop; None: only if the text is short.
-        is_cut:   whether the caller truncates the prompt, so that the text can exceed the sequence limit.
+        is_cut:   whether the caller truncates the prompt later, so that the text can exceed the sequence limit.
 
         Raises ApiError 400 if the text cannot be tokenized or is certain to exceed the sequence limit. Raises ApiError
         429 if the server would hold too many bytes of requests, and the errors of TextLanes.run().
@@ -200,9 +200,9 @@ class Prompts:
     async def _rendered(
         self, conversation: ChatTemplateInput, messages: Sequence[ChatMessage], *, lease: Lease
     ) -> RenderedChat:
-        """Render a conversation. Raises ChatTemplateError.
+        """Return the rendered conversation. Raises ChatTemplateError.
 
-        If the template rejects media in the results of calls, placeholders replace these media.
+        If the template rejects media in tool results, placeholders replace these media.
         """
         try:
             return await self.lanes.run("render", lease, partial(self._chat_format.render, conversation))
@@ -215,10 +215,11 @@ class Prompts:
     async def decode(
         self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True, is_whole: bool = True
     ) -> str:
-        """Return the text of tokens. Other requests run in between, for any number of tokens.
+        """Return the text of tokens. For many tokens, let other requests run in between.
 
         lease:    lease of the request, to which the bytes of the text are added.
-        is_whole: no tokens follow, so an incomplete character at the end is returned as U+FFFD.
+        is_whole: whether the tokens are the whole text. If so, an incomplete character at the end is returned as
+                  U+FFFD.
 
         Raises ApiError 429 if the server would hold too many bytes.
         """
@@ -231,7 +232,7 @@ class Prompts:
         return "".join([*parts, detokenizer.finish() if is_whole else ""])
 
     def truncated(self, tokens: list[int], request: GenerationRequest) -> list[int]:
-        """Return the prompt tokens that remain after the truncation which the request sets."""
+        """Return the tokens of a prompt after the truncation that the request sets, or all tokens if it sets none."""
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens
@@ -271,7 +272,10 @@ class Prompts:
 
 
 def _media_parts(messages: Sequence[ChatMessage], takes: Collection[str]) -> list[tuple[str, MediaPart]]:
-    """Return the media of a prompt, each with the name of its request field."""
+    """Return the images, audio and video of a conversation, each with the name of its request field.
+
+    takes: modalities that the model accepts.
+    """
     return [
         (f"messages[{number}].content", part)
         for number, message in enumerate(messages)

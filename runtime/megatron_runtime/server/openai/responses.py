@@ -1,6 +1,7 @@
 """POST /v1/responses: OpenAI's newer API for conversations. The server stores no state.
 
-A request is converted to a chat request, and its answer to output items: reasoning, message, function calls.
+A request is converted to a chat request, and the chat answer is converted to output items: reasoning, a message, and
+function calls.
 """
 
 from __future__ import annotations
@@ -60,17 +61,20 @@ _CUSTOM_INPUT: Mapping[str, Any] = {
 
 
 class FunctionTool(Function):
-    """A function tool. Its fields are not in an inner object `function` as they are in chat requests."""
+    """A function tool. Unlike in chat requests, its fields are not in an inner object `function`."""
 
     type: Literal["function"]
 
     def as_function(self) -> dict[str, Any]:
-        """Return the `function` of this tool in a chat request."""
+        """Return the object `function` for this tool in a chat request."""
         return self.model_dump(exclude={"type"}, exclude_none=True)
 
 
 class CustomFormat(Body):
-    """The input format of a custom tool. The model gets a description of the format, but the format is not enforced."""
+    """The input format of a custom tool.
+
+    The prompt describes the format to the model, but the server does not enforce it.
+    """
 
     type: StrictStr | None = None
     syntax: StrictStr | None = None
@@ -86,7 +90,10 @@ class CustomTool(Body):
     format: CustomFormat | None = None
 
     def as_function(self) -> dict[str, Any]:
-        """Return the `function` of this tool in a chat request. It has one string parameter, `input`."""
+        """Return the object `function` for this tool in a chat request.
+
+        The function has one string parameter, `input`.
+        """
         parts = [self.description] if self.description else []
         if self.format is not None and self.format.definition:
             parts.append(f"The input follows this {self.format.syntax or ''} grammar:\n{self.format.definition}")
@@ -96,7 +103,7 @@ class CustomTool(Body):
 class OtherTool(Body):
     """A tool that OpenAI's servers run and that this server does not support.
 
-    The model is not offered this tool. A tool_choice that forces it is an error.
+    The server does not offer this tool to the model. A tool_choice that forces this tool is an error.
     """
 
     type: StrictStr
@@ -138,7 +145,7 @@ _Tool = Annotated[
 class OfferedTool:
     """A tool that the model can call, and its names for the client.
 
-    function: the `function` of the tool in the chat request.
+    function: the object `function` for the tool in the chat request.
     name:     name for the client, without the namespace.
     """
 
@@ -149,7 +156,7 @@ class OfferedTool:
 
 
 def _joined(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls a function in a namespace."""
+    """Return the name by which the model calls the function `name` of a namespace, or `name` without a namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -180,7 +187,7 @@ class TextFormat(Body):
     strict: StrictBool | None = None
 
     def as_response_format(self) -> dict[str, Any] | None:
-        """Return the equivalent `response_format` of a chat request."""
+        """Return the equivalent `response_format` of a chat request, or None for plain text."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name or "answer", "schema": self.schema_ or {}, "strict": self.strict}
@@ -264,11 +271,11 @@ class ResponsesRequest(ConvertedRequest, SampledRequest):
         return value
 
     def offered(self) -> dict[str, OfferedTool]:
-        """Return the tools that the model can call, by their function names in the chat request."""
+        """Return a map from function names in the chat request to the tools that the model can call."""
         return {tool.function["name"]: tool for tool in _offered(self.tools or ())}
 
     def prepared(self) -> Self:
-        """Convert the input to a chat request, drop the original fields, and return this request.
+        """Convert the input to a chat request, drop the original fields, and return `self`.
 
         Raises ApiError 400.
         """
@@ -323,11 +330,11 @@ _LEFT_OUT = (
 """Types of items that are not included in the prompt, because they contain no text for the model."""
 _ITEM_KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT)
 _IMAGE_TEXT = "[image]"
-"""Placeholder for an image in the result of a call."""
+"""Placeholder for an image in a tool result."""
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    """Return the messages of the chat request. Adjacent items of reasoning, text and calls become one message."""
+    """Return the messages of the chat request. Adjacent items of reasoning, text and tool calls become one message."""
     messages: list[dict[str, Any]] = []
     if request.instructions is not None:
         messages.append({"role": "system", "content": request.instructions})
@@ -367,7 +374,7 @@ def _call_id_of(item: dict[str, Any]) -> Any:
 
 
 def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """Return the `function` of a call for a chat message."""
+    """Return the object `function` of a tool call in a chat message. kind: type of the input item."""
     arguments = item.get(_CALLS[kind])
     if kind == "custom_tool_call":
         arguments = {"input": arguments}
@@ -380,9 +387,10 @@ def _called_function(kind: str, item: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result_of(output: Any) -> Any:
-    """Return the content for the result of a call.
+    """Return the content of the chat message for a tool result.
 
-    An image becomes a part with a placeholder, and an object becomes JSON.
+    An image in `output` becomes a MediaPart with a placeholder. An output that is not text or content parts becomes
+    JSON.
     """
     if output is None or isinstance(output, str):
         return output
@@ -393,9 +401,9 @@ def _result_of(output: Any) -> Any:
 
 
 def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
-    """Return the text or the image in a content part; None for other parts.
+    """Return the text or the image in a content part. Return None if the part has neither.
 
-    is_result: whether the part belongs to the result of a call.
+    is_result: whether the part belongs to a tool result. If so, the text "[image]" replaces an image without a URL.
     """
     if not isinstance(part, dict):
         return None
@@ -416,16 +424,16 @@ def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
 
 
 def _thought_of(item: dict[str, Any]) -> str:
-    """Return the text of a reasoning item, or "" if it contains only the encrypted reasoning of another server."""
+    """Return the text of a reasoning item, or "" if the item contains only encrypted reasoning from another server."""
     parts = item.get("content") or item.get("summary") or ()
     texts = [part.get("text") for part in parts if isinstance(part, dict)] if isinstance(parts, list) else [parts]
     return "".join(text for text in texts if isinstance(text, str))
 
 
 def _text_of(content: Any) -> Any:
-    """Return the text and images of content parts.
+    """Return the text and images of `content`, if it is a list of content parts.
 
-    Any other value is returned unchanged, and the chat request rejects it.
+    Any other value is returned unchanged. The chat request accepts it if it is text, and otherwise rejects it.
     """
     if not isinstance(content, list):
         return content
@@ -481,7 +489,7 @@ async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dic
 
 
 class _Answer:
-    """Collects the output items of one answer, and converts each step to stream events."""
+    """Collects the output items of one answer, and converts each part of the answer to stream events."""
 
     def __init__(
         self,
@@ -492,7 +500,7 @@ class _Answer:
         model: str,
         defaults: Mapping[str, Any],
     ) -> None:
-        """Create an answer without output items. defaults: the model's default sampling parameters."""
+        """Create an answer that has no output items yet. defaults: the model's default sampling parameters."""
         self._request = request
         self._tools = request.offered()
         self._defaults = defaults
@@ -530,7 +538,7 @@ class _Answer:
             yield from self._close(self._status)
 
     def response(self) -> dict[str, Any]:
-        """Return the response with the output items so far."""
+        """Return the `response` object, with the output items so far."""
         request, is_cut = self._request, self._status == "incomplete"
         usage = None if self._status == "in_progress" else _usage(self._usage)
         text = TextOptions() if request.text is None else request.text
@@ -587,7 +595,7 @@ class _Answer:
             yield self._event("response.content_part.added", part=_part(kind, ""))
 
     def _close(self, status: str = "completed") -> Iterator[dict[str, Any]]:
-        """Yield the events that complete the open item, if an item is open. status: status of the item."""
+        """Yield the stream events that complete the open output item, if there is one. status: status of the item."""
         if not self._items or self._items[-1]["status"] != "in_progress":
             return
         item, text = self._items[-1], "".join(self._texts)
@@ -634,8 +642,9 @@ _ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_
 
 
 def _input_of(arguments: str) -> str:
-    """Return the input text of a custom tool's call. If the arguments are truncated or malformed, return them
-    unchanged.
+    """Return the input text of a custom tool's call.
+
+    If the arguments are truncated or malformed, return `arguments` unchanged.
     """
     try:
         value = load_json(arguments)

@@ -1,7 +1,7 @@
 """Request bodies of the OpenAI API, including fields that this server adds and fields that it does not offer.
 
-`fields.py` lists all other fields that a body can have. Every list and map has a maximum length, and validation stops
-at the first invalid element.
+`fields.py` lists all other known fields. Every list and map has a maximum length, and validation stops at the first
+invalid element.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def only(*neutral: Any) -> BeforeValidator:
 
 
 def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
-    """Return a validator that rejects a value unless the field `other` has the value `wanted`.
+    """Return a validator that rejects a value of a field unless the field `other` has the value `wanted`.
 
     `other` must be declared before the validated field.
     """
@@ -130,7 +130,7 @@ def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
 
 
 def without(other: str, problem: str) -> AfterValidator:
-    """Return a validator that rejects a value if the field `other` is true.
+    """Return a validator that rejects a value of a field if the field `other` is true.
 
     `other` must be declared before the validated field.
     """
@@ -169,12 +169,12 @@ class Body(BaseModel):
 
 
 class ModelRequest(Body):
-    """Base class of the bodies of requests to the model.
+    """Base class of the request bodies that can name a model.
 
-    model: None means the model of this server.
+    model: name of the model; None: the model of this server.
     token_field: name of the field that can contain a long list of token ids.
     policy:      policy for fields that the class does not declare.
-    own_names:   names of fields on this route, by their names in the converted request.
+    own_names:   map from field names in the converted request to the field names on this route.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -187,13 +187,13 @@ class ModelRequest(Body):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the names of the unknown fields. prepared() must have been called before."""
+        """Return the names of the unknown fields in this request. Call prepared() first."""
         return tuple(self.__pydantic_extra__ or ())
 
     def prepared(self) -> Self:
         """Return the request in the form that its route uses. Raises ApiError 400 for a field that is not offered.
 
-        The process that has parsed the body calls this method.
+        Called in the process that has parsed the body.
         """
         if extra := self.__pydantic_extra__:
             self.__pydantic_extra__ = dict.fromkeys(self.policy.unknown(extra))
@@ -207,7 +207,7 @@ class StreamOptions(Body):
 class JsonSchemaFormat(Body):
     """The `json_schema` of a response format.
 
-    The schema is always enforced. With `strict`, a keyword that cannot be enforced is an error.
+    The schema is always enforced. With `strict`, a keyword in the schema that cannot be enforced is an error.
     """
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)] | None = None
@@ -216,7 +216,10 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's `response_format`. As on other servers, `json_object` can have a `schema`."""
+    """The field `response_format` of OpenAI's API.
+
+    The type `json_object` can also have a `schema`, as on other servers.
+    """
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: JsonObject | None = Field(default=None, alias="schema")
@@ -234,12 +237,12 @@ class ResponseFormat(Body):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """Return the JSON schema of the answer, or None if the answer can be any object."""
+        """Return the JSON schema of the answer, or None if the format has no schema."""
         return self.schema_ if self.json_schema is None else self.json_schema.schema_
 
 
 class StructuredOutputs(Body):
-    """The formats of the guided_ fields as members of one field. Exactly one member must be set."""
+    """The field `structured_outputs`: an object with exactly one of the formats that the `guided_` fields set."""
 
     json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
     regex: NonEmpty | None = None
@@ -252,7 +255,7 @@ class StructuredOutputs(Body):
 class SampledRequest(ModelRequest):
     """The fields that have the same names and meanings on all routes that generate text, in OpenAI's API or vLLM's.
 
-    Fields for numbers and flags are added from the declarations of sampling parameters.
+    with_sampling_fields() adds the fields for numbers and flags from the declarations of sampling parameters.
     """
 
     temperature: Temperature | None = sampled("temperature")
@@ -366,7 +369,7 @@ class GenerationRequest(SampledRequest):
 class CompletionRequest(GenerationRequest):
     """The request body of POST /v1/completions.
 
-    With `echo`, `max_tokens` can be 0. The answer is then the prompt with its log-probabilities.
+    With `echo`, `max_tokens` can be 0. In this case, the answer is the prompt with its log-probabilities.
     """
 
     answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
@@ -389,7 +392,7 @@ class CompletionRequest(GenerationRequest):
     @field_validator("prompt", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """Return a list of prompts. `value` is one prompt or a list of prompts, as texts or token ids."""
+        """Return `value` as a list of prompts. `value` is one prompt or a list of prompts, as texts or token ids."""
         prompts = [value] if isinstance(value, str) or _is_token_ids(value) else value
         if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_PROMPTS:
             raise ValueError(f"expected a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either")
@@ -408,8 +411,8 @@ FunctionName = Annotated[StrictStr, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 class Function(Body):
     """A function that the model can call.
 
-    If tool_choice forces the call, the arguments follow the schema. With `strict`, a keyword that cannot be enforced is
-    an error.
+    If tool_choice forces a call of the function, the server enforces the schema of the arguments. With `strict`, a
+    keyword in the schema that cannot be enforced is an error.
     """
 
     name: FunctionName
@@ -470,20 +473,22 @@ class AllowedTools(Body):
     @model_validator(mode="before")
     @classmethod
     def _without_level(cls, value: Any) -> Any:
-        """Move the members out of the inner object `allowed_tools`, which chat requests have."""
+        """Move the fields of the inner object `allowed_tools`, which chat requests have, to the outer object."""
         inner = value.get("allowed_tools") if isinstance(value, dict) else None
         return {**value, **inner} if isinstance(inner, dict) else value
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the names of the allowed functions, as they are in the chat request."""
+        """Return the names of the allowed functions in the chat request."""
         return frozenset(name for tool in self.tools if (name := tool.full_name) is not None)
 
 
 def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
-    """Parse a string in the body as a JSON object. Return the string itself if it is no object.
+    """Return the arguments of a tool call, parsed if they are a string.
 
-    A model can write any text as arguments.
+    Return the string itself if it is not an object.
+
+    Such a string is not an error, because a model can write any text as arguments.
     """
     if value is None or isinstance(value, dict):
         return value or {}
@@ -499,7 +504,10 @@ def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
 
 
 class CalledFunction(Body):
-    """The function of a call in a conversation. `arguments` is an object, which the chat template formats."""
+    """The object `function` of a tool call in a conversation.
+
+    `arguments` is an object, which the chat template formats.
+    """
 
     name: Name
     arguments: Annotated[Any, FREE_JSON, WithJsonSchema({"type": "string"}), BeforeValidator(_arguments)] = Field(
@@ -520,8 +528,8 @@ _MEDIA_CHARACTERS = 8192
 class ChatMessage(Body):
     """One message of a conversation.
 
-    All fields of an assistant message in an answer are accepted as input. Fields without effect are dropped. The
-    content of an assistant message can be missing or empty.
+    A client can send the message of an answer back unchanged, because all its fields are accepted. Fields without
+    effect are dropped. The content of an assistant message can be missing or empty.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -590,12 +598,11 @@ class ChatMessage(Body):
 
     @property
     def thought(self) -> str:
-        """Return the reasoning of an assistant message, or "" if it has none."""
+        """Return the reasoning of an assistant message, or "" if the message has no reasoning."""
         return (self.reasoning_content or self.reasoning or "") if self.role == "assistant" else ""
 
     def for_template(self, takes: Collection[str], numbers: Iterator[int]) -> dict[str, Any]:
-        """Return the message in the format of chat templates. The role `developer` becomes `system`, the older name of
-        the role.
+        """Return the message in the format of chat templates. The role `developer` becomes `system`, its older name.
 
         takes, numbers: as for MixedContent.for_template().
         """
@@ -613,7 +620,7 @@ class ChatMessage(Body):
 
 
 def _part(part: Any, role: Any) -> str | MediaPart:
-    """Return the text of a content part, or its image, audio or video."""
+    """Return the text of a content part, or a MediaPart for an image, audio or video. role: role of the message."""
     media = media_part(part) if isinstance(part, dict) else None
     if media is not None:
         if role == "assistant":
@@ -639,7 +646,7 @@ ContinueFinalMessage = Annotated[StrictBool | None, AfterValidator(_continues)]
 class ChatRequest(GenerationRequest):
     """The request body of POST /v1/chat/completions.
 
-    add_generation_prompt: end the prompt with the beginning of the answer's message (default).
+    add_generation_prompt: whether the prompt ends with the beginning of the assistant message (default).
     """
 
     answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
@@ -734,13 +741,13 @@ class ChatRequest(GenerationRequest):
 
     @property
     def requires_a_call(self) -> bool:
-        """Return whether the answer must be a call, of any of the tools."""
+        """Return whether the answer must be a tool call, of any of the offered tools."""
         choice = self.tool_choice
         return choice == "required" or (isinstance(choice, AllowedTools) and choice.mode == "required")
 
 
 class ConvertedRequest(ModelRequest):
-    """Base class of requests of another API that are converted to a chat request and answered like a chat request.
+    """Base class of the request bodies of other APIs, which are converted to chat requests.
 
     conversation_field: name of the field that contains the conversation.
     """
@@ -751,12 +758,12 @@ class ConvertedRequest(ModelRequest):
 
     @property
     def chat(self) -> ChatRequest:
-        """Return the chat request. prepared() must have been called before."""
+        """Return the chat request to which this request was converted. Call prepared() first."""
         assert self._chat is not None
         return self._chat
 
     def prepared(self) -> Self:
-        """Create the chat request, and return this request.
+        """Create the chat request, and return `self`.
 
         Raises ApiError 400 for values that are not allowed in chat requests.
         """
@@ -773,7 +780,7 @@ class ConvertedRequest(ModelRequest):
         return self
 
     def as_chat(self) -> dict[str, Any]:
-        """Return the body of the chat request."""
+        """Return the body of the chat request, as a JSON object."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""`Service`, the state that all routes share: open requests, bodies, tenants and readiness."""
+"""`Service`, the state that all routes share: open requests, held bytes, API keys, tenants and readiness."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Service:
     def adapter_names(self) -> list[str]:
         """The names of the adapters that requests can use as their model.
 
-        An adapter with the name of the base model is hidden.
+        An adapter with the same name as the base model is left out, because the base model takes precedence.
         """
         base = self.settings.served_names
         return sorted(adapter.name for adapter in self.client.adapters.adapters if adapter.name not in base)
@@ -117,8 +117,8 @@ class Service:
     def adapter_of(self, model: str | None) -> str:
         """Return the name of the adapter that serves a model. Raises ApiError 404 if the model is not served.
 
-        The result is empty for the base model, for None and for UNNAMED_MODEL. With `any_model_name`, the result is
-        also empty for every unknown name.
+        The result is "" if `model` is the base model, None or UNNAMED_MODEL. With the setting `any_model_name`, the
+        result is also "" for every unknown name.
         """
         if model in (None, UNNAMED_MODEL, *self.settings.served_names):
             return ""
@@ -133,15 +133,16 @@ class Service:
         raise ApiError(404, message, param="model", code="model_not_found")
 
     def models_of(self, key: ApiKey) -> list[str]:
-        """Return the names of the adapters that `key` can use. "" stands for the base model."""
+        """Return the names of the adapters that `key` can use, with "" for the base model."""
         served = self.settings.served_name
         return [name for name in ("", *self.adapter_names) if key.allows(name or served)]
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
-        """Read and validate the body. Its bytes count as held until the request is answered.
+        """Read the body of a request, and return it as a validated `model`.
 
-        Raises ApiError 400; 403 for a model that the key cannot use; 404 for an unknown model; 413; 415; and 429 if the
-        server would hold too many bytes or the tenant has used its time for large bodies.
+        The bytes of the body count as held until the request is answered. Raises ApiError 400 for an invalid body, 403
+        for a model that the key cannot use, 404 for an unknown model, 413 for a large body, 415 for another content
+        type, and 429 if the server would hold too many bytes or the tenant has used up its time for large bodies.
         """
         is_compressed = check_content_type(request.headers)
         # A longer list is invalid. Only the tokens of a prompt and the alternatives of a format can have this many
@@ -165,7 +166,10 @@ class Service:
         return validated
 
     def lease(self, request: Request) -> Lease:
-        """Return the lease of a request. It is released when the request has been answered."""
+        """Return the lease that counts the bytes of a request.
+
+        The lease is released when the request has been answered.
+        """
         state = request.scope["state"]
         if "lease" not in state:
             state["lease"] = Lease(self.bodies, request.state.tenant)
@@ -187,7 +191,10 @@ class Service:
         return adapter
 
     def answer(self, request: Request, content: bytes, *, media_type: str = "application/json") -> Response:
-        """Return the response with a complete answer. Its bytes count as held until the client has read them."""
+        """Return the response with a complete answer.
+
+        The bytes of `content` count as held until the client has read them.
+        """
         self.lease(request).force(len(content))
         return WholeAnswer(content, media_type=media_type)
 
@@ -200,10 +207,10 @@ class Service:
         *,
         token_field: str | None,
     ) -> list[bytes]:
-        """Return the parts of the body. Store its size in the state of the request for charge_rejected_body().
+        """Return the chunks of the body. Store the size of the body in the request's state, for charge_rejected_body().
 
         stream:      the decompressed body.
-        token_field: the field that is named in the error about a list that is too long.
+        token_field: the field that the error names if a list in the body is too long.
         """
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
@@ -241,8 +248,9 @@ class Service:
         return chunks
 
     async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int = 0) -> _T:
-        """Await the tokenization for a request. If the text is long, cancel the tokenization when the client
-        disconnects.
+        """Return the result of `work`, the tokenization for a request.
+
+        If the text is long, cancel `work` when the client disconnects.
 
         characters: length of the text.
         """
@@ -252,7 +260,7 @@ class Service:
 
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Count one HTTP request as open until the `with` block ends.
+        """Return a context that counts one HTTP request as open until the `with` block ends.
 
         state: state of the request, in which identify() stores the tenant.
         """
@@ -298,19 +306,19 @@ class Service:
                 await self.rate_limits.take_request(key)
 
     def check_prompt(self, key: ApiKey, tokens: int) -> None:
-        """Raise ApiError 429 if prompts have more tokens than the limit of the API key."""
+        """Raise ApiError 429 if the prompts of a request have more tokens than the API key's limit for one minute."""
         with self._rejections(key):
             self.rate_limits.check_prompt(key, tokens)
 
     async def reserve(self, key: ApiKey, *, prompt: int, choices: list[int | None]) -> Reservation | None:
-        """Reserve the tokens of a request with RateLimits.reserve(). Return None if the API key has no token limit."""
+        """Return a reservation from RateLimits.reserve() for a request, or None if the API key has no token limit."""
         if key.tokens_per_minute is None:
             return None
         with self._rejections(key):
             return await self.rate_limits.reserve(key, prompt=prompt, choices=choices)
 
     def charge_rejected_body(self, key: ApiKey, num_bytes: int) -> None:
-        """Count a rejected body against the token limit of its API key, one token per BYTES_PER_TOKEN bytes."""
+        """Charge a rejected body to the token limit of its API key: one token per BYTES_PER_TOKEN bytes."""
         self.add_tokens(key, num_bytes // BYTES_PER_TOKEN)
 
     @contextmanager
@@ -332,9 +340,10 @@ class Service:
             self.metrics.generation_tokens_by_key.labels(key.name).inc(generated)
 
     def add_tokens(self, key: ApiKey, tokens: int) -> None:
-        """Count tokens that were not generated, such as the tokens of a rejected body, against the limit of an API key.
+        """Charge tokens that were not generated, such as the tokens of a rejected body, to the limit of an API key.
 
-        One call counts at most the tokens of one minute, so that a single mistake does not use up many minutes.
+        One call charges at most the limit of one minute, so that a single mistake of a client does not use up several
+        minutes.
         """
         if key.tokens_per_minute is not None:
             tokens = min(tokens, key.tokens_per_minute)
@@ -351,19 +360,20 @@ class Service:
             await self._idle.wait()
 
     def check_in_flight(self, *, tenant: str) -> None:
-        """Raise ApiError 429 for a new request if too many requests are open. Requests that wait for a coordinator
-        count as open.
+        """Raise ApiError 429 for a new request if too many requests are open.
+
+        Requests that wait for a coordinator count as open.
         """
         self._check_capacity(self.in_flight_by_tenant, tenant=tenant, more=0)
 
     def check_choices(self, choices: int, *, tenant: str) -> None:
-        """Raise ApiError 400 for more choices than one request can have, and 429 if too many choices are open."""
+        """Raise ApiError 400 if a request cannot have this number of choices, and 429 if too many choices are open."""
         if choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
         self.check_open(choices, tenant=tenant)
 
     def check_open(self, choices: int, *, tenant: str) -> None:
-        """Raise ApiError 429 if too many choices, or too many texts for pooling models, are open."""
+        """Raise ApiError 429 if `choices` more choices or pooling texts would exceed the limit of open requests."""
         self._check_capacity(self.metrics.open_requests, tenant=tenant, more=choices)
 
     def check_priority(self, priority: int | None) -> None:
@@ -376,12 +386,12 @@ class Service:
             raise invalid_value("priority", problem)
 
     async def until_connected(self) -> None:
-        """Wait for the coordinator, so that its restart delays requests and does not fail them. Raises ApiError 503."""
+        """Wait until the coordinator is connected, so that its restart only delays requests. Raises ApiError 503."""
         if not self.client.connected:
             await self._until(lambda: self.client.connected, "The coordinator has not answered")
 
     async def tasks(self) -> tuple[str, ...]:
-        """Return the tasks that the engines offer, by their names in GENERATE and POOLING_TASKS.
+        """Return the tasks that the engines offer: GENERATE and names in POOLING_TASKS.
 
         Waits until an engine has reported its tasks. Raises ApiError 503.
         """
@@ -413,7 +423,7 @@ class Service:
         """Raise ApiError 429 if `more` additional requests would exceed the limit of open requests.
 
         If the limit is reached, the server still accepts requests of a tenant that has less than its fair share.
-        Therefore no tenant can block others, and at most twice the limit is open.
+        Therefore no tenant can block other tenants, and at most twice the limit is open.
         """
         limit = self.settings.max_open_requests
         share = limit // len({*open_by_tenant, tenant})
@@ -425,7 +435,7 @@ class Service:
 async def _decompressed(request: Request) -> AsyncIterator[bytes]:
     """Yield the decompressed chunks of a gzip body.
 
-    Other requests run in between. Raises ApiError 400 for invalid gzip data.
+    Other requests run between the chunks. Raises ApiError 400 for invalid gzip data.
     """
     gunzip = Gunzip()
     async for chunk in request.stream():

@@ -61,12 +61,12 @@ class TextsRequest(ModelRequest):
 
     @property
     def completion(self) -> CompletionRequest:
-        """Return the completion request whose prompts are the texts. prepared() must have been called before."""
+        """Return the completion request whose prompts are the texts of this request. Call prepared() first."""
         assert self._completion is not None
         return self._completion
 
     def prepared(self) -> Self:
-        """Move the input to a completion request, and return this request.
+        """Move the input to a completion request, and return `self`.
 
         Raises ApiError 400 if the input contains no text.
         """
@@ -89,7 +89,7 @@ class TextsRequest(ModelRequest):
         return self
 
     def prompts(self, **options: Any) -> list[PoolingPrompt]:
-        """Return one prompt per text. options: additional members of the sampling parameter `pooling`."""
+        """Return one prompt per text. options: additional keys of the sampling parameter `pooling`."""
         given: Sequence[str | list[int]] = self.completion.prompt
         pooling = chosen(
             **options,
@@ -154,7 +154,7 @@ async def pool(service: Service, request: Request) -> Response:
     shapes: dict[int, tuple[int, ...]] = {}
 
     async def encoded(place: int, values: Vector) -> bytes:
-        """Return the bytes of an array for the answer. The lease of the request counts these bytes."""
+        """Return an array in the encoding of the answer. Add the number of bytes to the lease of the request."""
         shapes[place] = values.shape
         if is_json and body.encoding_format != "base64":
             return await _numbers(values, lease)
@@ -182,7 +182,7 @@ async def pool(service: Service, request: Request) -> Response:
 
 
 async def _numbers(values: Vector, lease: Lease) -> bytes:
-    """Return an array as JSON. Other requests run between the rows of the array."""
+    """Return an array as JSON. Let other requests run between the rows of the array."""
     if values.ndim == 1:
         text = to_json(values.tolist())
         lease.add(len(text))

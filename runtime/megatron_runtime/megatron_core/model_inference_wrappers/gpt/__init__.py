@@ -1,1 +1,1 @@
-"""Megatron-Core's name for a GPT model that runs the steps of an engine."""
+"""GPT models that run the steps of an engine, under Megatron-Core's package path."""

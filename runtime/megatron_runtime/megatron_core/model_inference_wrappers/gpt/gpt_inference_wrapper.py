@@ -1,4 +1,4 @@
-"""Megatron-Core name: `GPTInferenceWrapper`."""
+"""`GPTInferenceWrapper`, under its Megatron-Core module path."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron_runtime.models.decoder import DecoderModel
 
 
 class GPTInferenceWrapper:
-    """A causal language model that runs the plan of one engine step at a time, on the CPU.
+    """A causal language model that computes the steps of an engine on the CPU, one step at a time.
 
     By default the engine runs its model without a wrapper. Pass a subclass as `inference_wrapper_cls` of MegatronLLM to
     change how the model runs.
 
-    model: a DecoderModel, or a GPTModel of Megatron-Core to construct an engine with.
+    model: a DecoderModel, or a GPTModel of Megatron-Core from which an engine is to be constructed.
     inference_context: the context of the engine.
     """
 
@@ -27,10 +27,10 @@ class GPTInferenceWrapper:
         self.inference_context = inference_context
 
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        """Compute the tokens of the plan, and write their keys and values to the cache."""
+        """Compute the tokens of `plan`, write their keys and values to the cache, and return the ForwardStep."""
         return forward(self.model, plan, cache_LPXE)
 
     @classmethod
     def forward_of(cls, model: DecoderModel) -> ForwardPass:
-        """Return the forward pass for an executor whose model runs through this class."""
+        """Return the forward pass with which an executor runs `model` through this class."""
         return cls(model).run_one_forward_step

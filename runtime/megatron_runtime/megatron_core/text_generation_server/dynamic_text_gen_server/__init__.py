@@ -1,4 +1,4 @@
-"""Megatron-Core names: `start_text_gen_server` and `stop_text_gen_server`."""
+"""`start_text_gen_server` and `stop_text_gen_server`, under Megatron-Core's package path."""
 
 from megatron_runtime.megatron_core.text_generation_server.dynamic_text_gen_server.text_generation_server import (
     start_text_gen_server,

@@ -1,4 +1,7 @@
-"""Megatron-Core names: `start_text_gen_server` and `stop_text_gen_server`, which run this project's OpenAI server."""
+"""`start_text_gen_server` and `stop_text_gen_server`, under their Megatron-Core module path.
+
+The functions run this project's OpenAI server.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,15 @@ def start_text_gen_server(
     hostname: str | None = None,
     sock: socket.socket | None = None,
 ) -> None:
-    """Start an HTTP server on a thread of this process. It accepts every model name, and runs until
-    stop_text_gen_server().
+    """Start an HTTP server in a thread of this process. It runs until stop_text_gen_server() is called.
+
+    The server accepts every model name in requests.
 
     coordinator_addr: address of a coordinator of this project.
     tokenizer:        an object with `tokenize(text)` and `detokenize(tokens)`.
     rank:             rank of the caller; has no effect.
-    parsers:          a list with at most one name of a tool-call parser.
-    num_replicas:     has no effect, because the tokenizer exists only in this process.
+    parsers:          a list with at most one element, the name of a tool-call parser.
+    num_replicas:     has no effect, because only this process has the tokenizer.
     hostname:         address to listen on; None: all IPv4 addresses.
     sock:             a bound socket to use instead of hostname and server_port.
 
@@ -83,7 +87,7 @@ def start_text_gen_server(
 
 
 def stop_text_gen_server() -> None:
-    """Drain open requests and close the server. Idempotent."""
+    """Drain the server's open requests, and close the server. Idempotent."""
     global _running
     with _lock:
         running, _running = _running, None
