@@ -22,27 +22,27 @@ _WIDTH = 100
 _SECTIONS = {
     "engine": (
         "Engine on an 8B shape",
-                "The weights are random, in bfloat16. The bound of a decode step follows from the device's copy rate, and the "
+        "The weights are random, in bfloat16. The bound of a decode step follows from the device's copy rate, and the "
         "bound of the prompt from its product rate. `percent` is the bound divided by the measured time.",
     ),
     "profile": (
         "Parts of a decode step",
-                "Times are in microseconds per step. `host` rows are medians of the engine's methods, measured by timers; "
+        "Times are in microseconds per step. `host` rows are medians of the engine's methods, measured by timers; "
         "`execute` contains `stage` and the wait for the device. `graph` rows are replays of the graph alone. "
         "`kernels` rows are from the profiler.",
     ),
     "products": (
         "Matrix products",
-                "Times are in microseconds per product in a CUDA graph. `bound` is the time to move the product's bytes at the "
+        "Times are in microseconds per product in a CUDA graph. `bound` is the time to move the product's bytes at the "
         "measured copy rate. A product that only reads can be faster.",
     ),
-        "attention": (
+    "attention": (
         "Decode attention",
         "The tables show microseconds by the minimum number of cached tokens per program.",
     ),
     "sampling": (
         "Sampling",
-                "`sample` is the time of the kernel in microseconds, with 128,256 logits per row. `step` is the time of a "
+        "`sample` is the time of the kernel in microseconds, with 128,256 logits per row. `step` is the time of a "
         "whole decode step in milliseconds. The columns are numbers of rows.",
     ),
     "moe": ("Mixture of experts", "The table shows milliseconds per decode step by the number of rows."),
@@ -51,10 +51,10 @@ _SECTIONS = {
     "tests": ("Tests", ""),
     "server": (
         "Server, verbs and the loss of an engine",
-                "Native engines run SmolLM2 135M in float32. `equal` shows whether, or for how many streams, the answers equal "
+        "Native engines run SmolLM2 135M in float32. `equal` shows whether, or for how many streams, the answers equal "
         "the undisturbed answers. `longest gap` is the longest time without a token of any stream.",
     ),
-        "bench_serve": (
+    "bench_serve": (
         "`megatron bench serve`",
         "A native engine runs SmolLM2 135M in bfloat16. Each row is for one number of clients.",
     ),
