@@ -289,9 +289,9 @@ def main() -> None:
     "quoted_repositories",
     multiple=True,
     metavar="REPOSITORY",
-    help="Image repository that is trusted not to write secrets to its messages. The status copies termination messages "
-    "and errors only from containers whose image is in such a repository or in the repository of a runtime, vLLM or "
-    "coordinator image. A value that ends in / includes every repository below it. Repeatable.",
+    help="Image repository that is trusted not to write secrets to its messages. The status copies termination "
+    "messages and errors only from containers whose image is in such a repository or in the repository of a runtime, "
+    "vLLM or coordinator image. A value that ends in / includes every repository below it. Repeatable.",
 )
 @click.option(
     "--max-concurrent-updates",
