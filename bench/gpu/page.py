@@ -22,37 +22,50 @@ _WIDTH = 100
 _SECTIONS = {
     "engine": (
         "Engine on an 8B shape",
-        "Random weights in bfloat16. Bounds: of decode steps the device's rate of a copy, of the prompt its rate of a "
-        "product. `percent`: of the bound that the step reaches.",
+        "The weights are random, in bfloat16. The bound of a decode step follows from the device's copy rate, and the "
+        "bound of the prompt from its product rate. `percent` is the bound divided by the measured time.",
     ),
     "profile": (
         "Parts of a decode step",
-        "Microseconds of a step. `host`: medians of methods of the engine, with timers around them; `execute` contains "
-        "`stage` and the wait for the device. `graph`: replays alone. `kernels`: by the profiler.",
+        "Times are in microseconds per step. `host` rows are medians of the engine's methods, measured by timers; "
+        "`execute` contains `stage` and the wait for the device. `graph` rows are replays of the graph alone. "
+        "`kernels` rows are from the profiler.",
     ),
     "products": (
         "Matrix products",
-        "Microseconds of a product in a CUDA graph. `bound`: the time to move its bytes at the measured copy rate. A "
-        "product that only reads can be faster.",
+        "Times are in microseconds per product in a CUDA graph. `bound` is the time to move the product's bytes at the "
+        "measured copy rate. A product that only reads can be faster.",
     ),
-    "attention": ("Decode attention", "Microseconds by the minimum number of cached tokens per program."),
+    "attention": (
+        "Decode attention",
+        "The tables show microseconds by the minimum number of cached tokens per program.",
+    ),
     "sampling": (
         "Sampling",
-        "`sample`: microseconds of the kernel by the number of rows, 128,256 logits per row. `step`: milliseconds of a "
-        "whole decode step by the number of rows.",
+        "`sample` is the time of the kernel in microseconds, with 128,256 logits per row. `step` is the time of a "
+        "whole decode step in milliseconds. The columns are numbers of rows.",
     ),
-    "moe": ("Mixture of experts", "Milliseconds of a decode step by the number of rows."),
+    "moe": ("Mixture of experts", "The table shows milliseconds per decode step by the number of rows."),
     "race": ("Weights staged during captures", ""),
-    "memory": ("Memory after a suspend", "MiB of the GPU and seconds, by mode of the KV cache."),
+    "memory": ("Memory after a suspend", "The table shows GPU memory in MiB, and seconds, by mode of the KV cache."),
     "tests": ("Tests", ""),
     "server": (
         "Server, verbs and the loss of an engine",
-        "Native engines, SmolLM2 135M in float32. `equal`: streams whose answers equal the undisturbed ones. `longest "
-        "gap`: the longest time without a token of any stream.",
+        "Native engines run SmolLM2 135M in float32. `equal` shows whether, or for how many streams, the answers equal "
+        "the undisturbed answers. `longest gap` is the longest time without a token of any stream.",
     ),
-    "bench_serve": ("`megatron bench serve`", "SmolLM2 135M in bfloat16, native engine, by the number of clients."),
-    "vllm": ("vLLM: server, verbs and the loss of an engine", "The same with engines of vLLM, without CUDA graphs."),
-    "vllm_serve": ("vLLM: `megatron bench serve`", "SmolLM2 135M in bfloat16, by the number of clients."),
+    "bench_serve": (
+        "`megatron bench serve`",
+        "A native engine runs SmolLM2 135M in bfloat16. Each row is for one number of clients.",
+    ),
+    "vllm": (
+        "vLLM: server, verbs and the loss of an engine",
+        "The test is the same, with vLLM engines without CUDA graphs.",
+    ),
+    "vllm_serve": (
+        "vLLM: `megatron bench serve`",
+        "vLLM runs SmolLM2 135M in bfloat16. Each row is for one number of clients.",
+    ),
 }
 """The steps whose results a page shows, in the page's order, each with a heading and a description."""
 _FAILURES = ("error", "failed")

@@ -62,7 +62,7 @@ coordinator_image = environment_option(
     envvar="MEGATRON_COORDINATOR_IMAGE",
     default=DEFAULT_COORDINATOR_IMAGE,
     show_default=True,
-    help="Image of coordinators. The operator's image is sufficient and small.",
+    help="Image of coordinators. Coordinators can run in the operator's image, which is the default.",
 )
 operator_namespace = environment_option(
     "--operator-namespace",
@@ -289,8 +289,9 @@ def main() -> None:
     "quoted_repositories",
     multiple=True,
     metavar="REPOSITORY",
-    help="Image repository whose termination messages the status quotes, in addition to the runtime images. A value "
-    "that ends in / means every repository below it. Repeatable.",
+    help="Image repository that is trusted not to write secrets to its messages. The status copies termination "
+    "messages and errors only from containers whose image is in such a repository or in the repository of a runtime, "
+    "vLLM or coordinator image. A value that ends in / includes every repository below it. Repeatable.",
 )
 @click.option(
     "--max-concurrent-updates",

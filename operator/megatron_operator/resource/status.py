@@ -66,7 +66,9 @@ class LifecycleStatus(ApiModel):
     epoch: int | None = Field(default=None, description="Epoch of the weights that UPDATE_WEIGHTS sends.")
     adapters: str | None = Field(default=None, description="Digest of the list of adapters that SET_ADAPTERS sends.")
     rejected: bool | None = Field(default=None, description="Whether the operation failed without an effect.")
-    since: Time | None = Field(default=None, description="Time when the operation started, was confirmed or failed.")
+    since: Time | None = Field(
+        default=None, description="Time of the last phase change: when the operation started, was confirmed or failed."
+    )
     woken: bool | None = Field(
         default=None,
         description="Whether a request has woken the suspended resource, and the resource has not been idle since.",
