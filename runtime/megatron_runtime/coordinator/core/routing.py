@@ -321,10 +321,9 @@ class EngineRouter:
     ) -> Engine | None:
         """Return the engine with the lowest cost for a prompt, or None if no engine is suitable.
 
-        The candidates are the first MAX_COMPARED suitable engines of `by_load`, and the engines that hold a block of
-        the prompt if at most MAX_HOLDERS engines hold this block.
+        The candidates are the first MAX_COMPARED suitable engines in the order `by_load`, and the engines that hold a
+        block of the prompt if at most MAX_HOLDERS engines hold this block.
 
-        by_load:  all engines in the order of load_by(). Engines at capacity may be left out of the iteration.
         tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
         session:  the session of the request; empty if it has none.
@@ -353,19 +352,13 @@ class EngineRouter:
             for engine in islice(filter(fits, by_load), MAX_COMPARED):
                 if engine in compared:
                     continue
-                uncached = tokens
-                for fewer, engines in common:
-                    if engine in engines:
-                        uncached = fewer
-                        break
+                uncached = next((left for left, engines in common if engine in engines), tokens) if common else tokens
                 found = engine.cost_of(uncached)
                 if found < cost or (found == cost and uncached < fewest):
                     best, cost, fewest = engine, found, uncached
                     if uncached == min_uncached and cost <= uncached * min_prefill_cost:
                         break
-        if best is None or not session:
-            return best
-        return self._session_engine(session, best, cost, hashes, tokens, fits)
+        return best and self._session_engine(session, best, cost, hashes, tokens, fits) if session else best
 
     def uncached(self, engine: Engine, hashes: PromptHashes, tokens: int) -> int:
         """Return how many tokens of a request an engine would have to compute."""
