@@ -1,7 +1,7 @@
 """Weights that a trainer publishes, received from the trainer as a checkpoint, or from an engine as it stores them.
 
-A block is used only if its SHA-256 matches the manifest. The manifest of a trainer must match the digest in the
-reference that the coordinator sent; the manifest of an engine is authenticated by the engine's key.
+A block is used only if its SHA-256 matches the manifest. The manifest of whole tensors must match the digest in the
+reference that the coordinator sent; the manifest of an engine's part is authenticated by the engine's key.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class WeightStream:
         self._source = source
         self._where = f"engine at {engine}" if engine else f"trainer at {source.address}"
         opened = asyncio.run(_open(source, keys_dir, engine=engine, part=part))
-        if not engine and digest_of(opened.manifest) != source.digest:
+        if not part and digest_of(opened.manifest) != source.digest:
             raise self.unavailable("its manifest has another digest")
+        self.manifest_data = opened.manifest
         try:
             self.manifest = WeightsManifest.from_bytes(opened.manifest)
             address = parse_address(engine or source.address)

@@ -82,6 +82,7 @@ class OfferedTensors:
 
     tensors: contiguous, by name; on any device. They are not copied.
     reading: returns a context in which any thread may copy them from the device.
+    manifest: their manifest, with its tensors in this order; None: it is computed.
     """
 
     def __init__(
@@ -90,11 +91,15 @@ class OfferedTensors:
         *,
         epoch: int,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        manifest: bytes | None = None,
     ) -> None:
         self._tensors = list(tensors)
         self._reading = reading
         self._lock = threading.Lock()
         self.epoch = epoch
+        if manifest is not None:
+            self._manifest = manifest
+            self.entries = WeightsManifest.from_bytes(manifest).tensors
 
     @cached_property
     def entries(self) -> tuple[PublishedTensor, ...]:
