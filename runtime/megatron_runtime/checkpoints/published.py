@@ -261,7 +261,7 @@ async def _open(
             await asyncio.wait_for(connected.wait(), ANSWER_SECONDS)
         opened = await asyncio.wait_for(answer, DIGEST_SECONDS if engine else ANSWER_SECONDS)
     except TimeoutError as error:
-        cause = await unreachable_cause(address)
+        cause = await unreachable_cause(address, who, remedy=f"check that the {who} runs")
         raise WeightsUnavailableError(f"no {who} answered at {address} within {ANSWER_SECONDS:g} s: {cause}") from error
     finally:
         dealer.close()

@@ -135,8 +135,11 @@ class Executor(Protocol):
     def write_pages(self, pages: Int32, data: bytes) -> None:
         """Restore the keys and values of pages that read_pages() returned."""
 
+    def holds(self, source: str) -> bool:
+        """Return whether the weights in use are these weights of a trainer, at any address."""
+
     def use_source(self, source: str) -> None:
-        """Make load() read these weights from now on. Only while no weights are loaded."""
+        """Make load() read these weights from now on. Only while no weights are loaded, or if holds(source)."""
 
     def stage_weights(self, source: str) -> None:
         """Read and verify new weights while the current ones stay in use. May run on another thread during a step.

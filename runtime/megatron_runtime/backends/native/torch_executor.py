@@ -344,6 +344,9 @@ class TorchExecutor(ABC):
         """Set the model to which the model reference IN_MEMORY refers from now on."""
         self._store.in_memory = model
 
+    def holds(self, source: str) -> bool:
+        return self._store.holds(source)
+
     def use_source(self, source: str) -> None:
         self._store.use_source(source)
 

@@ -664,13 +664,15 @@ class VllmBackend(EngineBackend):
             await self._unpause()
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
+        if is_published(source) and self._place_of(source) == self._directory:
+            return  # only addresses have changed
         if not is_published(source) or (self._is_loaded and not self._is_asleep):
             await self._stage(source, epoch)
             await self._commit()
-        elif self._place_of(source) != self._directory:
-            if self._is_asleep:
-                await self._end_process()  # with the old weights
-            self._awaited = source, epoch
+            return
+        if self._is_asleep:
+            await self._end_process()  # with the old weights
+        self._awaited = source, epoch
 
     @property
     def copies(self) -> tuple[str, ...]:

@@ -126,7 +126,7 @@ class CopyPort:
 
 def _mapped(directory: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a directory, mapped into memory."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for file in weight_files(directory):
         with safe_open(file, framework="pt") as opened:
             tensors.update((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
