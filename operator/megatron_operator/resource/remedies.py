@@ -78,7 +78,7 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "towards this limit.",
         Reason.WEIGHTS_MISSING: "Correct spec.model.source or spec.weights.revision. For a volume, check that the "
         "path exists in it.",
-        Reason.WEIGHTS_UNAVAILABLE: "Start the trainer where the message says, and publish the same weights under the "
+        Reason.WEIGHTS_UNAVAILABLE: "Start the trainer, at any address, and publish the same weights under the "
         "same epoch, or others under a higher one. Check that spec.weights.trainer has the trainer's pods (from) and "
         "its port.",
         Reason.ACCESS_DENIED: "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the "
