@@ -99,7 +99,7 @@ async def test_weights_of_a_trainer_are_those_of_the_files_and_pass_from_engine_
     source = await asyncio.to_thread(server.publish, 3)
     await load.finish(seconds=START_SECONDS)
     for record in load.records:
-        assert [epoch for _, epoch in record.final["policy_epoch"]] in ([2, 3], [3])
+        assert [epoch for _, epoch in record.final["policy_epoch"]] in ([2], [2, 3], [3])  # [2]: it ended meanwhile
     assert await answers(pool, wanted) == new
     await asyncio.to_thread(server.close)
 
