@@ -140,6 +140,9 @@ class EchoExecutor:
         assert self._cache is not None
         self._cache[pages] = np.frombuffer(data, np.int32).reshape(len(pages), self.page_size)
 
+    def holds(self, source: str) -> bool:
+        return False  # no trainer publishes its weights
+
     def use_source(self, source: str) -> None:
         self._weights = echo_weights(source)
 

@@ -15,20 +15,24 @@ from megatron_runtime.cli.processes import free_ports
 
 
 class TrainerProcess:
-    """A trainer, started again after it was killed. Its port stays the same.
+    """A trainer, started again after it was killed. Its port stays the same unless it moves.
 
     coordinator: "HOST:PORT" of the admin port. model: directory of the weights of epoch 0.
     """
 
     def __init__(self, coordinator: str, keys: Path, model: str) -> None:
-        (port,) = free_ports(1)
-        self._arguments = (coordinator, str(keys), model, str(port))
+        self._arguments = (coordinator, str(keys), model)
         self._process: asyncio.subprocess.Process | None = None
+        self.move()
+
+    def move(self) -> None:
+        """Use another address from the next start on."""
+        (self._port,) = free_ports(1)
 
     async def start(self) -> int:
         """Return the epoch of the engines."""
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, trainer_program.__file__, *self._arguments),
+            *(sys.executable, trainer_program.__file__, *self._arguments, str(self._port)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -252,9 +252,11 @@ async def test_engines_that_start_without_their_trainer_serve_nothing_until_it_r
     waiting = asyncio.create_task(pool.ask())
     status = await pool.link.status()
     assert [engine.serving for engine in status.engines] == [False, False]
+    pool.trainer.move()
     assert await pool.trainer.start() == 1
-    assert "source" in await pool.trainer.publish(1)
-    await pool.settle()
+    source = (await pool.trainer.publish(1))["source"]
+    status = await pool.settle()
+    assert {engine.source for engine in status.engines} == {source}
     prompt, reply = await waiting
     pool._check(prompt, reply, epochs=(1,))
     assert len(pool.fleet.exits) == exits + 2

@@ -1,9 +1,11 @@
-"""An update of the weights of two vLLM engines: both load them under a pause, or both keep the old ones."""
+"""An update of two vLLM engines, from files or a trainer: both load them under a pause, or both keep the old ones."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_runtime.process.children import child_environment
 from megatron_runtime.protocol.headers import Header
+from megatron_runtime.trainer import WeightServer
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
 from .conftest import START_SECONDS, Pool
@@ -73,3 +76,43 @@ async def test_if_one_engine_cannot_load_new_weights_both_answer_with_the_old_on
 
     await eventually(have_one_digest, what="both engines report the new weights")
     assert await answers(pool, wanted) != expected
+
+
+async def test_weights_of_a_trainer_are_those_of_the_files_and_pass_from_engine_to_engine(
+    pool: Pool, model: Path, other_weights: Path
+) -> None:
+    """An engine that starts when the trainer and its own files are of no use gets them from the other engine."""
+    await pool.start(first="vllm", second="vllm")
+    wanted = prompts(8)
+    old = await answers(pool, wanted)
+    await pool.control(Header.UPDATE_WEIGHTS, source=str(other_weights), epoch=1)
+    new = await answers(pool, wanted)
+    assert all(one != other for one, other in zip(old, new, strict=True))
+    await pool.control(Header.UPDATE_WEIGHTS, source=str(model), epoch=2)
+    assert await answers(pool, wanted) == old
+
+    tensors = load_file(other_weights / "model.safetensors")
+    admin, keys = f"127.0.0.1:{pool.fleet.admin_port}", pool.fleet.keys_dir
+    server = await asyncio.to_thread(partial(WeightServer, tensors, coordinator=admin, keys=keys))
+    load = load_of(pool, wanted)
+    await load.until(40)
+    source = await asyncio.to_thread(server.publish, 3)
+    await load.finish(seconds=START_SECONDS)
+    for record in load.records:
+        assert [epoch for _, epoch in record.final["policy_epoch"]] in ([2], [2, 3], [3])  # [2]: it ended meanwhile
+    assert await answers(pool, wanted) == new
+    await asyncio.to_thread(server.close)
+
+    await pool.fleet.engines.pop("second").kill()
+    await until_status(pool.admin, lambda status: len(status.engines) == 1, what="the killed engine has left")
+    await pool.engine("second", "vllm")
+    status = await until_status(
+        pool.admin,
+        lambda status: [engine.serving and bool(engine.digest) for engine in status.engines] == [True, True],
+        what="both engines serve",
+        seconds=START_SECONDS,
+    )
+    assert {(engine.epoch, engine.source) for engine in status.engines} == {(3, source)}
+    assert len({engine.digest for engine in status.engines}) == 1
+    await pool.fleet.engines.pop("first").kill()
+    assert await answers(pool, wanted) == new

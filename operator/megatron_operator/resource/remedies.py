@@ -79,9 +79,9 @@ _ACTIONS: dict[Symptom, dict[Reason, str]] = {
         "counts towards this limit.",
         Reason.WEIGHTS_MISSING: "Correct spec.model.source or spec.weights.revision. If the source is a volume, "
         "check that the volume contains the path.",
-        Reason.WEIGHTS_UNAVAILABLE: "Start the trainer at the address in the message. Publish the same weights "
-        "under the same epoch, or other weights under a higher epoch. Check that spec.weights.trainer selects the "
-        "trainer's pods (from) and has its port.",
+        Reason.WEIGHTS_UNAVAILABLE: "Start the trainer, at any address, and publish the same weights under the "
+        "same epoch, or other weights under a higher epoch. Check that spec.weights.trainer selects the trainer's "
+        "pods (from) and has its port.",
         Reason.ACCESS_DENIED: "Set spec.model.source.huggingFace.tokenSecretRef to a token that may read the "
         "repository.",
         Reason.RENDEZVOUS_FAILED: "Check that all pods of the engine are scheduled, and that NetworkPolicies allow "

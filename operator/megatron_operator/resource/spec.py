@@ -212,10 +212,12 @@ class MegatronInferenceSpec(ApiModel):
             "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
         ),
         SpecRule(
-            "!has(self.weights) || !has(self.weights.trainer) || self.engine.backend != 'VLLM'",
-            lambda spec: not spec.has_trainer or spec.engine.backend is not Backend.VLLM,
-            "spec.weights.trainer: vLLM engines receive no weights from a trainer; set spec.engine.backend to Native, "
-            "or use spec.weights.revision",
+            "!has(self.weights) || !has(self.weights.trainer) || self.engine.backend != 'VLLM' || "
+            f"{_RANKS} == {_POD_DIVISOR}",
+            lambda spec: not spec.has_trainer or spec.engine.backend is not Backend.VLLM or spec.pods_per_engine == 1,
+            "spec.weights.trainer: vLLM engines over several pods receive no weights from a trainer; raise "
+            "spec.engine.gpusPerPod (ranksPerPod) so that an engine fits in one pod, or set spec.engine.backend to "
+            "Native",
         ),
         *(_parser_rule(field, names) for field, names in _PARSERS.items()),
         SpecRule(

@@ -2,8 +2,8 @@
 
 A trainer sends the tensors of a checkpoint. An engine sends its tensors in the form in which it stores them.
 
-A received block is used only if its SHA-256 matches the manifest. A trainer's manifest must match the digest in the
-reference that the coordinator has sent. An engine's manifest is authenticated by the engine's key.
+A received block is used only if its SHA-256 matches the manifest. The manifest of whole tensors must match the digest
+in the reference that the coordinator has sent. The manifest of an engine's part is authenticated by the engine's key.
 """
 
 from __future__ import annotations
@@ -69,8 +69,9 @@ class WeightStream:
         self._source = source
         self._where = f"engine at {engine}" if engine else f"trainer at {source.address}"
         opened = asyncio.run(_open(source, keys_dir, engine=engine, part=part))
-        if not engine and digest_of(opened.manifest) != source.digest:
+        if not part and digest_of(opened.manifest) != source.digest:
             raise self.unavailable("its manifest has another digest")
+        self.manifest_data = opened.manifest
         try:
             self.manifest = WeightsManifest.from_bytes(opened.manifest)
             address = parse_address(engine or source.address)
@@ -268,7 +269,7 @@ async def _open(
             await asyncio.wait_for(connected.wait(), ANSWER_SECONDS)
         opened = await asyncio.wait_for(answer, DIGEST_SECONDS if engine else ANSWER_SECONDS)
     except TimeoutError as error:
-        cause = await unreachable_cause(address)
+        cause = await unreachable_cause(address, who, remedy=f"check that the {who} runs")
         raise WeightsUnavailableError(f"no {who} answered at {address} within {ANSWER_SECONDS:g} s: {cause}") from error
     finally:
         dealer.close()

@@ -128,7 +128,9 @@ def resolve(model: str) -> StoredModel:
             f"model {model!r} is in the memory of another program: give a path that every engine can read"
         )
     if is_published(model):
-        raise ModelSourceError(f"model {model!r}: only native engines take the weights of a trainer, by UPDATE_WEIGHTS")
+        raise ModelSourceError(
+            f"model {model!r} is a reference to weights of a trainer: give the model that the engine starts with"
+        )
     if model.startswith(BUILTIN_PREFIX):
         name = model.removeprefix(BUILTIN_PREFIX)
         if name not in BUILTINS:

@@ -84,8 +84,9 @@ def address_towards(coordinator: str) -> str:
 class OfferedTensors:
     """Tensors that are divided into blocks. The digests of all blocks are computed when they are first needed.
 
-    tensors: contiguous tensors by name, on any device. They are not copied.
-    reading: returns a context manager. Inside its block, any thread may copy the tensors from the device.
+    tensors:  contiguous tensors by name, on any device. They are not copied.
+    reading:  returns a context manager. Inside its block, any thread may copy the tensors from the device.
+    manifest: the manifest of these tensors, in the same order; None: it is computed.
     """
 
     def __init__(
@@ -94,11 +95,15 @@ class OfferedTensors:
         *,
         epoch: int,
         reading: Callable[[], AbstractContextManager[None]] = nullcontext,
+        manifest: bytes | None = None,
     ) -> None:
         self._tensors = list(tensors)
         self._reading = reading
         self._lock = threading.Lock()
         self.epoch = epoch
+        if manifest is not None:
+            self._manifest = manifest
+            self.entries = WeightsManifest.from_bytes(manifest).tensors
 
     @cached_property
     def entries(self) -> tuple[PublishedTensor, ...]:

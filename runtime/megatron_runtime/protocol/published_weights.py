@@ -47,6 +47,14 @@ def is_published(source: str | None) -> bool:
     return source is not None and source.startswith(TRAINER_PREFIX)
 
 
+def names_same_weights(source: str | None, other: str | None) -> bool:
+    """Return whether two sources are equal, or name the same weights of a trainer at two addresses."""
+    if source is None or other is None or not (is_published(source) and is_published(other)):
+        return source == other
+    one, another = (each.partition(_COPIES)[0].rpartition("/")[2] for each in (source, other))
+    return one == another
+
+
 @dataclass(frozen=True, slots=True)
 class PublishedSource:
     """The reference `trainer://HOST:PORT/EPOCH-DIGEST`.

@@ -104,8 +104,13 @@ class LinkTiming:
     other_key: float | None = None
 
 
-async def unreachable_cause(address: str) -> str:
-    """Try to connect to the address of a coordinator, and return the reason why no coordinator answers there."""
+async def unreachable_cause(
+    address: str,
+    peer: str = "coordinator",
+    *,
+    remedy: str = "check coordinator_host and coordinator_port, and that the coordinator runs",
+) -> str:
+    """Try to connect to the address of a peer, and return the reason why the peer does not answer there."""
     try:
         target = parse_address(address)
         async with asyncio.timeout(PROBE_SECONDS):
@@ -116,9 +121,9 @@ async def unreachable_cause(address: str) -> str:
     except TimeoutError:
         return f"no connection within {PROBE_SECONDS:g} s: check that the network allows it"
     except (OSError, ValueError) as error:
-        return f"{error}: check coordinator_host and coordinator_port, and that the coordinator runs"
+        return f"{error}: {remedy}"
     writer.close()
-    return "the port accepts connections, but no coordinator answers: check that it is its port, and the keys of both"
+    return f"the port accepts connections, but no {peer} answers: check that it is its port, and the keys of both"
 
 
 def _log_malformed(error: MalformedMessageError) -> None:

@@ -91,6 +91,23 @@ async def test_files_after_a_trainer_are_for_the_revisions_that_have_them(stage)
     assert other.acks[0].source is None
 
 
+async def test_a_trainer_that_is_restarted_at_another_address_publishes_the_same_weights_again(stage) -> None:
+    """All engines learn the address, without an update: those that serve, and those that wait for the weights."""
+    copies = ("tcp://10.0.0.9:5560",)
+    coordinator = stage.coordinator(timing=HEALS)
+    serving, link = await stage.engine("engine-0", revision="r1", copies=copies), await stage.admin()
+    await update(link, NEW, 2)
+    moved = NEW.replace("10.0.0.1", "10.0.0.2")
+    assert (await update(link, moved, 2, operation_id="again")).ok
+    waiting = await stage.engine("engine-1", serving=False, revision="r1")
+    assert (waiting.acks[0].source, waiting.acks[0].epoch, waiting.acks[0].copies) == (moved, 2, copies)
+    await serving.until(lambda: serving.source == moved)
+    await serving.until(lambda: coordinator.core.engines.named("engine-0").source == moved)
+    assert serving.acted[Header.UPDATE_WEIGHTS] == 1
+    with pytest.raises(ControlRejectedError, match="epoch 2 is not above 2"):
+        await update(link, moved.replace("222", "333"), 2, operation_id="others")
+
+
 async def test_epochs_rise_and_the_last_update_may_be_repeated(stage) -> None:
     _, engines, link = await pool(stage)
     await update(link, NEW, 2)

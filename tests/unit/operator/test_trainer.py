@@ -37,7 +37,13 @@ def _trained(**fields: Any) -> dict[str, Any]:
         (_trained(weights={"trainer": {"from": []}}), "at least 1 item"),
         (_trained(weights={"trainer": {"from": [{}]}}), "trainer.from: set ipBlock alone, or podSelector"),
         (_trained(weights={"trainer": {"from": [{**PODS, **FAR}]}}), "trainer.from: set ipBlock alone"),
-        (_trained(engine={"backend": "VLLM"}), "spec.weights.trainer: vLLM engines receive no weights from a trainer"),
+        (
+            _trained(
+                engine={"backend": "VLLM", "ranksPerPod": 1, "vllm": {"allowPickleBetweenPods": True}},
+                parallelism={"tensor": 2},
+            ),
+            "spec.weights.trainer: vLLM engines over several pods receive no weights from a trainer",
+        ),
         (
             _trained(model={"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x/{revision}"}}}),
             "so spec.weights.revision must be set",
@@ -77,6 +83,8 @@ def test_a_trainer_is_accepted_by_the_coordinator_and_engines_connect_to_it_and_
     }
     args = after["StatefulSet", "demo-engine-0"]["spec"]["template"]["spec"]["containers"][0]["args"]
     assert args[args.index("--weights-port") + 1] == "5560"
+    vllm = _children(weights=TRAINER, engine={"backend": "VLLM"})["StatefulSet", "demo-engine-0"]["spec"]["template"]
+    assert "--weights-port" in vllm["spec"]["containers"][0]["args"]
     two = _children(
         weights={"trainer": {"from": [FAR], "port": 9}}, parallelism={"tensor": 2}, engine={"ranksPerPod": 2}
     )

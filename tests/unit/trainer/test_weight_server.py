@@ -161,7 +161,7 @@ async def test_an_engine_learns_what_the_trainer_holds(serve, keys) -> None:
 
 
 async def test_the_last_copy_of_published_weights_is_not_released(serve, keys) -> None:
-    """Released weights are received again, unless the trainer does not hold them any more."""
+    """Released weights are received again, unless the trainer holds them no more. Its address may change."""
     server = await serve(random_tensors(MODEL))
     source = await asyncio.to_thread(server.publish, 1)
     base = ModelInMemory(random_model(MODEL, seed=5), name="base")
@@ -187,6 +187,12 @@ async def test_the_last_copy_of_published_weights_is_not_released(serve, keys) -
     assert not await asyncio.to_thread(release_and_load)
     server._offer({})
     assert await asyncio.to_thread(release_and_load)
+    restarted = await serve(random_tensors(MODEL))
+    moved = await asyncio.to_thread(restarted.publish, 1)
+    assert moved != source
+    assert store.holds(moved)
+    store.use_source(moved)
+    assert not await asyncio.to_thread(release_and_load)
 
 
 def holder(keys: Path, linears: Callable[[], LinearFactory], shard: Shard, *, offers: bool) -> WeightStore:

@@ -373,7 +373,7 @@ class NativeBackend(EngineBackend):
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
         executor = self.core.executor
-        if executor.has_weights:
+        if executor.has_weights and not executor.holds(source):
             await asyncio.to_thread(executor.stage_weights, source)
             await self.call(lambda core: core.swap_weights(epoch))
         else:

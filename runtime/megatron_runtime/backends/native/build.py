@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
+from megatron_runtime.backends.copies import open_weight_port
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor, ForwardPass
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
@@ -20,11 +21,9 @@ from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, S
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.transport.addresses import coordinator_address
 
 if TYPE_CHECKING:
     from megatron_runtime.distributed.groups import Groups
-    from megatron_runtime.distributed.weight_port import WeightPort
 
 logger = logging.getLogger(__name__)
 
@@ -110,21 +109,9 @@ def _executor(
         shard=shard,
         is_check=shard is not None,
         keys_dir=settings.keys_dir,
-        open_port=partial(_weight_port, settings, identity.local_rank if identity is not None else 0),
+        open_port=partial(open_weight_port, settings, identity.local_rank if identity is not None else 0),
         local_rank=identity.local_rank if identity is not None else 0,
     )
-
-
-def _weight_port(settings: EngineSettings, local_rank: int) -> WeightPort:
-    """Open and return the port on which a rank offers a trainer's weights to other engines.
-
-    Only engines that use a trainer's weights call this function.
-    """
-    from megatron_runtime.distributed.weight_port import WeightPort, address_towards
-
-    host = address_towards(coordinator_address(settings.coordinator))
-    port = settings.weights_port + local_rank if settings.weights_port else 0
-    return WeightPort(host, port, keys_dir=settings.keys_dir, role="engine")
 
 
 def select_executor(

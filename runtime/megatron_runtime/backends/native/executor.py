@@ -139,8 +139,14 @@ class Executor(Protocol):
     def write_pages(self, pages: Int32, data: bytes) -> None:
         """Write the keys and values that read_pages() returned to `pages`."""
 
+    def holds(self, source: str) -> bool:
+        """Return whether the weights in use are these weights of a trainer, at any address."""
+
     def use_source(self, source: str) -> None:
-        """Make load() read the weights `source` from now on. Allowed only while no weights are loaded."""
+        """Make load() read the weights `source` from now on.
+
+        Allowed only while no weights are loaded, or if holds(source).
+        """
 
     def stage_weights(self, source: str) -> None:
         """Read and verify new weights while the current weights stay in use. May run on another thread during a step.

@@ -355,6 +355,9 @@ class TorchExecutor(ABC):
         """Set the model in memory that the model reference IN_MEMORY denotes from now on."""
         self._store.in_memory = model
 
+    def holds(self, source: str) -> bool:
+        return self._store.holds(source)
+
     def use_source(self, source: str) -> None:
         self._store.use_source(source)
 

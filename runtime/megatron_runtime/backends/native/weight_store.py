@@ -29,7 +29,12 @@ from megatron_runtime.models.layers.cpu import PackedLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import Checkpoint, num_parameters
 from megatron_runtime.models.weights import load_weights
-from megatron_runtime.protocol.published_weights import PublishedSource, WeightsUnavailableError, is_published
+from megatron_runtime.protocol.published_weights import (
+    PublishedSource,
+    WeightsUnavailableError,
+    is_published,
+    names_same_weights,
+)
 
 if TYPE_CHECKING:
     from megatron_runtime.distributed.weight_port import WeightPort
@@ -150,14 +155,24 @@ class WeightStore:
         if self._kept is None:
             self._withdraw()
 
+    def holds(self, source: str) -> bool:
+        """Return whether the weights in use are these weights of a trainer, at any address."""
+        return self.weights is not None and self._is_current(source)
+
+    def _is_current(self, source: str) -> bool:
+        return isinstance(self.source, PublishedModel) and names_same_weights(self.source.source, source)
+
     def use_source(self, source: str) -> None:
-        """Make load() read the weights `source` from now on. Allowed only while no weights are loaded."""
-        assert self.weights is None, "weights are in use: stage() and swap()"
-        before, self.source = self.source, self._resolve(source)
-        if isinstance(before, PublishedModel) and isinstance(self.source, PublishedModel):
-            if _session(before) == _session(self.source):  # they differ only in the engines that have copies
-                return
-        elif not isinstance(self.source, PublishedModel):
+        """Make load() read the weights `source` from now on.
+
+        Allowed only while no weights are loaded, or if holds(source).
+        """
+        is_current = self._is_current(source)
+        assert self.weights is None or is_current, "weights are in use: stage() and swap()"
+        self.source = self._resolve(source)
+        if is_current:  # only addresses have changed
+            return
+        if not isinstance(self.source, PublishedModel):
             self._kinds = None
         self._signature = self._kept = None
         self._withdraw()
@@ -339,7 +354,3 @@ def _is_offered(source: PublishedModel) -> bool:
     from megatron_runtime.checkpoints.published import is_offered
 
     return is_offered(source.source, keys_dir=source.keys_dir)
-
-
-def _session(source: PublishedModel) -> str:
-    return PublishedSource.parse(source.source).session

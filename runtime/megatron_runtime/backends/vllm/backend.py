@@ -25,6 +25,7 @@ from megatron_runtime.backends.step_rates import OutputRates
 from megatron_runtime.backends.text import GrammarQueue, ModelText
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError, note_progress
+from megatron_runtime.backends.vllm.shared_memory import SharedMemory
 from megatron_runtime.checkpoints.adapters import adapter_directory
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.backend import (
@@ -41,6 +42,7 @@ from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
 from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.published_weights import PublishedSource, is_published
 from megatron_runtime.requests.capabilities import POOLING
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -223,6 +225,12 @@ class VllmBackend(EngineBackend):
         """Outputs that are kept until unpause()."""
         self._epoch = 0
         self._digest = ""
+        self._received = SharedMemory()
+        """The weights of a trainer: those in use, staged ones, and those that loaded ones replace."""
+        self._copies = ""
+        """Address at which vLLM's process offers the weights of a trainer to other engines."""
+        self._awaited: tuple[str, int] | None = None
+        """Source and epoch of a trainer's weights that the next load() must receive."""
         self._staged: tuple[str, str, int] | None = None
         self._replaced: _Replaced | None = None
         """Set from load_staged_weights() until the weights are committed or discarded."""
@@ -268,6 +276,9 @@ class VllmBackend(EngineBackend):
     async def load(self) -> None:
         if self._is_loaded:
             return
+        if self._awaited is not None:
+            await self._stage(*self._awaited)
+            await self._commit()
         vllm = await self._vllm()
         digest = await vllm.call("digest", self._directory)
         if self._digest not in ("", digest):
@@ -275,7 +286,7 @@ class VllmBackend(EngineBackend):
                 f"the weights at {self._directory} have digest {digest[:12]}, the released weights had "
                 f"{self._digest[:12]}: restore the files, or update the weights under a new epoch"
             )
-        await vllm.call("use_weights", self._directory)
+        self._copies = await vllm.call("use_weights", self._directory)
         if self._followers is not None:
             await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
         try:
@@ -299,6 +310,7 @@ class VllmBackend(EngineBackend):
         await self._end_process()
         if self._followers is not None:
             await self._followers.close()
+        await asyncio.to_thread(self._received.close)
         self._grammars.close()
         await asyncio.to_thread(self._text.close_grammars)
 
@@ -306,6 +318,7 @@ class VllmBackend(EngineBackend):
         """Stop vLLM's process, which releases all memory of the engine."""
         process, self._process = self._process, None
         self._is_connected = self._is_loaded = self._is_asleep = False
+        self._copies = ""
         if process is not None:
             await process.end()
         if self._followers is not None:
@@ -657,7 +670,10 @@ class VllmBackend(EngineBackend):
         return await self._perform(self._stage(source, epoch))
 
     async def _stage(self, source: str, epoch: int) -> None:
-        directory, digest = await (await self._vllm()).call("stage", source, self._directory)
+        self._staged = None
+        await self._remove_unused()
+        vllm = await self._vllm()
+        directory, digest = await vllm.call("stage", source, self._directory, self._place_of(source))
         self._staged = directory, digest, epoch
         if not self._is_loaded:
             self._unused = self._end_unused()
@@ -675,7 +691,7 @@ class VllmBackend(EngineBackend):
             directory, _, _ = self._staged
             self._replaced = _Replaced(self._directory, was_running=self._running)
             await self._pause()
-            await (await self._vllm()).call("use_weights", directory)
+            self._copies = await (await self._vllm()).call("use_weights", directory)
 
     async def _commit(self) -> None:
         if self._staged is None:
@@ -686,14 +702,16 @@ class VllmBackend(EngineBackend):
         if self._is_asleep:
             await self._end_process()  # with the old weights
         self._set_epoch(epoch)
-        self._directory, self._digest = directory, digest
+        self._directory, self._digest, self._awaited = directory, digest, None
         await self._end_replacing()
+        await self._remove_unused()
 
     async def discard_weights(self) -> None:
         self._staged = None
         if self._replaced is not None:
-            await (await self._vllm()).call("use_weights", self._replaced.directory)
+            self._copies = await (await self._vllm()).call("use_weights", self._replaced.directory)
             await self._end_replacing()
+        await self._remove_unused()
 
     async def _end_replacing(self) -> None:
         """Unpause the engine if load_staged_weights() paused it.
@@ -705,8 +723,38 @@ class VllmBackend(EngineBackend):
             await self._unpause()
 
     async def adopt_weights(self, source: str, epoch: int) -> None:
-        await self._stage(source, epoch)
-        await self._commit()
+        if is_published(source) and self._place_of(source) == self._directory:
+            return  # only addresses have changed
+        if not is_published(source) or (self._is_loaded and not self._is_asleep):
+            await self._stage(source, epoch)
+            await self._commit()
+            return
+        if self._is_asleep:
+            await self._end_process()  # with the old weights
+        self._awaited = source, epoch
+
+    @property
+    def copies(self) -> tuple[str, ...]:
+        return (self._copies,) if self._copies and self._received.holds(self._directory) else ()
+
+    def _place_of(self, source: str) -> str:
+        """Return the directory for these weights of a trainer; empty for other weights.
+
+        Raises ValueError if this engine cannot receive them, and OSError without shared memory.
+        """
+        if not is_published(source):
+            return ""
+        if self._followers is not None:
+            raise ValueError(
+                "a vLLM engine of several pods receives no weights of a trainer: give the engine one pod "
+                "(spec.engine.ranksPerPod or gpusPerPod), or update it from files"
+            )
+        return self._received.path(PublishedSource.parse(source).session)
+
+    async def _remove_unused(self) -> None:
+        """Remove weights of a trainer that are neither in use nor staged."""
+        staged = self._staged[0] if self._staged is not None else ""
+        await asyncio.to_thread(self._received.keep, self._directory, staged)
 
     async def set_epoch(self, epoch: int) -> None:
         if epoch != self._epoch:

@@ -22,6 +22,8 @@ from megatron_runtime.process.progress import PROGRESS, Stage
 from megatron_runtime.protocol import strict_json as json
 
 MARKER_FILE = ".megatron-digests.json"
+MANIFEST_FILE = ".megatron-manifest"
+"""Manifest of a trainer's weights, in a directory that has such weights."""
 READ_BYTES = 1 << 22
 
 TensorTypes = dict[str, tuple[str, tuple[int, ...]]]
@@ -65,16 +67,21 @@ def _fingerprint(source: StoredModel) -> str:
 
 
 def weights_bytes(directory: Path) -> int:
-    return sum(file.stat().st_size for file in _weight_files(directory))
+    return sum(file.stat().st_size for file in weight_files(directory))
 
 
 def weights_digest(directory: Path) -> str:
     """Return the digest of a model's weights, a SHA-256 over the names and contents of its weight files.
 
+    For weights of a trainer, return the SHA-256 of their manifest.
+
     A file is read only if its digest was not recorded when it was downloaded, or in an earlier call. This function
     records digests in `directory` or, if the directory is read-only, in the cache of this machine.
     """
-    files = _weight_files(directory)
+    manifest = directory / MANIFEST_FILE
+    if manifest.exists():
+        return hashlib.sha256(manifest.read_bytes()).hexdigest()
+    files = weight_files(directory)
     downloaded, markers = recorded_digests(directory), _Markers(directory)
     digests = {file: downloaded.get(file.name) or markers.digest(file) for file in files}
     unknown = [file for file, digest in digests.items() if digest is None]
@@ -132,8 +139,13 @@ class _Markers:
 
 
 def require_same_tensors(directory: Path, other: Path) -> None:
-    """Raise ValueError if the tensors of two models differ in name, type or shape."""
+    """Raise ValueError if the tensors of two models differ in name, shape or, unless a trainer published the weights of
+    `other`, in type.
+    """
     found, wanted = _tensor_types(directory), _tensor_types(other)
+    if (other / MANIFEST_FILE).exists():
+        require_same_shapes({name: shape for name, (_, shape) in found.items()}, other, where=f"at {directory}")
+        return
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):
             raise ValueError(
@@ -142,9 +154,23 @@ def require_same_tensors(directory: Path, other: Path) -> None:
             )
 
 
+def require_same_shapes(shapes: Mapping[str, tuple[int, ...]], directory: Path, *, where: str) -> None:
+    """Raise ValueError if tensors differ in name or shape from the weights in `directory`, which are in use.
+
+    shapes: by name. where: the place of these tensors, for the error.
+    """
+    wanted = {name: shape for name, (_, shape) in _tensor_types(directory).items()}
+    for name in sorted(shapes.keys() | wanted.keys()):
+        if shapes.get(name) != wanted.get(name):
+            raise ValueError(
+                f"tensor {name} {where} is {shapes.get(name, 'absent')}, the weights in use have "
+                f"{wanted.get(name, 'none')}: give whole tensors with the names that the files of the model have"
+            )
+
+
 def _tensor_types(directory: Path) -> TensorTypes:
     types: TensorTypes = {}
-    for file in _weight_files(directory):
+    for file in weight_files(directory):
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118 - it is not a mapping
                 described = opened.get_slice(name)
@@ -161,7 +187,7 @@ def eos_ids(directory: Path) -> tuple[int, ...]:
     return end_tokens(place, config.read_json())
 
 
-def _weight_files(directory: Path) -> Sequence[Path]:
+def weight_files(directory: Path) -> Sequence[Path]:
     files = [file.path for file in ModelDirectory(directory).files(".safetensors")]
     if not files:
         raise ModelFileError(f"{directory} has no *.safetensors files: complete the directory")

@@ -25,6 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from megatron_runtime.backends.vllm.channel import Channel, OnMessage, frame, receive
@@ -32,6 +33,7 @@ from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.children import child_environment, module_command
 from megatron_runtime.process.progress import PROGRESS, Stage
+from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 
 PROGRAM = "megatron_runtime.backends.vllm.service"
 STARTED = 0
@@ -115,12 +117,13 @@ def _signal_name(status: int) -> str:
 
 def map_of(settings: EngineSettings) -> dict[str, Any]:
     """Return the settings as plain values that msgpack can encode."""
-    return {**asdict(settings), "keys_dir": None}
+    return {**asdict(settings), "keys_dir": None if settings.keys_dir is None else str(settings.keys_dir)}
 
 
 def settings_of(values: Mapping[str, Any]) -> EngineSettings:
     """Return the settings that map_of() converted to `values`."""
-    return EngineSettings(**{**values, "parallel": ParallelSizes(**values["parallel"])})
+    keys_dir = None if values["keys_dir"] is None else Path(values["keys_dir"])
+    return EngineSettings(**{**values, "parallel": ParallelSizes(**values["parallel"]), "keys_dir": keys_dir})
 
 
 class VllmProcess:
@@ -253,7 +256,10 @@ class VllmProcess:
         return status
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of service.py and return its result. Raises VllmError or VllmRejectedError."""
+        """Call a method of service.py and return its result.
+
+        Raises VllmError, VllmRejectedError or WeightsUnavailableError.
+        """
         self._number += 1
         call = self._calls[self._number] = asyncio.get_running_loop().create_future()
         self._write([self._number, method, arguments])
@@ -301,4 +307,6 @@ def note_progress(message: list[Any]) -> None:
 
 def _exception(error: list[str]) -> Exception:
     kind, text = error
+    if kind == "unavailable":
+        return WeightsUnavailableError(text)
     return VllmRejectedError(text) if kind == "rejected" else VllmError(text)

@@ -46,6 +46,7 @@ from megatron_runtime.backends.vllm.cache_events import MergedCaches, endpoint_o
 from megatron_runtime.backends.vllm.channel import Channel, frame, receive
 from megatron_runtime.backends.vllm.media import Item, MediaReader, takes_media
 from megatron_runtime.backends.vllm.models import (
+    MANIFEST_FILE,
     eos_ids,
     model_directory,
     require_same_tensors,
@@ -54,12 +55,15 @@ from megatron_runtime.backends.vllm.models import (
 )
 from megatron_runtime.backends.vllm.parameters import log_probs, must_force, stop_token, to_vllm
 from megatron_runtime.backends.vllm.process import STARTED, settings_of
+from megatron_runtime.backends.vllm.published import CopyPort
+from megatron_runtime.backends.vllm.published import receive as receive_published
 from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.remote.metadata import metadata_directory
 from megatron_runtime.checkpoints.source import require_format, resolve
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.progress import PROGRESS, Stage
+from megatron_runtime.protocol.published_weights import WeightsUnavailableError
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -139,6 +143,7 @@ class VllmService:
         self._outputs: list[Any] = []
         """Entries to send at the end of this iteration of the event loop."""
         self._background: list[asyncio.Task[None]] = []
+        self._copies = CopyPort(settings)
         self._adapters: dict[str, LoRARequest] = {}
         self._pooling: Pooling | None = None
         """The loaded pooling model; None if the model generates text."""
@@ -248,27 +253,40 @@ class VllmService:
             task.cancel()
         if self._llm is not None:
             await asyncio.to_thread(self._llm.shutdown)
+        await asyncio.to_thread(self._copies.close)
         self._sockets.cleanup()
 
     async def digest(self, directory: str) -> str:
         """Return the digest of the weights in `directory`."""
         return await asyncio.to_thread(weights_digest, Path(directory))
 
-    async def stage(self, source: str, current: str) -> tuple[str, str]:
+    async def stage(self, source: str, current: str, received: str) -> tuple[str, str]:
         """Read new weights of the same model, and return their directory and digest.
 
-        current: directory of the model in use. Raises ValueError if the tensors of both models differ.
+        current:  directory of the model in use.
+        received: directory for the weights of a trainer; empty for other weights.
+        Raises ValueError if the tensors of both models differ.
         """
-        directory = await asyncio.to_thread(model_directory, source)
-        await asyncio.to_thread(require_same_tensors, directory, Path(current))
+        if received:
+            directory, keys_dir = Path(received), self._settings.keys_dir
+            places = {"model": self._directory, "current": Path(current)}
+            if not (directory / MANIFEST_FILE).exists():  # otherwise they are in use
+                await asyncio.to_thread(receive_published, source, directory, keys_dir=keys_dir, **places)
+        else:
+            directory = await asyncio.to_thread(model_directory, source)
+            await asyncio.to_thread(require_same_tensors, directory, Path(current))
         return str(directory), await asyncio.to_thread(weights_digest, directory)
 
-    async def use_weights(self, directory: str) -> None:
-        """Use the weights in `directory` for the next step or load. No step may run during the call."""
+    async def use_weights(self, directory: str) -> str:
+        """Use the weights in `directory` for the next step or load. No step may run during the call.
+
+        Return the address at which other engines get these weights; empty if no trainer published them.
+        """
         self._arguments.model = directory
         if self._llm is not None:
             await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
             await self.reset_prefix_cache()
+        return await asyncio.to_thread(self._copies.offer, Path(directory))
 
     async def reset_prefix_cache(self) -> None:
         if self._llm is not None:
@@ -573,6 +591,8 @@ def _described(error: Exception) -> list[str]:
     if isinstance(error, ValidationError):
         problems = "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors())
         return ["rejected", f"vLLM {vllm.__version__} rejects its arguments: {problems}"]
+    if isinstance(error, WeightsUnavailableError):
+        return ["unavailable", str(error)]
     kind = "rejected" if isinstance(error, ValueError | OSError) else "failed"
     return [kind, str(error) if kind == "rejected" else f"{type(error).__name__}: {error}"]
 

@@ -29,7 +29,7 @@ from megatron_runtime.protocol.messages import (
     HelloAck,
     Operation,
 )
-from megatron_runtime.protocol.published_weights import is_published
+from megatron_runtime.protocol.published_weights import is_published, names_same_weights
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class Verbs:
             for other in self._engines.serving()
             if other is not engine
             and other.copies
-            and other.source == self.source
+            and names_same_weights(other.source, self.source)
             and (other.revision, other.ranks) == (engine.revision, engine.ranks)
         ]
         holder = min(holders, key=lambda other: (other.suspect, len(other.in_flight), other.name), default=None)
@@ -301,11 +301,10 @@ class Verbs:
         ends_drain = self._ends_drain(control)
         if ends_drain:
             self._undrain()
-        if (
-            ends_drain
-            or self._is_published_again(control)
-            or (transition is not None and self.state in transition.idempotent_in)
-        ):
+        is_published_again = self._is_published_again(control)
+        if is_published_again:
+            self.source = control.source  # the trainer may have another address
+        if ends_drain or is_published_again or (transition is not None and self.state in transition.idempotent_in):
             self._conclude(operation, operation.answer(ok=True, state=self.state))
         else:
             self._start(operation)
@@ -345,11 +344,12 @@ class Verbs:
         return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 
     def _is_published_again(self, control: Control) -> bool:
-        """Return whether `control` repeats the last committed update, which a trainer sends again if it got no
-        answer.
+        """Return whether `control` repeats the last committed update.
+
+        A trainer sends the update again if it got no answer or was restarted.
         """
         is_update = control.kind is Header.UPDATE_WEIGHTS and is_published(control.source)
-        return is_update and (control.source, control.epoch) == (self.source, self.epoch)
+        return is_update and control.epoch == self.epoch and names_same_weights(control.source, self.source)
 
     def _answer(self, client: Client, ack: ControlAck, control: Control) -> None:
         if not ack.ok and control.operation_id is None:

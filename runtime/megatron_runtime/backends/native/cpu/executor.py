@@ -8,6 +8,7 @@ Shapes: T tokens, n rows, N tokens whose logits are needed, S cached tokens of a
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -101,6 +102,20 @@ class CpuExecutor(TorchExecutor):
             self._send_to_next_stage(x_TD, routing_GTJ)
             return None
         return _output_of(model, batch.plan, logit_rows(batch.plan), x_TD, routing_GTJ)
+
+    @torch.inference_mode()
+    def swap_weights(self) -> None:
+        """Use the staged weights. Another thread releases the replaced weights, because that takes about 0.1 s per
+        gigabyte, in which no step would run.
+        """
+        replaced = [self._store.weights, self.model, self._run]
+        self._store.swap()
+        self._use_model(self._store.weights)
+        threading.Thread(target=self._release, args=(replaced,), name="release weights", daemon=True).start()
+
+    def _release(self, replaced: list[object]) -> None:
+        replaced.clear()
+        self._trim_memory()
 
     def _trim_memory(self) -> None:
         """Make glibc return freed memory to the system.

@@ -162,6 +162,9 @@ class RankedExecutor(Ranks):
     def has_weights(self) -> bool:
         return self._local.has_weights
 
+    def holds(self, source: str) -> bool:
+        return self._local.holds(source)
+
     def load(self) -> None:
         try:
             self._everywhere("load")
