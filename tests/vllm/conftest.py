@@ -12,6 +12,7 @@ from fleet import Fleet, until_serving
 from packaging.version import Version
 from run_record import used
 
+from megatron_runtime.backends.vllm.shared_memory import remove_unused
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.megatron_core.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Header
@@ -85,6 +86,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
     fleet = Fleet(tmp_path)
     yield fleet
     await fleet.close()
+    remove_unused()  # its engines are killed
 
 
 @pytest.fixture

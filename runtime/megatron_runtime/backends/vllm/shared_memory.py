@@ -27,7 +27,7 @@ class SharedMemory:
     def path(self, name: str) -> str:
         """Return the path of a directory, which may not exist yet. Raises OSError."""
         if self._root is None:
-            _remove_unused()
+            remove_unused()
             self._root, self._lock = _locked_directory()
         return str(self._root / name)
 
@@ -59,7 +59,8 @@ def _locked_directory() -> tuple[Path, int]:
         os.close(descriptor)  # another engine removed it before it was locked
 
 
-def _remove_unused() -> None:
+def remove_unused() -> None:
+    """Remove the directories that killed engines left."""
     for path in SHARED_MEMORY.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):  # another engine removes it, or it belongs to another user
             descriptor = os.open(path, os.O_RDONLY)
