@@ -23,7 +23,8 @@ _SECTIONS = {
     "engine": (
         "Engine on an 8B shape",
         "The weights are random, in bfloat16. The bound of a decode step follows from the device's copy rate, and the "
-        "bound of the prompt from its product rate. `percent` is the bound divided by the measured time.",
+        "bound of the prompt from its product rate. `percent` is the bound divided by the measured time. "
+        "`first request` has the times of the first and the second request after loading, and their ratio.",
     ),
     "profile": (
         "Parts of a decode step",

@@ -2,9 +2,9 @@
 
 Safety does not depend on synchronised clocks. A holder treats its lease as lost `renew_deadline` after the *start* of
 the last renewal. A challenger treats the lease as free `duration` after it last *observed* a change. Both use their own
-monotonic clock. Each acquisition raises the term by one with a compare-and-swap, and the term never decreases. A
-coordinator that has received a signal of a new leader therefore rejects all later signals of the old leader. Nothing
-that a coordinator reports changes the term.
+monotonic clock. Each acquisition raises the term by one with a compare-and-swap, and the term never decreases while the
+Lease exists. A coordinator that has received a signal of a new leader therefore rejects all later signals of the old
+leader. Nothing that a coordinator reports changes the term.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ EAGER_PASSES = 10
 
 
 class UpdateLimit:
-    """The limit of how many resources are updated at the same time.
+    """Limits how many resources are updated at the same time.
 
     A resource occupies a slot while `status.update.phase` is Running.
 
@@ -52,8 +52,9 @@ class UpdateLimit:
     take the same slot.
 
     limit: number of slots.
-    resources: returns all resources that the watch has shown, by UID. Until the task of a resource has decided for the
-        first time, the phase in its status counts, because a new leader continues the updates that have begun.
+    resources: returns all resources that the watch has reported, by UID. If decided() has not been called for a
+        resource yet, the phase in its stored status counts. A new leader therefore counts the updates that its
+        predecessor began.
     """
 
     def __init__(self, limit: int, resources: Callable[[], Mapping[str, Iterable[SeenResource]]]) -> None:

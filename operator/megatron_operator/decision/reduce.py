@@ -1,4 +1,7 @@
-"""Converts objects of the API server to the views of a World. All functions are pure."""
+"""Converts Kubernetes objects to the views in a World, such as PodView and ChildView. All functions are pure.
+
+A World is a snapshot of everything that the operator has observed about one custom resource.
+"""
 
 from __future__ import annotations
 

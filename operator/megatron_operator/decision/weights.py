@@ -26,9 +26,9 @@ _EQUAL_FILES = "make the files of the weights equal on all nodes"
 
 @dataclass(frozen=True)
 class ConfirmedWeights:
-    """The weights to which the engines last confirmed an update.
+    """Model hash, revision and epoch of the last weight update that the engines confirmed.
 
-    operation: the persisted operation, updated from the World.
+    operation: the persisted operation with the progress that `world` shows; None if there is none.
     """
 
     world: World
@@ -81,7 +81,7 @@ class Weights:
     """The weights that the engines of a World serve, compared with the spec.
 
     ctx: render context with the confirmed weights.
-    operation: the persisted operation, updated from the World.
+    operation: the persisted operation with the progress that `world` shows; None if there is none.
     """
 
     world: World

@@ -78,10 +78,10 @@ def check_pod(ctx: RenderContext) -> Manifest:
 
 
 def _grouping_keys(ctx: RenderContext) -> set[str]:
-    """Return the labels and annotations that group the pods of an engine, and that the check's pod must not have.
+    """Return the keys of the engine's pod labels and annotations that the check pod must not copy.
 
-    These are labels of Kueue, whose queue may have quota only for GPUs, and labels and annotations that contain a
-    placeholder.
+    These are the keys of Kueue, because its queue may have quota only for GPUs, and keys whose value contains a
+    placeholder for an engine, because the check pod belongs to no engine.
     """
     metadata = (ctx.spec.engine.pod_template or {}).get("metadata") or {}
     found = [*(metadata.get("labels") or {}).items(), *(metadata.get("annotations") or {}).items()]

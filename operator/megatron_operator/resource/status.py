@@ -295,7 +295,9 @@ class MegatronInferenceStatus(ApiModel):
     )
     replicas: int | None = Field(default=None, description="Number of existing engines, without prefill engines.")
     ready_replicas: int | None = Field(
-        default=None, description="Number of registered engines that serve, or can serve when the resource runs."
+        default=None,
+        description="Number of engines that are registered with the coordinator and ready, without prefill engines. "
+        "Engines of a paused or suspended resource count, too.",
     )
     updated_replicas: int | None = Field(
         default=None, description="Number of engines of the current revision that have passed their canary."

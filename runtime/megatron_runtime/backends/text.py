@@ -189,7 +189,9 @@ class GrammarQueue:
         self._tasks: dict[int, asyncio.Task[Any]] = {}
 
     async def begin(self, request: EngineRequest) -> AnswerState | None:
-        """Return the grammar state of a request's answer after its generated tokens.
+        """Compile the request's grammar, and return its state after the tokens that the request has generated so far.
+
+        A grammar that was compiled before is reused. Return None if any token is allowed.
 
         Raises:
             InvalidSamplingParamsError: the structure is not valid.

@@ -60,8 +60,8 @@ class PublishedSource:
     """The reference `trainer://HOST:PORT/EPOCH-DIGEST`.
 
     digest: digest of the manifest, in hexadecimal digits.
-    copies: addresses of the ranks of an engine that serves these weights, by rank. They are not part of the reference
-            itself. An engine appends them for its ranks.
+    copies: addresses of another engine that serves these weights, by rank. The trainer's reference does not contain
+            them. The coordinator sends them separately, and the engine appends them by with_copies().
     """
 
     host: str

@@ -467,7 +467,10 @@ class ResourceView:
         self._answer: asyncio.Future[StatusReply] | None = None
 
     async def read(self) -> dict[str, Any]:
-        """Return the coordinator's status, at most MIN_STATUS_SECONDS old. Raises ApiError 503 without an answer."""
+        """Return the coordinator's status, at most MIN_STATUS_SECONDS old.
+
+        Raises ApiError 503 if the coordinator is unreachable or rejects the request.
+        """
         now = time.monotonic()
         if self._answer is None or (self._answer.done() and now - self._asked >= MIN_STATUS_SECONDS):
             self._asked = now

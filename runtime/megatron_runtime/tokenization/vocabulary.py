@@ -210,9 +210,9 @@ def _sizes(pieces: Iterable[bytes]) -> list[int]:
 
 
 def _kept_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: bool) -> set[int]:
-    """Return the byte values that always become part of a token.
+    """Return the byte values that the tokenizer never drops.
 
-    The model can drop other bytes, or join several consecutive bytes.
+    The tokenizer can drop other bytes of a text, or replace several consecutive bytes by one token.
     """
     if is_byte_level:
         return {byte for character, byte in BYTE_OF_CHARACTER.items() if character in vocabulary}

@@ -30,16 +30,17 @@ _CONNECT, _SHUTDOWN = int(Header.CONNECT), int(Header.SHUTDOWN)
 
 
 class PlainPeers:
-    """The plain peers.
+    """The plain peers, which use Megatron-Core's protocol.
 
-    This component passes their messages to their translators, and the translators' messages to the core.
+    Each plain peer has a translator, which converts its messages to and from the native protocol. This class passes
+    messages between the peers, the translators and the core.
 
-    A peer of the shared port is a plain client if its first message is CONNECT, and a plain engine if its first message
-    is an empty frame. A CONNECT with a protocol version is the greeting of a client of this project, which continues
-    with HELLO.
+    On the shared port, a peer whose first message is CONNECT is a plain client, and a peer whose first message begins
+    with an empty frame is a plain engine. A CONNECT that contains a protocol version comes from a client of this
+    project. This client continues with HELLO.
 
-    send:         sends a message to a peer, on request even if the connection is full; returns False if the message is
-                  not accepted.
+    send:         sends a message to a peer; with a flag, also if the send buffer is full. Returns False if the message
+                  was not accepted.
     is_connected: whether the peer has a connection.
     now:          seconds on the core's clock.
     shut_down:    ends the coordinator at a client's request.

@@ -394,7 +394,10 @@ _QUESTION: Mapping[str, Any] = {"role": "user", "content": ""}
 
 
 def _with_calls(number: int) -> dict[str, Any]:
-    """Return an assistant message with `number` tool calls, for the test whether ids contain the tool call's number."""
+    """Return a placeholder message of the assistant with `number` tool calls.
+
+    It stands for earlier tool calls of a conversation, because some vLLM parsers number the calls of a conversation.
+    """
     call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     return {"role": "assistant", "content": "", "tool_calls": [call] * number}
 

@@ -155,7 +155,8 @@ class ScoreRequest(ScoringRequest):
     def prepared(self) -> Self:
         """Return `self` after validation.
 
-        Raises ApiError 400 unless the request has two fields that belong together and have matching lengths.
+        Raises ApiError 400 unless the request has exactly one of the field pairs in pairs(), such as `queries` and
+        `documents`, and the numbers of texts in both fields match.
         """
         super().prepared()
         given = {side.name for pair in self.pairs() for side in pair if side.texts is not None}

@@ -297,8 +297,9 @@ class GenerationRequest(SampledRequest):
 
     A validator can read only the fields that are declared before its own field.
 
-    answer_id, answer_object, chunk_object: prefix of the answer's `id`, `object` of an answer without streaming, and
-        `object` of a stream event.
+    answer_id:     prefix of the answer's `id`.
+    answer_object: value of `object` in an answer without streaming.
+    chunk_object:  value of `object` in a stream event.
     """
 
     answer_id: ClassVar[str]

@@ -190,7 +190,7 @@ class _Channel:
     def _begin_command(self, number: int) -> None:
         """Announce a longer heartbeat timeout.
 
-        Call this before command `number`, which can hold the interpreter lock, begins.
+        Call this before command `number` begins, because a command can hold the interpreter lock for a long time.
         """
         with self._sending:
             self._commands.add(number)
