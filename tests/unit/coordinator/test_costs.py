@@ -3,6 +3,7 @@
 import pytest
 from coordinator_tables import check_tables
 
+from megatron_runtime.coordinator.core.context import RATE_SECONDS
 from megatron_runtime.coordinator.core.settings import RoutingPolicy
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (
@@ -117,3 +118,19 @@ def test_a_cached_prompt_and_a_text_count_what_is_left(scene: Scene) -> None:
     assert queued(scene) == {"first": 6, "second": 0}
     scene.say(CLIENT, Submit(b"t" * 16, RequestMeta(text=True), b"x" * 40, b"", PARAMS))
     assert queued(scene) == {"first": 6, "second": 10}
+
+
+def test_an_engine_that_was_slow_gets_requests_again(scene: Scene) -> None:
+    """Its own rate is used while it gets requests. Otherwise its rate would never be measured again."""
+    slow = {**RATES, "prefill_rate": 10.0}
+
+    def beats(seconds: float, **second) -> None:
+        for _ in range(int(seconds)):
+            beat(scene, FIRST, last_dispatch=1, queued_tokens=0, **RATES)
+            beat(scene, SECOND, last_dispatch=2, queued_tokens=0, **second)
+            scene.driver.advance(1.0)
+
+    beats(2, **slow)
+    assert [submit(scene, number, 100)[0] for number in (1, 2, 3)] == [b"first"] * 3
+    beats(RATE_SECONDS, **slow)
+    assert submit(scene, 4, 100)[0] == b"second"

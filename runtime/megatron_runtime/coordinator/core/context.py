@@ -25,6 +25,10 @@ SHARED_PORT = 3
 REMEMBERED_ANSWERS = 4096
 SIMILAR_RATES = 1.25
 """An engine whose rate differs from the median by less than this factor is treated as having the median rate."""
+RATE_SECONDS = 60.0
+"""Time after an engine's last new request for which its own rates are used. Without this limit, an engine that was slow
+for a while would get no requests, and so would never measure its rates again.
+"""
 
 Effect: TypeAlias = tuple[PeerId, Outgoing | None]
 """A pair (peer, message): send the message to the peer. If the message is None, close the connection after all earlier
@@ -139,11 +143,12 @@ class EngineRegistry:
         if self.is_registered(engine):
             self.by_load.changed[engine.index] = engine
 
-    def update_costs(self) -> None:
+    def update_costs(self, now: float) -> None:
         """Update the costs of all engines from the rates in their last heartbeats.
 
         An engine gets the median rate if it reports no rate, or a rate within a factor of SIMILAR_RATES of the median.
-        Noise then does not affect the order of engines with equal speed. If no engine reports a prefill rate, or no
+        Noise then does not affect the order of engines with equal speed. An engine without new requests for
+        RATE_SECONDS gets the median rate, too. If no engine reports a prefill rate, or no
         engine reports a decode rate, the cost of an engine is the number of its requests.
         """
         reports = [engine.heartbeat for engine in self._by_name.values()]
@@ -151,11 +156,14 @@ class EngineRegistry:
         decode_rates = sorted(report.decode_rate for report in reports if report.decode_rate)
         is_known = bool(prefill_rates and decode_rates)
         for engine in self._by_name.values():
-            costs = 0.0, 0.0
+            costs, report = (0.0, 0.0), engine.heartbeat
+            if report.last_dispatch is None or report.last_dispatch != engine.last_work[0]:
+                engine.last_work = report.last_dispatch, now
             if is_known:
+                is_recent = now - engine.last_work[1] < RATE_SECONDS
                 costs = (
-                    _cost_of(engine.heartbeat.prefill_rate, prefill_rates[len(prefill_rates) // 2]),
-                    _cost_of(engine.heartbeat.decode_rate, decode_rates[len(decode_rates) // 2]),
+                    _cost_of(report.prefill_rate if is_recent else None, prefill_rates[len(prefill_rates) // 2]),
+                    _cost_of(report.decode_rate if is_recent else None, decode_rates[len(decode_rates) // 2]),
                 )
             if costs != (engine.prefill_cost, engine.held_cost):
                 engine.prefill_cost, engine.held_cost = costs

@@ -351,7 +351,7 @@ class Membership:
                     client.stuck_since += late
         self._schedule()
         heartbeat = self._heartbeat()
-        self._engines.update_costs()
+        self._engines.update_costs(now)
         for engine in self._engines:
             self._check_engine(engine, now, heartbeat)
         for client in self._clients:

@@ -211,6 +211,7 @@ class Engine:
     step_tokens: maximum number of tokens that it computes in a step; 0 if not announced.
     prefill_cost, held_cost: seconds per token of `queued` and of `held`; 0 if requests are counted instead.
     heartbeat: the last heartbeat.
+    last_work: (Heartbeat.last_dispatch, time since which it has this value).
     relieved:  requests that were moved away because it was suspect, until its next heartbeat.
     reserved:  whether it is reserved for the trial of one suspect request, so that it gets no other requests.
     unsettled: whether an abort was sent to it, and it has not reported since then that it is idle.
@@ -262,6 +263,7 @@ class Engine:
     prefill_cost: float = 0.0
     held_cost: float = 0.0
     heartbeat: Heartbeat = _NO_HEARTBEAT
+    last_work: tuple[int | None, float] = (None, 0.0)
     relieved: list[Entry] = field(default_factory=list)
     reserved: bool = False
     unsettled: bool = False
