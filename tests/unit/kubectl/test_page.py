@@ -287,6 +287,7 @@ async def test_a_verb_that_the_stopped_command_did_not_read_is_never_executed(
 async def test_a_stopped_command_is_shown(page: Page, command: Any) -> None:
     await open_resource(page, command)
     await expect(page.locator("#connection")).to_have_text("live")
+    await expect(page.get_by_role("button", name="Pause", exact=True)).to_be_enabled()
     command.process.send_signal(signal.SIGSTOP)
     await expect(page.locator("#connection")).to_contain_text("disconnected from the dashboard's command")
     await act(page, "Pause")
