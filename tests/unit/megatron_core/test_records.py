@@ -138,14 +138,17 @@ def test_no_token_is_generated_for_a_limit_of_zero(make: Make, greedy: Any, use_
 
 def test_tokens_age_with_each_epoch_that_passes_while_the_request_runs(make: Make, greedy: Any) -> None:
     llm = make(use_coordinator=True)
-    chunks = llm.generate_stream(PROMPT, greedy(200))
-    next(chunks)
-    llm.pause()
-    llm.set_generation_epoch(2)
-    llm.unpause()
-    *_, last = chunks
-    answer = last.request
-    assert answer is not None
+    for epoch in range(2, 22, 2):
+        chunks = llm.generate_stream(PROMPT, greedy(200))
+        next(chunks)
+        llm.pause()
+        llm.set_generation_epoch(epoch)
+        llm.unpause()
+        *_, last = chunks
+        answer = last.request
+        assert answer is not None
+        if len(answer.policy_epoch) > 1:  # otherwise the answer was complete before the pause
+            break
     length = answer.prompt_length
     for staleness, spans in (
         (answer.policy_staleness, answer.policy_epoch),
