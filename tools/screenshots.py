@@ -95,8 +95,12 @@ async def picture(page: Page, name: str) -> None:
 
 
 def record_demo() -> None:
-    """Run `make demo`, and draw its steps as terminal output in docs/assets/demo.svg."""
-    output = subprocess.run(["make", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    """Run `make demo` on a new cluster, and draw its steps as terminal output in docs/assets/demo.svg."""
+    subprocess.run(["make", "cluster-down"], cwd=ROOT, check=True)
+    demo = subprocess.run(
+        ["make", "demo"], cwd=ROOT, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    output = demo.stdout.replace(f"{ROOT}/", "")
     console = Console(record=True, file=io.StringIO(), width=RECORDING_COLUMNS, highlight=False)
     console.print("[bold green]$[/] [bold]make demo[/]")
     for line in output.splitlines():
