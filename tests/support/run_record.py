@@ -4,7 +4,7 @@
 build/test-records/GROUP.json for each. `make tested` adds these files to docs/measurements/test-runs.json, from which
 docs/measurements/test-runs.md is generated. With `--record GROUP`, as in `make test-models` and `make test-pages`, it
 writes the record of this group, and `make test-unit` records `unit` without these tests. A run of single files, with -k
-or another -m, writes nothing.
+or another -m, writes nothing, and neither does an interrupted run.
 """
 
 from __future__ import annotations
@@ -86,12 +86,13 @@ class RunRecorder:
     def pytest_testnodedown(self, node: Any) -> None:
         _used.update(map(tuple, getattr(node, "workeroutput", {}).get("used", ())))
 
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["used"] = sorted(_used)
             return
         options = session.config.option
-        if options.keyword or options.collectonly or session.shouldstop:
+        is_interrupted = session.shouldstop or exitstatus == pytest.ExitCode.INTERRUPTED
+        if options.keyword or options.collectonly or is_interrupted:
             return
         if options.record and self._outcomes:
             self._merge(options.record)

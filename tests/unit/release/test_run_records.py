@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,28 @@ def test_a_group_has_what_its_own_tests_used() -> None:
 )
 def test_only_whole_folders_are_recorded(arguments: list[str], folders: set[str]) -> None:
     assert run_record.whole_folders(arguments) == folders
+
+
+@pytest.mark.parametrize(
+    ("body", "records"), [("pass", ["e2e.json"]), ("raise KeyboardInterrupt", [])], ids=["complete", "interrupted"]
+)
+def test_an_interrupted_run_writes_no_record(tmp_path: Path, body: str, records: list[str]) -> None:
+    """The second of two tests interrupts the run, as Ctrl-C does."""
+    folder, output = tmp_path / "tests" / "e2e", tmp_path / "records"
+    folder.mkdir(parents=True)
+    output.mkdir()
+    (folder / "test_two.py").write_text(f"def test_one(): pass\n\ndef test_two(): {body}\n")
+    (tmp_path / "conftest.py").write_text(
+        "from pathlib import Path\n"
+        "import run_record\n"
+        f"run_record.ROOT, run_record.OUTPUT = Path({str(tmp_path)!r}), Path({str(output)!r})\n"
+        "def pytest_addoption(parser): parser.addoption('--record')\n"
+        "def pytest_configure(config): config.pluginmanager.register(run_record.RunRecorder())\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "support"), "PYTEST_ADDOPTS": ""}
+    arguments = ("-p", "no:xdist", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), "tests/e2e")
+    subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=tmp_path, env=environment, capture_output=True)
+    assert [path.name for path in output.iterdir()] == records
 
 
 @pytest.mark.parametrize(
