@@ -16,7 +16,7 @@ from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization import ChatTemplate, ChatTemplateError, ChatTemplateRejectedError
 
 THOUGHT_FIELDS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message's reasoning in chat templates: of Qwen and DeepSeek, of gpt-oss, and of Gemma, in this order."""
+"""Keys under which chat templates read a message's reasoning: for Qwen and DeepSeek, for gpt-oss, and for Gemma."""
 
 Message: TypeAlias = Mapping[str, Any]
 
@@ -59,8 +59,8 @@ class Renderer(Protocol):
 class _Form:
     """One form of a conversation.
 
-    has_all_system_text: whether the prompt must contain the text of every system message. Templates that drop system
-                         messages then do not accept this form.
+    has_all_system_text: whether the prompt must contain the text of every system message. Some templates drop system
+                         messages.
     """
 
     messages: Sequence[Message]
@@ -68,7 +68,7 @@ class _Form:
     has_all_system_text: bool = False
 
     def is_complete(self, text: str) -> bool:
-        """Return whether the rendered prompt `text` contains all text that it must contain."""
+        """Return whether the prompt `text` contains the text of every system message, if the form requires this."""
         system = (message["content"] for message in self.messages if message["role"] == "system")
         texts = [part["text"] for content in system for part in _parts(content) if part["type"] == "text"]
         return not self.has_all_system_text or all(part.strip() in text for part in texts)
@@ -76,7 +76,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplateInput:
-    """The messages of a request in the form that chat templates read, and the other inputs of its prompt.
+    """The messages of a request in the form that chat templates read, and the other inputs of the prompt.
 
     tools:     functions that the model can call, as JSON.
     variables: variables of the chat template.
@@ -163,7 +163,7 @@ class ChatTemplateInput:
 
 
 def _strict(message: Message) -> Message:
-    """Return a message whose tool calls have objects as arguments and ids of nine letters and digits."""
+    """Return the message with an object as the arguments of each tool call, and with call ids of nine characters."""
     strict = dict(message)
     if "tool_call_id" in strict:
         strict["tool_call_id"] = _short_id(strict["tool_call_id"])
@@ -186,9 +186,9 @@ def _short_id(id_: str) -> str:
 
 
 def _without_calls(message: Message) -> dict[str, Any]:
-    """Return a message whose tool calls and tool results are written as text.
+    """Return the message with its tool calls or its tool result written as text.
 
-    The role of the result is system, user or assistant.
+    The role of the returned message is system, user or assistant.
     """
     if message["role"] == "tool":
         return {"role": "user", "content": _joined(["<tool_response>", message["content"], "</tool_response>"], "\n")}

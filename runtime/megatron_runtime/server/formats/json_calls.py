@@ -32,11 +32,10 @@ class JsonCalls:
     """The format in which a family of models writes tool calls between markers, with JSON arguments.
 
     open:    texts, one of which precedes the tool calls.
-    bodies:  what can follow such a text. "object": one or several `{"name": …, "arguments": {…}}`; "list": a list of
+    bodies:  what can follow one of `open`. "object": one or several `{"name": …, "arguments": {…}}`; "list": a list of
              such objects; "keyed": a list of `{name: {…}}`.
     keys:    the keys of `{"name": …, "arguments": {…}}` in this family.
-    heads:   texts that contain the name of the function and precede its arguments. They replace the bodies, or come
-             before them.
+    heads:   texts that contain the name of the function and precede its arguments. A tool call with a head has no body.
     end:     text after each tool call that is not in a list. A model can omit this text.
     close:   text after the last tool call. A model can omit this text.
     dropped: texts of the format between calls that are not part of the answer.
@@ -59,7 +58,7 @@ class JsonCalls:
         return _JsonCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the rest of an answer that begins with one of `open`. See call_grammars."""
+        """Return the grammar of the text that follows one of `open` in an answer. See call_grammars."""
         rules: list[str] = []
         calls: list[str] = []
         lists: list[str] = []
@@ -103,7 +102,7 @@ class _JsonCallParser(ToolParser):
                 yield from self._read_calls()
 
     def _read_calls(self) -> Reading:
-        """Read the tool calls after the opening text. Hold the text after the last tool call."""
+        """Read the tool calls after the opening text. Emit no text after the last tool call."""
         close, before = self._calls.close, self._num_calls
         continues = True
         while continues:

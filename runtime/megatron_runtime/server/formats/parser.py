@@ -5,8 +5,8 @@ answer is split. The methods that read a construct are generators. Such a method
 at the end of its construct (such as a tool call), and raises MalformedError for text that cannot continue the
 construct. A parser can therefore stream arguments while the model writes them.
 
-The cost is linear in the length of the answer. Before such a method yields, it consumes all text except a remainder of
-bounded length, which it reads again.
+The cost is linear in the length of the answer. Before a generator yields, it consumes all text except a remainder of
+bounded length. It reads only this remainder again.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ToolParser(ABC):
             self._events.append(self._kind(read))
 
     def _hold(self) -> None:
-        """Move the consumed text from the buffer to the held text."""
+        """Move consumed text that has not been emitted from the buffer to the held text."""
         if self._start < self._at:
             self._held.append(self._buffer[self._start : self._at])
             self._start = self._at

@@ -1,4 +1,4 @@
-"""How models mark their reasoning, the part of an answer in which the model thinks, and the parsers for it.
+"""Formats and parsers of reasoning, the part of an answer in which the model thinks.
 
 A parser reads the text of an answer in parts of any size. The result does not depend on how the text is split.
 """
@@ -16,7 +16,7 @@ from megatron_runtime.server.formats.parser import Event, Reasoning, Text, ToolP
 from megatron_runtime.tokenization import Tokenizer
 
 _PROMPT_TOKENS = 16
-"""The opening of the reasoning is searched in this number of tokens at the end of a prompt."""
+"""Number of tokens at the end of a prompt in which the opening of the reasoning is searched for."""
 
 
 class AnswerParser(Protocol):
@@ -36,7 +36,7 @@ class ReasoningFormat:
     """How a family of models marks its reasoning.
 
     opening: text before the reasoning. The model writes this text, or the chat template puts it at the end of the
-             prompt. Empty: no text precedes the reasoning, with which each answer begins.
+             prompt. Empty: each answer begins with the reasoning itself.
     closing: text after the reasoning, before the answer itself.
     markers: special tokens of the vocabulary that the parser needs as text.
     ending:  text that the engine inserts to end the reasoning when its token budget is used up. The text ends with
@@ -176,7 +176,7 @@ class ReasoningUse:
 
 
 class TaggedReasoningParser:
-    """Separates reasoning between two markers at the beginning of an answer from the text after the reasoning.
+    """Parses answers that can begin with reasoning between two markers. Text follows the reasoning.
 
     White space around the reasoning is dropped.
 
@@ -249,7 +249,7 @@ class TaggedReasoningParser:
         return events
 
     def _leave(self) -> list[Event]:
-        """Return the events of the text after the reasoning, without the white space between the two."""
+        """Return the events of the text after the reasoning. White space before the text is dropped."""
         self._buffer = self._buffer.lstrip()
         return self._enter(self._answer) if self._buffer else []
 
@@ -264,7 +264,7 @@ class TaggedReasoningParser:
 
 
 class _Sequence:
-    """A parser that runs two parsers in sequence. The second parses the text in the events of the first."""
+    """A parser that runs two parsers in sequence. The second parser parses the text in the events of the first."""
 
     def __init__(self, first: AnswerParser, second: AnswerParser) -> None:
         self._first, self._second = first, second

@@ -2,7 +2,7 @@
 
 The template renders a conversation with one tool call. The model has the format whose parser detects this tool call in
 the rendered text. If no tool call is in the rendered text, the template's source is searched for the texts that begin a
-tool call, because the template may describe the format to the model. Each server process does this once.
+tool call, because the template may describe the format to the model. Each server process detects the formats once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Recognised:
 
     @property
     def reasoning_name(self) -> str | None:
-        """The name of the reasoning format; None: unknown or none."""
+        """The name of the reasoning format; None if `reasoning` is None."""
         return next((name for name, format_ in FORMATS.items() if format_ is self.reasoning), None)
 
 
@@ -165,8 +165,8 @@ def written_calls(
 
     The message has several forms, because some templates read arguments as an object, others read them as JSON, and
     some write tool calls only for messages without text. For each form that the template accepts, the function yields
-    the text after the prompt and the text after the question, because an answer in the history can begin differently
-    from an answer after a prompt.
+    two texts: the text after the prompt of the answer, and the text after the user's message. They differ if the
+    template writes the beginning of an answer in the history differently from the end of a prompt.
     """
     for arguments_of in (lambda value: value, lambda value: json.dumps(value, ensure_ascii=False)):
         for content in dict.fromkeys((text, text or None)):

@@ -29,14 +29,14 @@ class ToolFormat:
 
     name:    name for `--tool-call-parser`.
     make:    returns a parser for one choice. The argument maps the name of each tool to the JSON schema of its
-             arguments. Calling the ToolFormat does the same.
+             arguments. Calling the ToolFormat calls `make`.
     starts:  texts that begin a tool call. Empty: tool calls have no marker, and are the whole answer.
     markers: special tokens of the vocabulary that the parser needs as text.
     texts:   all texts in the format, which can contain special tokens of the vocabulary.
     dropped: texts of the format outside of tool calls, which are not part of the answer.
     hints:   texts in a chat template that indicate the format even if the template writes no tool call.
     decides: whether the hints take precedence over the tool calls that the template writes.
-    grammar: returns the grammar for the rest of an answer that begins with a tool call.
+    grammar: returns the grammar of an answer after the text that begins the first tool call; see call_grammars.
     """
 
     name: str

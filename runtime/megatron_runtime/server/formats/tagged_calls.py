@@ -42,7 +42,7 @@ class TaggedCalls:
     close:      text after the last tool call. A model can omit this text.
     is_padded:  whether a newline before and after each value is part of the format.
     dropped:    texts of the format outside of tool calls, which are not part of the answer.
-    headers:    further texts that are not part of the answer, at its beginning or after one of `dropped`.
+    headers:    texts that are left out of the answer if they are at its beginning or follow one of `dropped`.
     """
 
     open: tuple[str, ...]
@@ -65,7 +65,7 @@ class TaggedCalls:
         return _TaggedCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the rest of an answer that begins with one of `open`. See call_grammars.
+        """Return the grammar of the text that follows one of `open` in an answer. See call_grammars.
 
         In the grammar, parameters are in the order of their declaration.
         """
@@ -110,8 +110,7 @@ class TaggedCalls:
 class _TaggedCallParser(ToolParser):
     """Parses answers with text and tool calls. The parser emits each argument when it is complete.
 
-    A value that is valid JSON becomes this JSON value if the parameter's schema can allow it. Any other value becomes a
-    string.
+    The parser converts each value to JSON with value_of().
     """
 
     def __init__(self, calls: TaggedCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
@@ -146,7 +145,7 @@ class _TaggedCallParser(ToolParser):
             self._flush()
 
     def _read_calls(self) -> Reading:
-        """Read the tool calls after the opening text. Hold the text after the last tool call."""
+        """Read the tool calls after the opening text. Emit no text after the last tool call."""
         while (head := (yield from self._read_head(self._calls.call))) is not None:
             self._at = head[1].end()
             self._begin(head[1]["name"])
@@ -159,7 +158,7 @@ class _TaggedCallParser(ToolParser):
                 return
 
     def _read_arguments(self, name: str) -> Generator[None, None, bool]:
-        """Read the rest of a tool call after its head. Return whether it was the last tool call."""
+        """Read the rest of a tool call after its head. Return whether this tool call was the last."""
         properties = self._tools.get(name, {}).get("properties")
         schemas = properties if isinstance(properties, Mapping) else {}
         ends = (self._close,) if self._call_end is None else (self._call_end, self._close)
@@ -214,8 +213,8 @@ class _TaggedCallParser(ToolParser):
 def value_of(text: str, schema: Any) -> str:
     """Return the value of a parameter as JSON. schema: JSON schema of the parameter.
 
-    A text that is a JSON value is returned unchanged if the schema can allow this value. Some chat templates write
-    lists and objects in Python syntax, or strings in CDATA, which are converted. Any other text becomes a JSON string.
+    A text that is a JSON value is returned unchanged if the schema can allow this value. Lists and objects in Python
+    syntax, and strings in CDATA, are converted to JSON. Any other text becomes a JSON string.
     """
     if text.startswith(_CDATA) and text.endswith(_CDATA_END):
         return json.dumps(text[len(_CDATA) : -len(_CDATA_END)], ensure_ascii=False)

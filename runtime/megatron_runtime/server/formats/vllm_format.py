@@ -49,8 +49,8 @@ async def chat_format_of(
 ) -> ChatFormat:
     """Return the chat format of a server, and log its name.
 
-    backend: backend of the engines. "vllm": use vLLM's renderer and parsers if vLLM is installed and supports the
-             model, otherwise this server's.
+    backend: backend of the engines. With "vllm", vLLM's renderer and parsers are used if vLLM is installed and
+             supports the model. Otherwise, this server's renderer and parsers are used.
     model:   reference of the model.
     tool_call_parser, reasoning_parser: "auto", "none", the name of a format of this server or, with the backend "vllm",
         the name of a vLLM parser.
@@ -171,7 +171,7 @@ class VllmChatFormat:
         )
 
     def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return `call_structure` for an answer that can be a tool call.
+        """Return the sampling parameter `call_structure` for an answer that can be a tool call.
 
         Return None if the format has no grammar, or if the grammar exceeds the limits.
         """

@@ -117,7 +117,7 @@ _READS_ALIKE: Mapping[str, frozenset[str]] = {
     "pythonic": frozenset({"pythonic", "llama4_pythonic", "olmo3"}),
     "minimax": frozenset({"hunyuan_a13b", "jamba"}),
 }
-"""vLLM parsers that fit the chat templates of one of this server's formats. The model's type decides between them."""
+"""vLLM parsers that can fit a tool-call format, by this server's name of the format. The model's type selects one."""
 
 
 def parsers_of(

@@ -39,8 +39,7 @@ from megatron_runtime.tokenization.loader import VLLM_ENVIRONMENT
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 300.0
-"""Timeout of the start in seconds. The start imports vLLM and reads the tokenizer, about a minute on two loaded cores.
-"""
+"""Timeout in seconds for importing vLLM and reading the tokenizer, which take about a minute on two loaded cores."""
 FORK_SECONDS = 30.0
 BATCH_SECONDS = 30.0
 """Timeout of a batch, in seconds. A worker that takes longer is considered lost."""
@@ -82,10 +81,7 @@ class _Call:
 
 
 class _Message:
-    """The message that a call sends to a worker.
-
-    worker: number of the worker that has the state from earlier calls for the same answer; None: any worker.
-    """
+    """The message of a call. content() returns the message for the worker process with the number `worker`."""
 
     def content(self, worker: int) -> dict[str, Any]:
         raise NotImplementedError
@@ -116,7 +112,7 @@ class _Parse(_Message):
 class VllmProcesses:
     """The parent process and its workers. All methods run on one event loop, except render(), which runs in threads.
 
-    setup: the setup of vllm_worker.Formats, without `memory_bytes`.
+    setup: as for vllm_worker.Formats.
     """
 
     def __init__(self, setup: Mapping[str, Any]) -> None:
@@ -267,7 +263,7 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 class _Worker:
     """A worker process, which is forked when it is first used and replaced when it is lost.
 
-    worker_number: number of processes forked so far.
+    worker_number: number of processes forked so far, which identifies the current process.
     answers: number of answers whose parsers this worker has.
     load:    number of calls without a reply.
     pid:        process id of the current process; None: no process.
@@ -390,9 +386,9 @@ def _fail(call: _Call, reason: str) -> None:
 class VllmAnswer:
     """vLLM's parser of one choice, which runs in a worker.
 
-    opened_in: number of the worker that has the parser.
-    earlier:   parts of the answer that the parser has read. A replacement of the worker reads these parts again, and
-               their events are dropped.
+    opened_in: `worker_number` of the process that has the parser; 0 before the first feed().
+    earlier:   parts of the answer that the parser has read. A new process of the worker reads these parts again, and
+               drops their events.
     """
 
     key: int

@@ -1,8 +1,8 @@
 """Runs vLLM's renderer and parsers in separate processes: a parent process imports vLLM once, and forks workers.
 
 The server (vllm_processes.py) runs this module. The parent process reports vLLM's parsers, and forks a worker for each
-socket that it receives. A worker processes batches of operations until the server closes the socket. Memory and time
-are limited. No other module of the server imports vLLM. Messages are msgpack.
+socket that it receives. A worker processes batches of operations until the server closes the socket. Each worker has
+limits of memory and time. No other module of the server imports vLLM. Messages are msgpack.
 """
 
 from __future__ import annotations
@@ -330,9 +330,12 @@ class UnknownParserError(ValueError):
 def _chosen(
     setting: str, automatic: str | None, installed: Sequence[str], ours: Mapping[str, str], *, option: str
 ) -> str | None:
-    """Return the name of the vLLM parser for a server setting, or None for no parser.
+    """Return the name of the vLLM parser for the value of a server setting, or None for no parser.
 
-    ours: vLLM's parsers, by this server's names of the formats.
+    automatic: the parser for "auto".
+    ours:      vLLM's parsers, by this server's names of the formats.
+
+    Raises UnknownParserError if the value is not a known name.
     """
     if setting in ("auto", "none"):
         return automatic if setting == "auto" else None
