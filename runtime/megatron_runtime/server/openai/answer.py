@@ -67,7 +67,7 @@ class _Cut(NamedTuple):
     """The position at which a stop text ends an answer. Positions count characters, without the texts of markers.
 
     end:        end of the text.
-    stop_begin: beginning of the stop text. In this position, the texts of markers are counted too.
+    stop_begin: beginning of the stop text. From this position on, markers in the stop text are counted too.
     stop:       the stop text.
     """
 
@@ -79,9 +79,10 @@ class _Cut(NamedTuple):
 class Choice:
     """Converts the engine's replies for one choice to Pieces, the parts of the answer.
 
-    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held until a
-    later token shows that the answer continues, which is possible before min_tokens are generated. If the request wants
-    log-probabilities, tokens without log-probabilities are held until the final reply, which contains them.
+    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held. If the
+    answer continues, which is possible before min_tokens are generated, the held token becomes part of the answer. If
+    the request wants log-probabilities, tokens without log-probabilities are held until the final reply, which contains
+    the log-probabilities.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
@@ -102,8 +103,8 @@ class Choice:
     def begin(self) -> Piece | None:
         """Return the echo of the prompt as a part.
 
-        Return None if no echo is requested, or if the echo must wait for log-probabilities, which feed() or finish()
-        adds.
+        Return None if no echo is requested. Also return None if the echo must contain log-probabilities. In this case,
+        feed() or finish() adds the echo.
         """
         if self._has_begun or self._echoes_log_probs:
             return None
@@ -177,8 +178,8 @@ class Choice:
         tokens: Sequence[int] = reply["generated_tokens"][self._received :]
         if not self._wants_log_probs:
             return [(token, None) for token in tokens]
-        # After a failover, the reply may contain only the log-probabilities since the failover. The client has the
-        # earlier ones.
+        # After a failover, the reply may contain only the log-probabilities since the failover. The client already
+        # has the earlier log-probabilities.
         skipped = self._received - (reply.get("log_probs_from") or 0)
         details = _details(reply.get("generated_log_probs"), reply.get("generated_top_n_logprobs"), top=self._top)
         if skipped < 0 or len(details) - skipped < len(tokens):
@@ -192,7 +193,7 @@ class Choice:
         self._take(ready, piece)
 
     def _take(self, tokens: Iterable[_Token], piece: Piece, *, cut: _Cut | None = None) -> None:
-        """Add tokens to `piece`. cut: the text after this position, and the tokens that begin there, are left out."""
+        """Add tokens to `piece`. cut: end of the added text and tokens; None: add all tokens."""
         if self._is_plain and cut is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
@@ -322,7 +323,10 @@ def _token_text(data: bytes, *, prefix: str = "") -> str:
 
 
 def _details(log_probs: Sequence[float] | None, likeliest: Sequence[TopTokens] | None, *, top: int) -> list[_Detail]:
-    """Return the log-probability of each token, and the `top` most likely tokens at its position."""
+    """Return the log-probability of each token, and the `top` most likely tokens at its position.
+
+    Return [] if `log_probs` is None.
+    """
     given = log_probs or ()
     return [
         (log_prob, tuple((id_, other) for id_, other in some[:top]))

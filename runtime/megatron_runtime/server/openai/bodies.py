@@ -2,7 +2,7 @@
 
 pydantic holds the global interpreter lock while it parses, so parsing in a thread would stall all streams of the
 server. Parsing a body of up to PARSED_IN_PLACE_BYTES takes at most a few milliseconds. A child process parses larger
-bodies. Unpickling its result takes a fraction of the time.
+bodies. Unpickling the parsed body takes a fraction of the parsing time.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
 
 
 def parse_in_child(model: type[_Model], parts: Sequence[bytes], scan: JsonScan) -> _Model:
-    """Return what parse() returns, but call it in the child process. Blocks this thread, while other threads run.
+    """Call parse() in the child process, and return its result. Blocks this thread, while other threads run.
 
     parts: the bytes of the request body, as consecutive parts.
 

@@ -9,8 +9,8 @@ from typing import Any
 from megatron_runtime.process.sacrificial_process import serve
 from megatron_runtime.server.errors import ApiError
 
-# These imports define the models of all bodies. They must precede the thread that handles requests, which can import
-# nothing.
+# These imports define the models of all bodies. They must come before the start of the thread that handles requests,
+# because this thread can import nothing.
 from megatron_runtime.server.openai import embeddings, messages, pooling, responses, schema
 from megatron_runtime.server.openai.bodies import parse
 

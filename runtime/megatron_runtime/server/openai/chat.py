@@ -262,11 +262,11 @@ def _declared(tool: Tool) -> Mapping[str, Any]:
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:
-    """Return the prompt with the tokens that the last assistant message contains, in place of the tokens of its text.
+    """Return the prompt with its beginning replaced by the tokens that the last assistant message contains.
 
     Tokenizing the text of an answer can give other tokens than the model generated, and training needs the generated
-    tokens. An assistant message can therefore contain the tokens of its prompt and of its answer. The returned prompt
-    begins with these tokens.
+    tokens. An assistant message can therefore contain the tokens of its prompt and of its answer. If the message
+    contains no tokens, return `prompt` unchanged.
 
     prompt: tokens of the whole conversation, computed from its text.
 

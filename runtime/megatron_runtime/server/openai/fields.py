@@ -36,7 +36,7 @@ class NotOffered:
     """A known field that no engine supports and that would change the answer.
 
     neutral: values other than null that are accepted because they have no effect.
-    remedy:  what the client can do instead of omitting the field.
+    remedy:  the server's alternative to the field, or the reason why the field is not offered.
     """
 
     neutral: tuple[Any, ...] = ()

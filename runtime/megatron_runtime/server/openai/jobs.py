@@ -287,7 +287,7 @@ def structured_output(request: GenerationRequest) -> OutputFormat | None:
 def enforceable(
     schema: Mapping[str, Any], *, param: str, is_strict: bool, closes: bool
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return a copy of a JSON schema without the keywords that the grammar does not enforce, and these keywords.
+    """Return a copy of a JSON schema without the keywords that the grammar does not enforce, and the removed keywords.
 
     param:  the request field that contains the schema, for errors.
     closes: see normalised().

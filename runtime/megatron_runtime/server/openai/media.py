@@ -175,7 +175,9 @@ def _is_public(address: str) -> bool:
 
 
 async def _get(target: _Target, *, maximum: int, param: str) -> bytes | str:
-    """Return the content of the file at `target`, or the URL to which the host redirects. maximum: bytes.
+    """Return the content of the file at `target`, or the URL to which the host redirects.
+
+    maximum: maximum size of the content, in bytes.
 
     Raises ApiError or httpx.HTTPError.
     """

@@ -94,7 +94,7 @@ def _as_result(value: Any) -> Any:
 
 
 def _readable_source(value: Any) -> Any:
-    """Return the source of an image in a tool result, or None if this server does not support its form."""
+    """Return the source of an image in a tool result, or None if this server does not support the source."""
     is_known = isinstance(value, dict) and value.get("type") in ("base64", "url")
     return value if is_known and all(isinstance(member, str) for member in value.values()) else None
 

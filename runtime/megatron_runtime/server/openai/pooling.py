@@ -98,6 +98,7 @@ class ScoringRequest(ModelRequest):
         """Return the sampling parameter `pooling`.
 
         is_query: whether a single text is the query and not a document; None for a pair of texts.
+        pair:     the second text of a pair; None for a single text.
         """
         limits = {"max_tokens_per_query": self.max_tokens_per_query, "max_tokens_per_doc": self.max_tokens_per_doc}
         if is_query is not None:

@@ -232,7 +232,7 @@ class Prompts:
         return "".join([*parts, detokenizer.finish() if is_whole else ""])
 
     def truncated(self, tokens: list[int], request: GenerationRequest) -> list[int]:
-        """Return the tokens of a prompt after the truncation that the request sets, or all tokens if it sets none."""
+        """Return the tokens of a prompt, truncated if the request sets `truncate_prompt_tokens`."""
         kept = request.truncate_prompt_tokens
         if kept is None:
             return tokens

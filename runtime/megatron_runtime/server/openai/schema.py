@@ -487,9 +487,7 @@ class AllowedTools(Body):
 def _arguments(value: Any, info: ValidationInfo) -> dict[str, Any] | str:
     """Return the arguments of a tool call, parsed if they are a string.
 
-    Return the string itself if it is not an object.
-
-    Such a string is not an error, because a model can write any text as arguments.
+    A string that contains no JSON object is returned unchanged, because a model can write any text as arguments.
     """
     if value is None or isinstance(value, dict):
         return value or {}

@@ -96,7 +96,7 @@ class Service:
         self.bodies = BodyBudget(self.settings.max_bodies_bytes)
 
     def missing(self) -> list[str]:
-        """Return the reasons why this server is not ready. Each reason is a short phrase."""
+        """Return the reasons why this server is not ready, as short phrases; empty if the server is ready."""
         missing = []
         if not self.client.connected:
             where = f" at {self.settings.coordinator}" if self.settings.coordinator else ""
@@ -386,14 +386,17 @@ class Service:
             raise invalid_value("priority", problem)
 
     async def until_connected(self) -> None:
-        """Wait until the coordinator is connected, so that its restart only delays requests. Raises ApiError 503."""
+        """Wait until the coordinator is connected, so that its restart only delays requests.
+
+        Raises ApiError 503 after `coordinator_wait_seconds`.
+        """
         if not self.client.connected:
             await self._until(lambda: self.client.connected, "The coordinator has not answered")
 
     async def tasks(self) -> tuple[str, ...]:
         """Return the tasks that the engines offer: GENERATE and names in POOLING_TASKS.
 
-        Waits until an engine has reported its tasks. Raises ApiError 503.
+        Waits until an engine has reported its tasks. Raises ApiError 503 after `coordinator_wait_seconds`.
         """
         if not self.client.tasks:
             await self._until(lambda: bool(self.client.tasks), "No engine has served")

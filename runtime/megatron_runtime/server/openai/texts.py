@@ -25,7 +25,7 @@ from megatron_runtime.server.openai.service import Service
 
 
 class TextsRequest(ModelRequest):
-    """The common fields of classify and pooling requests."""
+    """The common fields of classify, pooling and embedding requests."""
 
     own_names: ClassVar[Mapping[str, str]] = {"prompt": "input"}
     token_field = "input"
@@ -154,7 +154,7 @@ async def pool(service: Service, request: Request) -> Response:
     shapes: dict[int, tuple[int, ...]] = {}
 
     async def encoded(place: int, values: Vector) -> bytes:
-        """Return an array in the encoding of the answer. Add the number of bytes to the lease of the request."""
+        """Return a result in the requested encoding, and add its bytes to the lease. place: index of the prompt."""
         shapes[place] = values.shape
         if is_json and body.encoding_format != "base64":
             return await _numbers(values, lease)
