@@ -1,8 +1,8 @@
 """Checks of a request before its body is parsed: Host, Origin, Content-Type, and the structure of the JSON.
 
 A web page of any site can post plain text to a server on loopback, and a host name of the site can resolve to 127.0.0.1
-(DNS rebinding). The server therefore accepts only JSON, for which browsers send a CORS preflight request. The server
-allows the request only for allowed origins. The headers Host and Origin identify the site of the page.
+(DNS rebinding). The server therefore accepts only JSON, for which browsers first send a CORS preflight request. The
+server grants preflight requests only to allowed origins. The headers Host and Origin identify the site of the page.
 
 A parser converts each byte pair `[]` to an object of 56 bytes, and validation reports each invalid element. Parsing a
 body within the size limit can therefore take seconds and gigabytes. `JsonScan` counts the elements of a body before the
@@ -27,7 +27,7 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
 """Maximum number of objects and arrays in a body, and maximum number of members of all objects in a body."""
 MAX_ELEMENTS = 1 << 20
-"""Maximum number of values that are followed by a comma. Only a prompt of token ids legitimately comes close."""
+"""Maximum number of values that are followed by a comma. Only a prompt of token ids has nearly this number."""
 
 _OTHER = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_BRACKET = bytes.maketrans(b"]{}", b"[[[")
@@ -179,7 +179,7 @@ class JsonScan:
 
     JSON text in strings of the body counts towards the same limits.
 
-    long_list: only lists longer than this length are counted in `longest_list`, because this is cheaper.
+    long_list: `longest_list` ignores lists of at most this length, which saves time.
     """
 
     def __init__(self, *, long_list: int = MAX_ELEMENTS) -> None:
@@ -198,7 +198,7 @@ class JsonScan:
     def feed(self, chunk: bytes) -> None:
         """Count the elements in the next bytes of the body. Raises JsonLimitError or NotJsonError.
 
-        Other malformed JSON is not detected here, because the parser detects it later.
+        This method detects NaN and Infinity. The parser detects all other malformed JSON later.
         """
         self._bytes += len(chunk)
         self._is_ascii = self._is_ascii and chunk.isascii() and b"\\u" not in chunk

@@ -42,7 +42,7 @@ def _vllm_name(name: str) -> str:
 
 
 class ServerMetrics:
-    """The metrics of one server process, in a separate registry.
+    """The metrics of one server process. Each instance has its own registry.
 
     open_requests: number of unanswered choices, by tenant.
     """
@@ -151,7 +151,7 @@ class RequestObserver:
             self._on_generated(tokens)
 
     def tokens(self, count: int, *, at: float) -> None:
-        """Record `count` tokens of a stream that arrived together.
+        """Record that `count` tokens of a stream have arrived together.
 
         at: arrival time on the clock of perf_counter().
         """

@@ -132,7 +132,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def drain(service: Service, http: HttpServer) -> None:
-    """Report that the server is not ready, serve until no requests arrive and none is open, and close it.
+    """Report that the server is not ready, serve until no request arrives and no request is open, and close the server.
 
     Load balancers notice with a delay that the server is not ready. On a loaded node, the delay can be many seconds.
     Each request that a load balancer still sends extends the drain by `linger_seconds`. When `drain_seconds` have

@@ -1,4 +1,4 @@
-"""Limits of requests and tokens per minute for each API key. The coordinator counts the usage on all its servers.
+"""Limits of requests and tokens per minute for each API key. The coordinator counts the usage of all servers.
 
 Before the server submits a request, it reserves the tokens of the prompts and some generated tokens for each choice.
 Further generated tokens are charged while they are generated. When the request ends for any reason, the server returns
@@ -113,7 +113,9 @@ class RateLimits:
     def charge(self, key: ApiKey, tokens: int, *, window: int | None = None) -> None:
         """Count tokens of a key, even beyond its limit.
 
-        A negative number returns tokens to the minute with number `window`.
+        A negative number returns unused tokens to the limit.
+
+        window: number of the minute in which returned tokens were reserved; None if `tokens` is positive.
         """
         limit = key.tokens_per_minute
         if limit is None or not tokens:
