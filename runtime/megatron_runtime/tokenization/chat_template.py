@@ -100,8 +100,9 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text, up to the position where the assistant's answer begins.
 
-        messages, tools, variables: values that JSON can express.
-        variables: further template variables. `add_generation_prompt` is True unless it is set here.
+        All arguments must be values that JSON can express.
+
+        variables: further template variables. The default of `add_generation_prompt` is True.
 
         Raises:
             ChatTemplateUnusableError: the template does not compile, or cannot render even a trivial conversation

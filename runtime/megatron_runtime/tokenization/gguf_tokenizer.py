@@ -48,7 +48,7 @@ END_OF_TURN_TEXTS = frozenset(
         "</s>",
     }
 )
-"""Control tokens that end an answer in any model. They are listed here because a file's metadata can name only one."""
+"""Control tokens that end an answer in any model. They are listed because a file's metadata can name only one token."""
 
 
 class _TokenizerFields:

@@ -147,7 +147,7 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
 def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
     """Load the content of a tokenizer.json, after a trial in a child process.
 
-    Ignores its padding and truncation settings.
+    The padding and truncation settings of the file are ignored.
 
     name: path of the file, for errors.
 
@@ -207,7 +207,7 @@ def _vllm_tokenizer(directory: Path) -> dict[str, Any]:
 
 
 def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
-    """Write the tokenizer of the .gguf file at `path` to `directory` in transformers' format. Return all its EOS ids.
+    """Write the tokenizer of the .gguf file at `path` to `directory` in transformers' format. Return all EOS ids.
 
     The written files contain only the first EOS id. Raises the errors of tokenizer_from_gguf().
     """

@@ -120,9 +120,7 @@ class MegatronTokenizer(Tokenizer):
 def _id(tokenizer: Any, *names: str) -> int | None:
     """Return the token id in the first of the attributes `names` that the tokenizer has.
 
-    Return None if it has none of them.
-
-    Some tokenizers raise an error for a missing attribute.
+    Return None if the tokenizer has none of the attributes. Some tokenizers raise an error for a missing attribute.
     """
     for name in names:
         try:

@@ -276,11 +276,10 @@ class Tokenizer:
     def answer_text(
         self, ids: Sequence[int], *, after: Sequence[int] = (), stop_token: int | None = None, keeps_end: bool = False
     ) -> str:
-        """Return the text of an answer. The end-of-sequence tokens at the answer's end are left out.
+        """Return the text of an answer. The tokens that end the answer are left out unless `keeps_end` is True.
 
         after:      tokens of the prompt; see detokenizer().
-        stop_token: last token of the answer, if this token ended the answer. Its text is left out too.
-        keeps_end:  whether the text includes the end-of-sequence tokens.
+        stop_token: last token of the answer, if this token ended the answer.
         """
         end = len(ids) if keeps_end or stop_token is None else len(ids) - 1
         while not keeps_end and end and ids[end - 1] in self.eos_ids:

@@ -3,12 +3,13 @@
 The program runs in a child process, because vLLM and transformers are large, and the files can be hostile. vLLM reads
 vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child converts the tokenizer to a
 tokenizer.json, so that servers and engines can load it like any other tokenizer. loader.py runs the child with the
-directory of the model. Its output is a JSON object:
+directory of the model. The child writes a JSON object with these keys:
 
-`tokenizer`:     content of a tokenizer.json. `special`:       texts of special tokens, by their names in
-tokenizer_config.json. `adds_bos`:      whether prompts begin with a begin-of-sequence token that `tokenizer` does not
-write. `chat_template`: the chat template; None if the model has no chat template. `problem`:       why the tokenizer
-cannot be read. If this key is present, the other keys are missing.
+tokenizer:     content of a tokenizer.json.
+special:       texts of special tokens, by their names in tokenizer_config.json.
+adds_bos:      whether prompts begin with a begin-of-sequence token that `tokenizer` does not write.
+chat_template: the chat template; null if the model has no chat template.
+problem:       why the tokenizer cannot be read. If this key is present, the other keys are missing.
 """
 
 from __future__ import annotations

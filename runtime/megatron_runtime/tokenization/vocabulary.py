@@ -95,8 +95,8 @@ def piece_to_bytes(piece: str) -> bytes:
 class TokenBound:
     """A lower bound of the number of tokens of a text.
 
-    weights: float64 [256], the minimum part of a token for which each byte value accounts; 0 for bytes that the
-             tokenizer can drop.
+    weights: float64 [256], the minimum fraction of a token that one byte of a text needs, by byte value; 0 for bytes
+             that the tokenizer can drop.
     forms:   Unicode normal forms to which the tokenizer first converts text.
     longest: upper bound of the length of a token, in bytes.
     """
@@ -107,7 +107,10 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound for a vocabulary. The bound is loose if no tighter bound can be proved."""
+        """Return the bound for a vocabulary.
+
+        For a vocabulary without a provable bound, assume UNKNOWN_BYTES_PER_TOKEN bytes per token.
+        """
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
         added = list(backend.get_added_tokens_decoder().values())
         longest = max((len(piece.encode()) for piece in (*vocabulary, *(token.content for token in added))), default=1)
