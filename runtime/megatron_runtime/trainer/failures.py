@@ -13,7 +13,7 @@ from typing import Literal
 
 
 class Lost(StrEnum):
-    """The process that is lost, because it is killed. Messages that the process has sent before still arrive."""
+    """The process that is lost, because it is killed. Messages that the process has sent before its loss arrive."""
 
     TRAINER = "trainer"
     ENGINE = "engine"

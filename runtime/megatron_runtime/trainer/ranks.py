@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 _BUCKET_BYTES = 64 << 20
 """Maximum number of bytes in one message with values."""
 _KEPT_MATRICES = 2
-"""Number of stored tensors that are kept. Several tensors can be parts of one: weight and bias of query, key and value.
+"""Number of stored tensors that are kept. A stored tensor can contain several tensors of the model, such as the weights
+of query, key and value.
 """
 _HEADER_NUMBERS = 4
 """Number of integers in a header.
@@ -42,7 +43,11 @@ _TEXT = -1
 
 @dataclass(frozen=True, slots=True)
 class RankChunk:
-    """A box of the stored tensor `key`, which is the chunk with the number `number` on a rank."""
+    """A rectangular part of the stored tensor `key` on one rank.
+
+    box:    range of the part on each axis of the tensor.
+    number: number of the part among all parts on the rank.
+    """
 
     key: str
     box: tuple[range, ...]
@@ -137,9 +142,9 @@ class TrainerRanks:
                 logger.warning("%s", error)
 
     def _follow(self, held: Sequence[LiveChunk]) -> str:
-        """Send values to the first rank when it requests them, until it sends the result of the call.
+        """Send the values that the first rank requests. Return the result of the call when the first rank sends it.
 
-        Return the result.
+        Raises PublishError if the call failed on the first rank, or if the first rank is lost.
         """
         while (header := self._receive_header(0))[0] != _TEXT:
             number, axes, *place = header
@@ -200,7 +205,7 @@ class GatheredModel(ChunkedCheckpoint[RankChunk]):
     """A checkpoint of a model whose parts are on several ranks. read() receives the values from the ranks.
 
     index:     the stored tensors with their parts on all ranks.
-    receive:   called with a chunk and an index of its leading axes for each part that read() needs.
+    receive:   reads the values of a chunk from its rank; see Receive.
     num_ranks: number of ranks, for errors.
 
     Raises UnsupportedModelError if a part of the model is missing on all ranks.
@@ -235,7 +240,7 @@ class GatheredModel(ChunkedCheckpoint[RankChunk]):
 def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
     """Return a message with the shapes, types and boxes of this rank's parts.
 
-    Append the parts to `held` in this order.
+    Append the parts to `held` in the order of the message's boxes.
     """
     if not is_megatron_model(model):
         raise UnsupportedModelError(f"model is {type(model).__name__}: with a group, want a GPTModel of Megatron-Core")
@@ -251,7 +256,7 @@ def _union(descriptions: Iterable[dict[str, Any]]) -> dict[str, TensorIndex[Rank
     """Return the stored tensors with their parts on all ranks.
 
     If several ranks have the same box, such as data-parallel replicas, the first of these ranks is used. Raises
-    UnsupportedModelError if a rank has no part of the same model.
+    UnsupportedModelError if a rank reports an error, or if two ranks have parts of different models.
     """
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     chunks: dict[str, dict[tuple[range, ...], RankChunk]] = {}

@@ -37,8 +37,8 @@ class WeightServer:
     """A server in a training program that sends weights to engines.
 
     The server keeps a copy of the published weights in host memory, for engines that start later. During a call of
-    publish(), host memory contains two copies. The program can use torch.distributed. This class uses none of its
-    process groups except `group`.
+    publish(), host memory contains two copies. The program can use torch.distributed. This class uses only the
+    process group `group`.
 
     With a group, every rank creates a WeightServer with its part of the model and otherwise equal arguments, and calls
     publish() and close(). Only rank 0 listens, connects, and has the copy of the whole model.
@@ -206,7 +206,10 @@ class WeightServer:
         return self._loop.run_sync(send())
 
     async def _update(self, epoch: int, source: str, timeout_seconds: float) -> None:
-        """Send UPDATE_WEIGHTS until the coordinator accepts the signal, which it rejects during other operations."""
+        """Send UPDATE_WEIGHTS until the coordinator accepts the signal.
+
+        The coordinator rejects the signal during another operation and during recovery.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_seconds
         while True:

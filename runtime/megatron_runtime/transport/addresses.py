@@ -22,9 +22,8 @@ class CoordinatorAddresses:
     """The addresses of one coordinator or of a pair. `current` is the address in use, or the next address to try.
 
     addresses: `tcp://HOST:PORT` or `ipc://PATH` of each coordinator, in the order in which they are tried.
-    learns:    whether learn() adds the address of the other coordinator of a pair, which the current coordinator
-               reports.
-               Both coordinators use the same port. If False, only `addresses` are used.
+    learns:    whether learn() adds the address of the other coordinator of a pair. Both coordinators use the same port.
+               If False, only `addresses` are used.
     """
 
     def __init__(self, *addresses: str, learns: bool = True) -> None:

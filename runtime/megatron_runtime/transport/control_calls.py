@@ -47,9 +47,9 @@ class ControlCalls:
         self._status: deque[asyncio.Future[StatusReply]] = deque()
 
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
-        """Send a verb, and return a future for its confirmed CONTROL_ACK. The caller may ignore the future.
+        """Send a verb, and return a future for the CONTROL_ACK that confirms the verb.
 
-        The future raises ControlRejectedError or CoordinatorUnreachableError.
+        The future raises ControlRejectedError or CoordinatorUnreachableError. The caller may ignore the future.
         """
         operation_id = control.operation_id or uuid.uuid4().hex
         control = control.model_copy(update={"operation_id": operation_id})

@@ -239,7 +239,7 @@ class PeerLink:
         self.registered = False
 
     def send(self, frames: Frames) -> bool:
-        """Send a message. Before the registration, the message is dropped.
+        """Send a message and return True. Before the registration, drop the message and return True.
 
         Return False, without sending the message, if the message is larger than the coordinator accepts or if the
         socket's buffer is full.

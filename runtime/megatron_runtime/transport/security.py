@@ -70,7 +70,7 @@ class KeyPair:
 class PeerKeys:
     """The keys of a client, engine or admin: its own key pair, and the public keys of the coordinator.
 
-    source: directory, and file names of both sides, from which refreshed() reads the keys again; None for keys without
+    source: directory, and file names of the own and the coordinator's keys, for refreshed(); None for keys without
             files.
     """
 

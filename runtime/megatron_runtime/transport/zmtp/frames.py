@@ -72,7 +72,7 @@ def properties(values: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[bytes, bytes]:
-    """Return the properties by name, in lower case because names are case-insensitive. Raises ViolationError."""
+    """Return the properties by name. Names are converted to lower case. Raises ViolationError."""
     properties = {}
     position = 0
     while position < len(data):

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 30.0
 MAX_HANDSHAKES = 1000
-"""Maximum number of handshakes in progress. A further handshake closes the oldest connection without a complete one."""
+"""Maximum number of handshakes in progress. A further connection closes the oldest connection in handshake."""
 CLOSING_SECONDS = 1.0
 _BACKLOG = 1024
 _ROUTER = 6
@@ -43,7 +43,7 @@ class Router:
     on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
     on_gone:      called for each connection that ends for a reason other than cut() or close(). Its arguments are the
                   name and whether the peer closed the connection with a FIN or RST. The operating system also sends
-                  them when a process exits.
+                  a FIN or RST when a process exits.
     on_room:      called when a connection that rejected a message accepts messages again; see Connection.report_room().
     check_seconds: interval of PING. A connection without a byte in two to three intervals is closed.
     may_be_silent: returns whether a silent connection is kept, because its process has announced that it is busy.
