@@ -142,7 +142,7 @@ class KubectlProxy:
 
     @property
     def output(self) -> IO[bytes]:
-        """The standard output of kubectl. It has no further output until kubectl exits."""
+        """The standard output of kubectl. It becomes readable when kubectl exits."""
         assert self._process.stdout is not None
         return self._process.stdout
 

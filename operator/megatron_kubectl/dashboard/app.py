@@ -58,7 +58,7 @@ HOST = "127.0.0.1"
 MANAGER = "kubectl-megatron"
 MAX_MESSAGE_BYTES = 1 << 20
 LOG_LINES = 500
-"""Number of earlier lines of a log that are shown before it is followed."""
+"""Number of existing lines of a log that the page shows before new lines."""
 LOG_SILENCE_SECONDS = 3600.0
 LOGIN_SECONDS = 30.0
 """Seconds within which a page must send the token."""
