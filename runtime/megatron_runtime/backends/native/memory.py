@@ -94,7 +94,10 @@ class KVPool:
 
     @torch.inference_mode()
     def release(self, keep_pages: npt.NDArray[np.int64] | None = None) -> None:
-        """Release the memory. Copy `keep_pages` to the host, so that allocate() can restore them."""
+        """Release the memory. Copy `keep_pages` to the host first, so that allocate() can restore these pages.
+
+        If `keep_pages` is None, no pages are kept.
+        """
         cache_LPXE, self.cache_LPXE = self.cache_LPXE, None
         if cache_LPXE is None or keep_pages is None or not len(keep_pages):
             return
@@ -117,7 +120,7 @@ class KVPool:
 
     @torch.inference_mode()
     def write(self, pages: npt.NDArray[np.int32], data: bytes) -> None:
-        """Write the contents that read() returned to `pages`."""
+        """Write `data`, which read() has returned, to `pages`."""
         cache_LPXE = self._allocated()
         layers, _, tokens, width = self._shape_LPXE
         values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(layers, len(pages), tokens, width)

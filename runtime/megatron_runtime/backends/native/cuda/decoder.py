@@ -257,9 +257,9 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """Return `weights` with all tensors and the router on the device.
+    """Return a copy of `weights` in which the router and all fields of type Tensor are on the device.
 
-    The other matrices must be on the device already.
+    All matrices except the router must be on the device already.
     """
     moved: dict[str, Any] = {}
     for field in fields(weights):
