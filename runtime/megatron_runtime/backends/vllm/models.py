@@ -139,8 +139,9 @@ class _Markers:
 
 
 def require_same_tensors(directory: Path, other: Path) -> None:
-    """Raise ValueError if the tensors of two models differ in name, shape or, unless a trainer published the weights of
-    `other`, in type.
+    """Raise ValueError if the tensors of two models differ in name, shape or type.
+
+    The types may differ if a trainer published the weights of `other`.
     """
     found, wanted = _tensor_types(directory), _tensor_types(other)
     if (other / MANIFEST_FILE).exists():
@@ -157,7 +158,8 @@ def require_same_tensors(directory: Path, other: Path) -> None:
 def require_same_shapes(shapes: Mapping[str, tuple[int, ...]], directory: Path, *, where: str) -> None:
     """Raise ValueError if tensors differ in name or shape from the weights in `directory`, which are in use.
 
-    shapes: by name. where: the place of these tensors, for the error.
+    shapes: shape of each tensor by name.
+    where:  text that says where these tensors come from, for the error.
     """
     wanted = {name: shape for name, (_, shape) in _tensor_types(directory).items()}
     for name in sorted(shapes.keys() | wanted.keys()):
