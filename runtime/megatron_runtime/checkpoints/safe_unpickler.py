@@ -65,7 +65,7 @@ def read_pickle(
     trusted:    classes and functions that the pickle may use.
     opaque:     returns whether an object with an untrusted module and name is replaced by an Opaque. If not, the pickle
                 is rejected.
-    persistent: returns the object for a persistent id; None: a pickle with persistent ids is rejected.
+    persistent: returns the object for a persistent id. If None, a pickle with persistent ids is rejected.
 
     Raises UnsafePickleError.
     """

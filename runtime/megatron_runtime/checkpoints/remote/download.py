@@ -215,7 +215,7 @@ def fetch(
 
     Files that `directory` already has with the correct content are not transferred again.
 
-    wait: sleeps for a number of seconds.
+    wait: sleeps between attempts for a number of seconds. If None, the sleep ends early when another file fails.
 
     Raises HubError, HubUnavailableError or OSError.
     """
@@ -230,9 +230,9 @@ class _Fetch:
     directory: target directory, in which the files have their names.
     own: directory of the manifest and the lock.
     cache: cache of repositories, to which the source fetches.
-    blobs: folder in the cache with the files' contents, to which `directory` gets links. None: the files are moved from
-           the cache to the directory, and the cache is deleted.
-    wait:      sleeps for a number of seconds. None waits until another file fails.
+    blobs: folder in the cache with the files' contents, to which `directory` gets links. If None, the files are moved
+           from the cache to `directory`, and the cache is deleted.
+    wait:  as in fetch().
     """
 
     source: Source
@@ -313,7 +313,7 @@ class _Fetch:
         return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
     def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
-        """Fetch a file to the cache. Return its path there and its sha256.
+        """Fetch a file to the cache. Return its path in the cache and its sha256.
 
         If the content is wrong, fetch the file a second time.
         """
