@@ -47,7 +47,7 @@ class StepPlan:
     adapters: list[str] = field(default_factory=list)
 
     def tokens_of(self, rows: Int64) -> Int64:
-        """Return, row after row, the indices in token_ids of the tokens of `rows`."""
+        """Return the indices in token_ids of all tokens of `rows`, row after row."""
         counts = self.query_lengths[rows]
         ends = self.query_lengths.cumsum(dtype=np.int64)[rows]
         # The shift of a row converts positions in the result to indices in token_ids.
@@ -76,7 +76,7 @@ class StepResult:
 
 
 class NoCudaProfilerError(RuntimeError):
-    """Raised if the executor does not run on a GPU."""
+    """Raised if a CUDA profile is requested from an executor that does not run on a GPU."""
 
     def __init__(self, where: str) -> None:
         super().__init__(

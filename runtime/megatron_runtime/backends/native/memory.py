@@ -31,7 +31,8 @@ def require_memory(
 ) -> None:
     """Raise MemoryShortError unless `needed` bytes are available. what: what needs the memory, for the message.
 
-    available: available bytes. None means the amount that `device` reports or, without a GPU, the system.
+    available: available bytes. None means the amount that `device` reports if it is a GPU, otherwise the amount that
+               the system reports.
     remedy:    what to do if GPU memory is short, for the message.
     """
     is_gpu = device is not None and device.type == "cuda"

@@ -354,7 +354,8 @@ class VllmBackend(EngineBackend):
     def _queued_tokens(self) -> int:
         """Return the estimated number of uncached tokens of the requests without an output.
 
-        vLLM reports the cached tokens of a request with its first output. Until then, the average share is assumed.
+        vLLM reports the cached tokens of a request with its first output. Before this output, a request is assumed to
+        have the average share of cached tokens.
         """
         opened = list(self._open.values())  # another thread may ask for metrics
         tokens = sum(request.total_tokens for request in opened if request.is_prefilling or not request.is_running)

@@ -122,7 +122,7 @@ class _Markers:
     def digest(self, file: Path) -> str | None:
         """Return the recorded digest of a file.
 
-        Return None if no digest is recorded, or if the file has changed since.
+        Return None if no digest is recorded, or if the file has changed since its digest was recorded.
         """
         entry, status = self._entries.get(file.name), file.stat()
         return entry[2] if entry and entry[:2] == [status.st_size, status.st_mtime_ns] and len(entry) == 3 else None

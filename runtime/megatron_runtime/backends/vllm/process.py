@@ -266,7 +266,7 @@ class VllmProcess:
         return await call
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of service.py whose result is not needed. This method does not wait for it."""
+        """Call a method of service.py without waiting for its result."""
         self._write([STARTED, method, arguments])
 
     def _write(self, message: list[Any]) -> None:

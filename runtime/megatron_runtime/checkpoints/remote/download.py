@@ -184,7 +184,7 @@ def recorded_digests(directory: Path) -> dict[str, str]:
 
 
 def _reported(reference: AnyReference) -> Progress:
-    """Return a Progress that reports to the probes of this process and, after each tenth, to its log.
+    """Return a Progress that reports to the probes of this process and, after each tenth of the bytes, to its log.
 
     Without these reports, an engine that fetches a model would appear to be stalled.
     """
@@ -353,7 +353,7 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Return a context that holds the lock of a directory. Other processes that enter such a context wait meanwhile."""
+    """Return a context that holds the lock of a directory. Another process waits until it can take this lock."""
     with (directory / ".megatron-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -63,7 +63,7 @@ class DeviceLinears(LinearFactory):
 
 
 class StagedLinears(LinearFactory):
-    """A factory of dense matrices in host memory. These are later copied over the matrices on the device.
+    """A factory of dense matrices in host memory, which are later copied over the matrices on the device.
 
     weights:  matrices on the device, with the same shapes.
     allocate: returns host memory of a given size in bytes.

@@ -61,8 +61,8 @@ class StepOutput:
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Return the numbers of rows for which graphs are captured.
 
-    These are 1, 2 and 4, then multiples of 8 up to 128, of 16 up to 256, and of 32 up to `max_rows`. The result is
-    empty if `max_rows` is 0.
+    These are 1, 2, 4, the multiples of 8 up to 128, of 16 up to 256 and of 32 above 256 that are less than `max_rows`,
+    and `max_rows`. The result is empty if `max_rows` is 0.
     """
     if max_rows == 0:
         return ()

@@ -105,7 +105,7 @@ class StepBuffers:
         """Recorded after a step's copies. The host buffers must not change before the device has reached this event."""
 
     def clear(self) -> None:
-        """Fill the decode buffers with padding rows, so that a step with them writes to no cache slot."""
+        """Fill the decode buffers with padding rows, so that a step with these rows writes to no cache slot."""
         if self._sent is not None:
             self._sent.synchronize()
         self._pad(0, len(self._numbers["lengths_B"]))
