@@ -132,7 +132,7 @@ class _Reader(pickle._Unpickler):
     # --- opcodes that a pickle could misuse ---
 
     def _build(self) -> None:
-        """Execute the opcode BUILD, which sets attributes of an object. Raises ValueError for an object of untrusted type."""
+        """Execute the opcode BUILD, which sets attributes of an object. Raises ValueError for an untrusted class."""
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is OrderedDict:
             return

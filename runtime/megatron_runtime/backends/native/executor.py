@@ -140,7 +140,10 @@ class Executor(Protocol):
         """Write `data`, which read_pages() has returned, to `pages`."""
 
     def holds(self, source: str) -> bool:
-        """Return whether the weights in use are the trainer's weights that `source` names, at any address."""
+        """Return whether the weights in use are the trainer's weights that `source` names.
+
+        Addresses in `source` are ignored.
+        """
 
     def use_source(self, source: str) -> None:
         """Make load() read the weights `source` from now on.

@@ -156,7 +156,10 @@ class WeightStore:
             self._withdraw()
 
     def holds(self, source: str) -> bool:
-        """Return whether the weights in use are the trainer's weights that `source` names, at any address."""
+        """Return whether the weights in use are the trainer's weights that `source` names.
+
+        Addresses in `source` are ignored.
+        """
         return self.weights is not None and self._is_current(source)
 
     def _is_current(self, source: str) -> bool:

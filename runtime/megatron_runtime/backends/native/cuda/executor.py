@@ -61,8 +61,8 @@ class StepOutput:
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Return the numbers of rows for which graphs are captured.
 
-    These are 1, 2, 4, the multiples of 8 up to 128, of 16 up to 256 and of 32 above 256 that are less than `max_rows`,
-    and `max_rows`. The result is empty if `max_rows` is 0.
+    The numbers are 1, 2, 4, multiples of 8 up to 128, multiples of 16 up to 256, and then multiples of 32. The last
+    number is `max_rows`. The result is empty if `max_rows` is 0.
     """
     if max_rows == 0:
         return ()

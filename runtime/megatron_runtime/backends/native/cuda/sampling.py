@@ -133,7 +133,7 @@ class DeviceForwardStep(ForwardStep):
         """Draw the tokens of the rows in staged.later. Return tokens_B with the drawn tokens, and processed_MV.
 
         A row that fails has a RowFailure instead of a token. processed_MV has the logits from which the tokens are
-        drawn. It is None if `reports_raw`.
+        drawn. processed_MV is None if `reports_raw`.
         """
         later, device = self.staged.later, self.logits_BV.device
         which_M = torch.from_numpy(later).to(device)
