@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 
 def open_weight_port(settings: EngineSettings, local_rank: int = 0) -> WeightPort:
-    """Open the port of a rank that has weights of a trainer. Raises KeyFileError, and OSError if it cannot listen."""
-    # Only engines with such weights need the connection code.
+    """Open the port on which a rank offers the weights of a trainer.
+
+    Raises KeyFileError for an unusable key file, and OSError if the port cannot be opened.
+    """
+    # Only engines with weights of a trainer need the connection code.
     from megatron_runtime.distributed.weight_port import WeightPort, address_towards
 
     host = address_towards(coordinator_address(settings.coordinator))

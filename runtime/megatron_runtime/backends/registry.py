@@ -64,7 +64,7 @@ def check_backend(settings: EngineSettings) -> None:
 
 @contextmanager
 def _described(settings: EngineSettings) -> Iterator[EngineSettings]:
-    """Yield the settings to check. If the model must be downloaded, a directory with only its metadata replaces it."""
+    """Yield the settings to check. They name a directory with only the model's metadata if the model is remote."""
     if not settings.model.startswith(REMOTE_PREFIXES):
         yield settings
         return

@@ -22,7 +22,7 @@ _MAX_CONDITION = 1e6
 class StepCosts(NamedTuple):
     """The cost of a step in seconds.
 
-    It is `step`, plus `prompt` per prompt token, plus `held` per KV cache token that the step reads.
+    The cost is `step`, plus `prompt` per prompt token, plus `held` per KV cache token that the step reads.
     """
 
     step: float
@@ -94,7 +94,7 @@ class OutputRates:
     def stop(self) -> None:
         """Forget the messages since the last record, because the engine is interrupted."""
         self._since: float | None = None
-        """When the engine began to compute the next message. None: it was idle or interrupted."""
+        """Time at which the engine began to compute the next message; None if the engine was idle or interrupted."""
         self._messages = self._prompt_tokens = self._held_tokens = 0
         self._seconds = 0.0
 
@@ -104,10 +104,10 @@ class OutputRates:
             self._since = now
 
     def output(self, *, prompt_tokens: int, held_tokens: int) -> None:
-        """Add an output of a message.
+        """Add the output of one request to the current message.
 
         prompt_tokens: uncached tokens of the prompt if it is the first output of a request, otherwise 0.
-        held_tokens:   tokens of prompt and answer.
+        held_tokens:   number of tokens of the request's prompt and answer.
         """
         self._prompt_tokens += prompt_tokens
         self._held_tokens += held_tokens
@@ -115,8 +115,8 @@ class OutputRates:
     def arrived(self, now: float, *, has_prompts: bool, has_work: bool) -> None:
         """Note that a message with the outputs since the last call has arrived.
 
-        has_prompts: a request waits for its first output.
-        has_work:    a request has not ended.
+        has_prompts: whether a request waits for its first output.
+        has_work:    whether a request has not ended.
         """
         if self._since is None:
             self.stop()

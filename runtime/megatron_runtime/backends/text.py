@@ -200,7 +200,7 @@ class GrammarQueue:
         """
         assert self._text is not None
         params = request.sampling_params
-        # A grammar above the size limit is not looked up, which takes long. begin_grammar() rejects it at once.
+        # Looking up a grammar above the size limit takes long, and begin_grammar() rejects such a grammar at once.
         is_known = request.params_bytes > 2 * MAX_GRAMMAR_BYTES or self._text.is_grammar_known(params)
         generated = request.generated_tokens.tolist()
         begin_calls = partial(self._begin_calls, request, asyncio.get_running_loop())
@@ -253,7 +253,7 @@ class GrammarQueue:
     def add(self, request: EngineRequest, *, on_done: Callable[[asyncio.Task[AnswerState | None]], None]) -> None:
         """Start begin() as a task.
 
-        Call `on_done` with this task when it ends, unless drop() was called for the request before.
+        Call `on_done` with this task when the task ends, unless drop() has removed the request.
         """
         self._add(request.request_id, self.begin(request), on_done)
 

@@ -152,7 +152,7 @@ class VerifiedCheckpoint(Checkpoint):
 
         stored: the values or quantized blocks that were read.
         values: number of values in `stored`.
-        words:  sum of the 8-byte words of `stored`; None: compute the sum.
+        words:  sum of the 8-byte words of `stored`; None means that this method computes the sum.
         """
         data = stored.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD

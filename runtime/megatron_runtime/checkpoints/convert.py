@@ -29,7 +29,7 @@ Format = Literal["safetensors", "torch_dist", "packed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 GGUFTokenizerWriter = Callable[[Path, Path], Sequence[int]]
-"""Writes the tokenizer of a .gguf file to a directory in transformers' format, and returns its end-of-answer tokens."""
+"""Writes the tokenizer of a .gguf file to a directory in transformers' format. Returns the ids of its end tokens."""
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -69,7 +69,7 @@ def convert(
                matrices that are quantized in the source keep their quantization blocks. For "packed", "keep" selects
                the type that an engine with dtype "auto" would select.
     replace:   whether to replace an existing `directory`.
-    write_gguf_tokenizer: converts the tokenizer of a GGUF file; None: leave out such a tokenizer.
+    write_gguf_tokenizer: converts the tokenizer of a GGUF file; None leaves this tokenizer out.
     progress:  called with the number of bytes written so far and the total number.
 
     Only one tensor is in memory at a time. Raises DestinationError, UnsupportedModelError, ValueError for an unknown
@@ -132,7 +132,7 @@ def write_text_files(
 ) -> None:
     """Write the tokenizer, the chat template, and generation_config.json with the ids of the tokens that end an answer.
 
-    A GGUF tokenizer can add ids of such tokens.
+    The tokenizer of a GGUF file can have more of these ids than `config`.
     """
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         file = find_beside(source, name)

@@ -232,7 +232,7 @@ def _entries(
 ) -> Iterator[tuple[str, _Entry]]:
     """Yield the tensors with their transformers names.
 
-    The experts of a layer, one tensor in the file, become several.
+    The experts of a layer are one tensor in the file. Each expert is yielded as a separate tensor.
     """
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []

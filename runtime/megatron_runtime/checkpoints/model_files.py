@@ -114,7 +114,7 @@ class ModelFile:
     """One file of a model.
 
     path: path of the file, with links.
-    root: the resolved directory that must contain the file; None: the path comes from the caller and is trusted.
+    root: the resolved directory that must contain the file; None if the path comes from the caller and is trusted.
     """
 
     path: Path

@@ -2,8 +2,9 @@
 
 A trainer sends the tensors of a checkpoint. An engine sends its tensors in the form in which it stores them.
 
-A received block is used only if its SHA-256 matches the manifest. The manifest of whole tensors must match the digest
-in the reference that the coordinator has sent. The manifest of an engine's part is authenticated by the engine's key.
+A received block is used only if its SHA-256 matches the manifest. A manifest of whole tensors must match the digest in
+the reference that the coordinator has sent. A manifest of one rank's part of the tensors is authenticated by the
+engine's key.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class WeightStream:
     keys_dir: directory of engine.key, and of trainer.pub or engine.pub; None means no encryption.
 
     The constructor and all methods raise WeightsUnavailableError if the trainer or engine cannot send the weights. If
-    the trainer or engine hangs or is unreachable, this takes until a timeout.
+    the trainer or engine hangs or is unreachable, they raise the error after a timeout.
     """
 
     def __init__(self, source: PublishedSource, *, keys_dir: Path | None, engine: str = "", part: str = "") -> None:
@@ -193,7 +194,7 @@ class NoValues(Checkpoint):
 def receive_stored(stream: WeightStream, targets: list[tuple[str, torch.Tensor]]) -> None:
     """Receive the tensors of an engine's rank.
 
-    targets: name and destination of each tensor, in the order of the rank.
+    targets: name and destination of each tensor, in the order of the rank's manifest.
     """
     kinds = [(entry.name, entry.shape, entry.dtype) for entry in stream.manifest.tensors]
     expected = [(entry.name, entry.shape, entry.dtype) for entry in (entry_of(*target) for target in targets)]
@@ -233,7 +234,9 @@ def is_offered(source: str, *, keys_dir: Path | None) -> bool:
 async def _open(
     source: PublishedSource, keys_dir: Path | None, *, is_question: bool = False, engine: str = "", part: str = ""
 ) -> SessionOpened:
-    """Open a session with the trainer or with an engine.
+    """Open a session with the trainer or with the engine at the address `engine`.
+
+    is_question, part: as in OpenSession.
 
     Raises WeightsUnavailableError, and KeyFileError if keys are missing.
     """

@@ -65,7 +65,7 @@ def read_pickle(
     trusted:    classes and functions that the pickle may use.
     opaque:     returns whether an object with an untrusted module and name is replaced by an Opaque. If not, the pickle
                 is rejected.
-    persistent: returns the object for a persistent id; None: a pickle with persistent ids is rejected.
+    persistent: returns the object for a persistent id. If None, a pickle with persistent ids is rejected.
 
     Raises UnsafePickleError.
     """
@@ -132,7 +132,7 @@ class _Reader(pickle._Unpickler):
     # --- opcodes that a pickle could misuse ---
 
     def _build(self) -> None:
-        """Set attributes of an instance. Attributes of classes and functions are never set."""
+        """Execute the opcode BUILD, which sets attributes of an object. Raises ValueError for an untrusted class."""
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is OrderedDict:
             return
@@ -153,7 +153,7 @@ class _Reader(pickle._Unpickler):
         vars(target).update(state)
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
-        """Set entries of a mapping.
+        """Execute an opcode that sets entries of a mapping.
 
         Entries whose keys have other types than the allowed types are dropped, because no caller reads them. Otherwise,
         a pickle could make all keys collide, because the hashes of tuples and long integers are predictable.

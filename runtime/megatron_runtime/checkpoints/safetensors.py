@@ -167,7 +167,7 @@ def _names(stored: Collection[str]) -> dict[str, str]:
 
 
 def _says_untied(values: Fields) -> bool:
-    """Return whether config.json itself, and not the family's default, states that the model has a separate head."""
+    """Return whether config.json itself, not the family's default, unties the output head from the embedding."""
     return any(part.get("tie_word_embeddings") is False for part in (values, values.below("text_config")))
 
 

@@ -81,7 +81,7 @@ class ScaledMatrix:
         return numbers.mul_(scales[row_of][:, column_of]).bfloat16()
 
     def _places(self, stored: Reader, outputs: slice, inputs: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the row of the scales for each output in `outputs`, and their column for each input in `inputs`."""
+        """Return the row of `scale` for each output in `outputs`, and the column of `scale` for each of `inputs`."""
         row_of = torch.arange(outputs.start, outputs.stop) // self.rows
         if self.groups is not None:
             return row_of, stored(self.groups, ())[inputs].long()

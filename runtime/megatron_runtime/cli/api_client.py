@@ -29,11 +29,11 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 class StreamFormatError(ValueError):
-    """The server's answer is not a list of models or a stream of completions. The message gives the reason."""
+    """Raised if an answer is neither a list of models nor a stream of completions. The message gives the reason."""
 
 
 class StreamFailedError(Exception):
-    """The server ended the stream with an error event. The message comes from the server."""
+    """Raised if the server ends the stream with an error event. The message comes from the server."""
 
 
 class EventReader:

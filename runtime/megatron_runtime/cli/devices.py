@@ -26,8 +26,8 @@ class Device:
     """The value of `--device`.
 
     kind: kind of device. "auto" means GPUs if the machine has GPUs.
-    gpus: numbers of the GPUs to use, in this order. GPU 0 is the first GPU that this process can see. None: all GPUs,
-          in order from 0.
+    gpus: numbers of the GPUs to use, in this order. GPU 0 is the first GPU that this process can see. None means all
+          GPUs, in order from 0.
     """
 
     kind: Literal["auto", "cpu", "cuda"]

@@ -209,7 +209,7 @@ ROUTING_POLICIES = click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock
 
 
 def check_parsers(*, backend: str, tool_call_parser: str, reasoning_parser: str) -> None:
-    """Raise click.UsageError if this project has no parser with one of the names. The vLLM backend allows all names."""
+    """Raise click.UsageError unless this project has both parsers. The vLLM backend accepts all names."""
     for flag, name, names in (
         ("--tool-call-parser", tool_call_parser, TOOL_CALL_PARSERS),
         ("--reasoning-parser", reasoning_parser, REASONING_PARSERS),

@@ -99,9 +99,9 @@ def free_ports(count: int) -> list[int]:
 
 
 class ChildFailedError(Exception):
-    """A child process has exited and is not restarted.
+    """Raised if a child process has exited and is not restarted.
 
-    The message contains its name, exit status and last log lines.
+    The message contains the child's name, exit status and last log lines.
     """
 
 
@@ -130,10 +130,11 @@ class Supervisor:
     Each child runs in a separate session. Ctrl-C therefore reaches only the supervisor, which stops the children in
     order.
 
-    say:       called with a line to print, after the name of the child that wrote the line (None: the supervisor).
+    say:       prints a line. The arguments are the name of the child that wrote the line (None for the supervisor),
+               and the line.
     are_ready: the caller sets this attribute to true when all children have started. After this, a child that exits is
                restarted, at most RESTARTS times within RESTART_WINDOW_SECONDS.
-    failed:    future that raises ChildFailedError after a child has exited that is not restarted.
+    failed:    future that raises ChildFailedError when a child has exited and is not restarted.
     """
 
     def __init__(self, *, say: Callable[[str | None, str], None]) -> None:
@@ -153,7 +154,7 @@ class Supervisor:
     async def stop(self, *, grace_seconds: float) -> None:
         """Stop the children in reverse order of their start.
 
-        Each gets END_SIGNAL and, after `grace_seconds`, SIGKILL.
+        Each child gets END_SIGNAL. A child that is still running after `grace_seconds` gets SIGKILL.
         """
         self._stopping = True
         for child in reversed(self._children):
@@ -225,7 +226,10 @@ def _exit_status(code: int) -> str:
 
 
 class RanksFailedError(RuntimeError):
-    """All ranks have exited because one rank has failed. The message names this rank, whose log has the cause."""
+    """Raised if all ranks have exited because one rank has failed.
+
+    The message names the failed rank. The log of this rank has the cause.
+    """
 
 
 def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
@@ -233,7 +237,7 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
 
     If there is one node, the ranks and the agent's store use files and Unix sockets in a private folder. Returns when
     all ranks have exited normally. Termination signals are forwarded to the ranks, and rank 0 then stops the engine. If
-    a rank fails, the others are killed. Raises RanksFailedError.
+    a rank fails, the other ranks are killed. Raises RanksFailedError.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -61,10 +61,10 @@ class CoreRequest(BackendRequest):
         return self.request.tenant
 
     def prompt_targets(self, start: int, count: int) -> tuple[int, int] | None:
-        """Return the positions (first, end) of the prompt tokens whose log-probabilities a step determines.
+        """Return the range (first, end) of prompt positions whose log-probabilities a step determines.
 
-        The step computes `count` tokens from position `start` on. Returns None if the request does not want these
-        log-probabilities, or if an engine has reported them already.
+        The step computes `count` tokens from position `start` on. `end` is exclusive. Returns None if the range is
+        empty, if the request does not want log-probabilities of its prompt, or if an engine has already reported them.
         """
         if not self.params.wants_prompt_log_probs or len(self.request.generated_tokens):
             return None
@@ -104,7 +104,7 @@ def transferable_blocks(tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The limits of one engine for requests.
+    """A validator of new requests, with the length limits of one engine.
 
     longest: maximum number of tokens, prompt plus answer, that fit into the engine's KV cache.
     limit:   maximum number of tokens, prompt plus answer, that the model and the configuration allow. It is not less

@@ -252,7 +252,7 @@ class NativeBackend(EngineBackend):
                 if self._running and core.has_work:
                     self._deliver(listener.on_outputs, core.step())
                 if events := core.take_block_events():
-                    # Only prompt blocks are stored, and the coordinator knows them.
+                    # The coordinator already knows the stored blocks, because only prompt blocks are stored.
                     self._deliver(listener.on_cache_events, replace(events, stored=()))
         except BaseException as error:  # a panic of native code is no Exception
             logger.exception("the engine failed")
@@ -402,7 +402,10 @@ class NativeBackend(EngineBackend):
 
 
 def _without_grammar(request: EngineRequest) -> AnswerState | None:
-    """Return the state that restricts an answer's tokens without a grammar, or None if any token is allowed."""
+    """Return the AnswerGuide of an answer without a grammar, which enforces the reasoning budget.
+
+    Return None if the answer has only one part.
+    """
     parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
     if parts is None:
         return None

@@ -64,7 +64,7 @@ def check_native(settings: EngineSettings) -> None:
         OSError: a file of the model cannot be read.
     """
     controller = ModelText.of_model(settings.model)
-    # Rank 0 has the most layers; all ranks have as many heads and experts.
+    # Rank 0 has the most layers. All ranks have the same number of heads and experts.
     shard = settings.parallel.shard(0)
     executor = _executor(settings, controller, None, resolve(settings.model), shard=shard)
     EngineCore(executor, settings.inference_config)
@@ -90,7 +90,7 @@ def _executor(
 ) -> TorchExecutor:
     """Return the executor of one rank.
 
-    shard: the rank's part of the model, for an executor that has no `groups` because it runs no step.
+    shard: the rank's part of the model, for an executor that only validates and has no `groups`.
     """
     require_format(source, settings.model_format, model=settings.model)
     threads = settings.threads
@@ -128,7 +128,7 @@ def select_executor(
 ) -> TorchExecutor:
     """Return the executor of a model, or of this rank's part of it.
 
-    config:             maximum size of a step, CUDA graphs, log-probabilities.
+    config:             limits of a step, and options for CUDA graphs, log-probabilities and recorded experts.
     device, local_rank: as for torch_device().
     is_check:           whether the executor only validates. If so, the device "cuda" need not exist.
     make_forward:       returns a forward pass on the CPU that replaces the executor's own forward pass.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
-"""Parts that a suspend can release."""
+"""Kinds of memory that a suspend can release."""
 
 MASK_GRACE_SECONDS = 0.02
 """Maximum seconds that a step waits for the masks of grammars. A slower mask delays only its own request."""
@@ -195,7 +195,7 @@ class EngineCore:
         return outputs
 
     def _wait_for_masks(self) -> None:
-        """Wait up to MASK_GRACE_SECONDS for masks that other threads have begun to compute since the last step.
+        """Wait up to MASK_GRACE_SECONDS for grammar masks that other threads have begun to compute since the last step.
 
         The following steps run without the requests whose masks are not ready after this time.
         """

@@ -47,10 +47,10 @@ class StepPlan:
     adapters: list[str] = field(default_factory=list)
 
     def tokens_of(self, rows: Int64) -> Int64:
-        """Return, row after row, the indices in token_ids of the tokens of `rows`."""
+        """Return the indices in token_ids of all tokens of `rows`, row after row."""
         counts = self.query_lengths[rows]
         ends = self.query_lengths.cumsum(dtype=np.int64)[rows]
-        # Each row has its own offset, which is added to its indices in the result.
+        # The shift of a row converts positions in the result to indices in token_ids.
         shifts: Int64 = np.subtract(ends, counts.cumsum(dtype=np.int64))
         return np.repeat(shifts, counts) + np.arange(int(counts.sum()), dtype=np.int64)
 
@@ -76,7 +76,7 @@ class StepResult:
 
 
 class NoCudaProfilerError(RuntimeError):
-    """Raised if the executor does not run on a GPU."""
+    """Raised if a CUDA profile is requested from an executor that does not run on a GPU."""
 
     def __init__(self, where: str) -> None:
         super().__init__(
@@ -131,16 +131,19 @@ class Executor(Protocol):
         """Release the memory of the weights in use and of staged weights."""
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
-        """Release the KV cache. load() restores the contents of `keep_pages`."""
+        """Release the KV cache. load() restores the contents of `keep_pages`; None means no pages."""
 
     def read_pages(self, pages: Int32) -> bytes:
         """Return the keys and values of `pages`. Not available if `kv_layout` is empty."""
 
     def write_pages(self, pages: Int32, data: bytes) -> None:
-        """Write the keys and values that read_pages() returned to `pages`."""
+        """Write `data`, which read_pages() has returned, to `pages`."""
 
     def holds(self, source: str) -> bool:
-        """Return whether the weights in use are these weights of a trainer, at any address."""
+        """Return whether the weights in use are the trainer's weights that `source` names.
+
+        Addresses in `source` are ignored.
+        """
 
     def use_source(self, source: str) -> None:
         """Make load() read the weights `source` from now on.

@@ -31,7 +31,8 @@ def require_memory(
 ) -> None:
     """Raise MemoryShortError unless `needed` bytes are available. what: what needs the memory, for the message.
 
-    available: available bytes. None means the amount that `device` reports or, without a GPU, the system.
+    available: available bytes. None means the amount that `device` reports if it is a GPU, otherwise the amount that
+               the system reports.
     remedy:    what to do if GPU memory is short, for the message.
     """
     is_gpu = device is not None and device.type == "cuda"
@@ -94,7 +95,10 @@ class KVPool:
 
     @torch.inference_mode()
     def release(self, keep_pages: npt.NDArray[np.int64] | None = None) -> None:
-        """Release the memory. Copy `keep_pages` to the host, so that allocate() can restore them."""
+        """Release the memory. Copy `keep_pages` to the host first, so that allocate() can restore these pages.
+
+        If `keep_pages` is None, no pages are kept.
+        """
         cache_LPXE, self.cache_LPXE = self.cache_LPXE, None
         if cache_LPXE is None or keep_pages is None or not len(keep_pages):
             return
@@ -117,7 +121,7 @@ class KVPool:
 
     @torch.inference_mode()
     def write(self, pages: npt.NDArray[np.int32], data: bytes) -> None:
-        """Write the contents that read() returned to `pages`."""
+        """Write `data`, which read() has returned, to `pages`."""
         cache_LPXE = self._allocated()
         layers, _, tokens, width = self._shape_LPXE
         values = torch.frombuffer(bytearray(data), dtype=self._dtype).view(layers, len(pages), tokens, width)

@@ -1,4 +1,4 @@
-"""Splits a step plan into the rows of each expert rank, and these into the micro-batches of the pipeline.
+"""Splits the rows of a step plan among the expert ranks, and the rows of each expert rank into micro-batches.
 
 Every rank splits the same plan in the same way, so the ranks need no communication. `warm_up_plans` returns plans
 without requests. The ranks run these plans after the first load, so that a request's first step need not compile

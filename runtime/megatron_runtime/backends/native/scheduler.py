@@ -2,9 +2,9 @@
 
 This module owns the queues; request_slots.py owns slots and pages.
 
-Both queues are sorted by rank, which is (priority, place among the tenant's requests, arrival). A preempted request
-keeps its rank. The running request with the last rank is preempted first. So the first request always makes progress,
-and a request starves only behind lower priority numbers.
+The waiting queue and the running queue are sorted by rank, which is (priority, place among the tenant's requests,
+arrival). A preempted request keeps its rank. The running request with the last rank is preempted first. So the first
+request always makes progress, and a request starves only behind requests with lower priority numbers.
 
 A waiting request preempts running requests only if their priority number is higher and preemption frees enough memory.
 So requests of one priority never alternate, and a preempted request waits until there is memory for it.
@@ -15,8 +15,8 @@ arrives after it.
 
 Requests of several tenants are interleaved. Within a priority, the queue has the first request of each tenant, then the
 second request of each tenant, and so on. The n-th request of a tenant may also preempt a request of another tenant that
-is later than that tenant's n-th. So each tenant that has enough requests gets an equal share of slots, pages and prompt
-tokens.
+comes after the n-th request of that other tenant. So each tenant that has enough requests gets an equal share of slots,
+pages and prompt tokens.
 
 This module does not import torch.
 """
@@ -243,8 +243,10 @@ class Scheduler:
     def _shares(self, requests: list[CoreRequest], left: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """Return the number of tokens that each of `requests` computes in a step.
 
-        A decode computes one token. Prompts share the rest. requests: sorted by rank. left: number of remaining tokens
-        of each request.
+        A decode computes one token. Prompts share the other tokens of the step.
+
+        requests: requests in the order of their rank.
+        left:     number of remaining tokens of each request.
         """
         shares = np.minimum(left, 1)
         prompts = np.flatnonzero(left > 1)
@@ -277,7 +279,7 @@ class Scheduler:
         self.preemptions += len(victims)
 
     def _admit(self, victim: CoreRequest | None, *, now: float, epoch: int) -> None:
-        """Admit waiting requests in order, up to `victim`, which this step preempted.
+        """Admit waiting requests in order. Admit only requests before `victim` if this step has preempted `victim`.
 
         A request that waits for a prefix that is being computed is skipped. If there is memory for a request but this
         step has no tokens left for it, shorter requests are admitted before it.

@@ -59,7 +59,7 @@ class LogitRows:
 class ForwardStep:
     """The output of a forward pass, from which the host samples. This class implements StepLogits.
 
-    rows:         the meaning of the rows of logits_BV, x_TD and routing_GTJ.
+    rows:         the plan's rows and tokens to which the rows of logits_BV, x_TD and routing_GTJ belong.
     logits_BV:    logits of rows.sampled_rows, in the model's dtype.
     logits_of:    computes logits_NV from x_ND, hidden states after the last layer.
     hidden_of:    computes x_ND, the hidden states of some of sampled_rows after the last norm.
@@ -411,7 +411,7 @@ class TorchExecutor(ABC):
     # --- the experts of a step's tokens -------------------------------------------------------------------------
 
     def _new_routing(self, tokens: int) -> torch.Tensor | None:
-        """Allocate and return routing_GTJ. Its layers of earlier pipeline stages are already filled.
+        """Return a new routing_GTJ. Fill the layers of earlier pipeline stages with values from the previous stage.
 
         Returns None if experts are not recorded.
         """
@@ -445,13 +445,13 @@ class TorchExecutor(ABC):
 
 
 def empty_routing(config: ModelConfig, tokens: int, device: torch.device) -> torch.Tensor:
-    """Return an empty tensor for routing_GTJ, the experts of `tokens` tokens, as in ForwardStep."""
+    """Return an uninitialised routing_GTJ for `tokens` tokens, as in ForwardStep."""
     assert config.moe is not None, "TorchExecutor has checked that the model has experts"
     return torch.empty(config.num_layers, tokens, config.moe.experts_per_token, dtype=torch.int32, device=device)
 
 
 def rows_not_finite(x_TD: torch.Tensor, plan: StepPlan, order: Int64) -> Int64:
-    """Return the value of StepLogits.rows_not_finite().
+    """Return the rows of `plan` that have several tokens and a hidden state with NaN or infinity.
 
     x_TD:  hidden states after the last layer.
     order: rows of `plan` in the order of x_TD.

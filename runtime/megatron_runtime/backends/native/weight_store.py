@@ -56,8 +56,8 @@ class WeightStore:
     keys_dir: directory of engine.key, engine.pub and trainer.pub, for connections to a trainer; None means no
               encryption.
     open_port: opens the port on which this rank offers a trainer's weights to other engines. It is called when the rank
-               has such weights for the first time. None means that the rank offers no weights.
-    reading: returns a context manager, within which the threads of this port may copy weights from the device.
+               first has weights of a trainer. None means that the rank offers no weights.
+    reading: returns a context manager. The threads of the port copy weights from the device only within this context.
     """
 
     def __init__(
@@ -156,7 +156,10 @@ class WeightStore:
             self._withdraw()
 
     def holds(self, source: str) -> bool:
-        """Return whether the weights in use are these weights of a trainer, at any address."""
+        """Return whether the weights in use are the trainer's weights that `source` names.
+
+        Addresses in `source` are ignored.
+        """
         return self.weights is not None and self._is_current(source)
 
     def _is_current(self, source: str) -> bool:
@@ -337,7 +340,7 @@ def _is_mapped(checkpoint: Checkpoint, linears: LinearFactory) -> bool:
 def _one_thread() -> Iterator[None]:
     """Return a context manager, within which torch operations run on one thread.
 
-    A load runs thousands of short operations. The barrier after each operation costs more than the second thread saves
+    Loading runs thousands of short operations. The barrier after each operation costs more than the second thread saves
     (2.9 s of CPU time on two threads, 0.4 s on one, for a quantised 135M model).
     """
     before = torch.get_num_threads()

@@ -38,7 +38,8 @@ SUPPORTED = ((0, 26), (0, 34))
 V2_INTERFACE = "vllm.v1.worker.gpu.sample.logits_processor"
 """A module that vLLM has since 0.31.
 
-Before, V2 accepts no external logits processor, and vLLM selects V1 if there is one.
+Without this module, Model Runner V2 accepts no external logits processor, and vLLM selects Model Runner V1 if the
+arguments have one.
 """
 
 LONGEST_THAT_FITS = -1
@@ -96,7 +97,8 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
 }
 """Differences between a GPU and the CPUs of `make test-vllm`.
 
-The values are the tests that cover each on a GPU, and whether these tests have run on a GPU.
+Each value lists the tests that cover the difference on a GPU. Its last item states whether these tests have run on a
+GPU.
 """
 
 _DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -280,13 +282,13 @@ def _described(declared: Any) -> str:
 def logits_processor_of(config: VllmConfig) -> type | None:
     """Return our logits processor class for the model runner that vLLM has selected in `config`.
 
-    Returns None if vLLM accepts no logits processor, as for speculation with Model Runner V1, or with a version of V2
-    that lacks the interface. vLLM fails to start if a logits processor has the interface of the other runner.
+    Returns None for speculation without the interface of Model Runner V2 (see V2_INTERFACE). In this case, vLLM accepts
+    no logits processor. vLLM fails to start if a logits processor has the interface of the other model runner.
 
     config: configuration that was built without a logits processor.
     """
     if config.use_v2_model_runner and find_spec(V2_INTERFACE) is not None:
-        # Older versions of vLLM do not have the module that it imports.
+        # Older versions of vLLM lack a module that logits_processor_v2 imports.
         from megatron_runtime.backends.vllm.logits_processor_v2 import AnswerRows
 
         return AnswerRows
@@ -306,9 +308,9 @@ def _cpu_shares(ranks: int) -> str:
 
 
 def sleep_level(settings: EngineSettings) -> int:
-    """Return vLLM's sleep level for SUSPEND.
+    """Return vLLM's sleep level for SUSPEND, which is 1 or 2.
 
-    Level 2 also discards the weights of draft models, which vLLM does not reload.
+    Level 2 is not possible with a draft model, because vLLM does not reload the weights of draft models.
 
     Raises ValueError if the settings request level 2 together with a draft model.
     """

@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 UNUSED_SECONDS = 60.0
-"""Seconds after which a vLLM process exits that is not requested to load weights.
+"""Seconds after which a vLLM process exits if it gets no request to load weights.
 
-This happens in an engine that joins a suspended pool. The imports alone take 900 MiB.
+An engine that joins a suspended pool has such a process. The imports of the process take 900 MiB.
 """
 
 CAPABILITIES = frozenset(Capability) - {
@@ -226,7 +226,7 @@ class VllmBackend(EngineBackend):
         self._epoch = 0
         self._digest = ""
         self._received = SharedMemory()
-        """The weights of a trainer: those in use, staged ones, and those that loaded ones replace."""
+        """Directories of a trainer's weights. The weights are in use, staged, or replaced and not yet discarded."""
         self._copies = ""
         """Address at which vLLM's process offers the weights of a trainer to other engines."""
         self._awaited: tuple[str, int] | None = None
@@ -354,7 +354,8 @@ class VllmBackend(EngineBackend):
     def _queued_tokens(self) -> int:
         """Return the estimated number of uncached tokens of the requests without an output.
 
-        vLLM reports the cached tokens of a request with its first output. Until then, the average share is assumed.
+        vLLM reports the cached tokens of a request with its first output. Before this output, a request is assumed to
+        have the average share of cached tokens.
         """
         opened = list(self._open.values())  # another thread may ask for metrics
         tokens = sum(request.total_tokens for request in opened if request.is_prefilling or not request.is_running)
@@ -436,7 +437,7 @@ class VllmBackend(EngineBackend):
             self._attach(opened)
 
     async def _check_grammar(self, opened: VllmRequest) -> None:
-        """Check the request's grammar in a separate process, because the check can crash the process.
+        """Check the request's grammar in a separate process, because the check can crash the process that runs it.
 
         Reject the request if the grammar is invalid or too expensive, otherwise run the request.
         """
@@ -738,9 +739,9 @@ class VllmBackend(EngineBackend):
         return (self._copies,) if self._copies and self._received.holds(self._directory) else ()
 
     def _place_of(self, source: str) -> str:
-        """Return the directory for these weights of a trainer; empty for other weights.
+        """Return the directory for the trainer's weights that `source` names; empty if `source` names other weights.
 
-        Raises ValueError if this engine cannot receive them, and OSError without shared memory.
+        Raises ValueError if this engine cannot receive weights of a trainer, and OSError if shared memory is missing.
         """
         if not is_published(source):
             return ""
@@ -801,7 +802,7 @@ async def _dropped(request_id: int, process: VllmProcess | None) -> None:
 
 
 def _sent_media(request: EngineRequest) -> list[Any] | None:
-    """Return the media of a request in the format of service.Submission."""
+    """Return the media of a request in the format of service.Submission; None if the request has no media."""
     if request.media is None:
         return None
     template = tokens_from_bytes(request.media.template).tolist()
@@ -821,5 +822,5 @@ def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
 
 
 def _pairs(top: list[list[list[Any]]] | None) -> Any:
-    """Convert the most likely tokens in a message from lists to (id, log-probability) tuples."""
+    """Convert the most likely tokens in a message from lists to (id, log-probability) tuples. Return None for None."""
     return None if top is None else [[(token, value) for token, value in row] for row in top]

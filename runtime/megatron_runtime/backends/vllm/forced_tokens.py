@@ -15,7 +15,7 @@ BAD_WORDS = "megatron_bad_words"
 
 
 def require_token_ids(extra_args: Mapping[str, Any] | None) -> None:
-    """Raise ValueError if the tokens to force are not token ids."""
+    """Raise ValueError unless the tokens to force in `extra_args` are token ids."""
     forced = (extra_args or {}).get(FORCED, [])
     if not isinstance(forced, list) or not all(isinstance(token, int) and token >= 0 for token in forced):
         raise ValueError(f"{FORCED} must be a list of token ids")

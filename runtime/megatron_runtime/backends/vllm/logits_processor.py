@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AnswerTokens(AdapterLogitsProcessor):
-    """The logits processor that forces and bans tokens. Each request has its own function, which changes its logits."""
+    """The logits processor that forces and bans tokens. A separate function changes the logits of each request."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:

@@ -72,8 +72,8 @@ class MediaReader:
         prompt = TokensPrompt(prompt_token_ids=list(template), multi_modal_data=loaded)
         if names is not None:
             prompt["multi_modal_uuids"] = names
-        # Skips the media cache. This process and the engine core must keep it in sync, but a request can be aborted in
-        # between.
+        # Skip the media cache. This process and the engine core would have to keep it in sync, but a request can be
+        # aborted between their updates.
         made: dict[str, Any] = await self._renderer.process_for_engine_async(prompt, time.time(), skip_mm_cache=True)
         expanded = made["prompt_token_ids"]
         if list(tokens[: len(expanded)]) != list(expanded):

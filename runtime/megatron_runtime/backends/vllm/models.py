@@ -122,7 +122,7 @@ class _Markers:
     def digest(self, file: Path) -> str | None:
         """Return the recorded digest of a file.
 
-        Return None if no digest is recorded, or if the file has changed since.
+        Return None if no digest is recorded, or if the file has changed since its digest was recorded.
         """
         entry, status = self._entries.get(file.name), file.stat()
         return entry[2] if entry and entry[:2] == [status.st_size, status.st_mtime_ns] and len(entry) == 3 else None
@@ -139,8 +139,9 @@ class _Markers:
 
 
 def require_same_tensors(directory: Path, other: Path) -> None:
-    """Raise ValueError if the tensors of two models differ in name, shape or, unless a trainer published the weights of
-    `other`, in type.
+    """Raise ValueError if the tensors of two models differ in name, shape or type.
+
+    The types may differ if a trainer published the weights of `other`.
     """
     found, wanted = _tensor_types(directory), _tensor_types(other)
     if (other / MANIFEST_FILE).exists():
@@ -157,7 +158,8 @@ def require_same_tensors(directory: Path, other: Path) -> None:
 def require_same_shapes(shapes: Mapping[str, tuple[int, ...]], directory: Path, *, where: str) -> None:
     """Raise ValueError if tensors differ in name or shape from the weights in `directory`, which are in use.
 
-    shapes: by name. where: the place of these tensors, for the error.
+    shapes: shape of each tensor by name.
+    where:  text that says where these tensors come from, for the error.
     """
     wanted = {name: shape for name, (_, shape) in _tensor_types(directory).items()}
     for name in sorted(shapes.keys() | wanted.keys()):

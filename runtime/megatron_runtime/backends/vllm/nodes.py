@@ -123,9 +123,10 @@ class Followers:
 
 
 async def follow(settings: EngineSettings) -> None:
-    """Run vLLM in a pod other than the first, from START to END. Return when this pod and the first pod both leave.
+    """Run vLLM in a pod other than the first, from START to END.
 
-    Raises RankError if the first pod is lost or vLLM fails.
+    Returns when the first pod disconnects after this pod has received SIGTERM. Raises RankError if the first pod is
+    lost before that, or if vLLM fails.
     """
     node = node_identity(settings.parallel)
     rank = node.node_rank * node.ranks_per_node

@@ -103,9 +103,9 @@ class Pooling:
         self._pairs = reader(CrossEncoderIOProcessor) if scores_pairs else None
 
     async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> list[Any]:
-        """Run a request, and return the values of the message to the engine.
+        """Run a request, and return the fields of the message to the engine.
 
-        The values are the shape and the float32 values of the result, the number of prompt tokens, the number of cached
+        The fields are the shape and the float32 values of the result, the number of prompt tokens, the number of cached
         prompt tokens, and the class name of a text. Raises PoolingRejectedError, or RuntimeError if vLLM cannot compute
         the result.
         """

@@ -58,7 +58,7 @@ _STAGES = (
 )
 """Lines of vLLM's log that show the progress of its start."""
 _KV_CACHE = re.compile(r"Available KV cache memory: (?P<gib>\d+(\.\d+)?) GiB")
-"""The free memory that a rank on a GPU measured after the load."""
+"""Line of vLLM's log with the free memory that a rank on a GPU measured after loading."""
 _KILLED = re.compile(r"Failed core proc\(s\): \{[^}]*: (?P<status>-?\d+)")
 
 
@@ -266,7 +266,7 @@ class VllmProcess:
         return await call
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Call a method of service.py whose result is not needed. This method does not wait for it."""
+        """Call a method of service.py without waiting for its result."""
         self._write([STARTED, method, arguments])
 
     def _write(self, message: list[Any]) -> None:

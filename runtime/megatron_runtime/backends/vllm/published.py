@@ -35,10 +35,10 @@ logger = logging.getLogger(__name__)
 def receive(source: str, directory: Path, *, model: Path, current: Path, keys_dir: Path | None) -> None:
     """Receive weights from an engine that `source` names or, if that fails, from the trainer. Verify every block.
 
-    directory: a new model directory. It gets links to the other files of `model`.
-    current:   directory of the weights in use. Names and shapes must be the same.
+    directory: model directory to create, with the weights and with links to the other files of `model`.
+    current:   directory of the weights in use. The received tensors must have the same names and shapes.
 
-    Raises WeightsUnavailableError, KeyFileError, and ValueError for tensors of another model and for a lack of memory.
+    Raises WeightsUnavailableError, KeyFileError, and ValueError for tensors of another model or for a lack of memory.
     """
     reference = PublishedSource.parse(source)
     for engine in (*reference.copies[:1], ""):
@@ -91,16 +91,16 @@ def _write(stream: WeightStream, directory: Path, *, model: Path, current: Path)
 
 
 class CopyPort:
-    """Offers received weights to other engines, on a port that opens with the first ones."""
+    """A port on which this engine offers received weights to other engines. It opens at the first offer."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._port: WeightPort | None = None
 
     def offer(self, directory: Path) -> str:
-        """Offer the weights in `directory` instead of earlier ones, if a trainer published them.
+        """Withdraw the last offer. If a trainer published the weights in `directory`, offer these weights.
 
-        Returns the address at which engines get them; empty if no trainer published them, or the port cannot be opened.
+        Returns the address at which engines get the weights; empty if none are offered or the port cannot be opened.
         """
         manifest = directory / MANIFEST_FILE
         if not manifest.exists():

@@ -70,12 +70,11 @@ if TYPE_CHECKING:
     from megatron_runtime.backends.vllm.pooling import Pooling
 
 POOLING_INTERFACE = "vllm.entrypoints.pooling.scoring"
-"""Since vLLM 0.32. Before that, its classes that read the texts of pooling models have other names."""
+"""A module that vLLM has since 0.32. Older versions have other names for classes that read texts of pooling models."""
 HEALTH_SECONDS = 1.0
-"""How often an idle vLLM is checked."""
+"""Seconds between two health checks of an idle vLLM."""
 ABORT_SECONDS, HEALTH_STEP_SECONDS = 30.0, 0.1
-"""For a request that vLLM itself ends: maximum seconds to wait for the loss of a rank to show, and seconds between
-checks.
+"""Seconds to check vLLM's health after vLLM has aborted a request, and seconds between two checks.
 
 vLLM waits 5 s for the other ranks before it reports the loss.
 """
@@ -426,7 +425,8 @@ class VllmService:
     async def _require_health(self) -> None:
         """Check vLLM's health for ABORT_SECONDS. Raise EngineDeadError if vLLM has stopped.
 
-        When a rank is lost, the other ranks end their requests. Another engine can continue these requests.
+        Called after vLLM has aborted a request, because vLLM does this if a rank is lost. After the error, another
+        engine can continue the request.
         """
         assert self._llm is not None
         for _ in range(round(ABORT_SECONDS / HEALTH_STEP_SECONDS)):

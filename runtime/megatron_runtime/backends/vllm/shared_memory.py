@@ -25,7 +25,7 @@ class SharedMemory:
         self._lock = -1
 
     def path(self, name: str) -> str:
-        """Return the path of a directory, which may not exist yet. Raises OSError."""
+        """Return the path of the directory `name`, which may not exist yet. Raises OSError without shared memory."""
         if self._root is None:
             remove_unused()
             self._root, self._lock = _locked_directory()
@@ -35,7 +35,7 @@ class SharedMemory:
         return self._root is not None and Path(path).parent == self._root
 
     def keep(self, *paths: str) -> None:
-        """Remove all directories except these."""
+        """Remove all directories except `paths`."""
         for each in self._root.iterdir() if self._root is not None else ():
             if str(each) not in paths:
                 shutil.rmtree(each, ignore_errors=True)

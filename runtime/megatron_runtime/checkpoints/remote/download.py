@@ -184,7 +184,7 @@ def recorded_digests(directory: Path) -> dict[str, str]:
 
 
 def _reported(reference: AnyReference) -> Progress:
-    """Return a Progress that reports to the probes of this process and, after each tenth, to its log.
+    """Return a Progress that reports to the probes of this process and, after each tenth of the bytes, to its log.
 
     Without these reports, an engine that fetches a model would appear to be stalled.
     """
@@ -215,7 +215,7 @@ def fetch(
 
     Files that `directory` already has with the correct content are not transferred again.
 
-    wait: sleeps for a number of seconds.
+    wait: sleeps between attempts for a number of seconds. If None, the sleep ends early when another file fails.
 
     Raises HubError, HubUnavailableError or OSError.
     """
@@ -230,9 +230,9 @@ class _Fetch:
     directory: target directory, in which the files have their names.
     own: directory of the manifest and the lock.
     cache: cache of repositories, to which the source fetches.
-    blobs: folder in the cache with the files' contents, to which `directory` gets links. None: the files are moved from
-           the cache to the directory, and the cache is deleted.
-    wait:      sleeps for a number of seconds. None waits until another file fails.
+    blobs: folder in the cache with the files' contents, to which `directory` gets links. If None, the files are moved
+           from the cache to `directory`, and the cache is deleted.
+    wait:  as in fetch().
     """
 
     source: Source
@@ -313,7 +313,7 @@ class _Fetch:
         return {"sha256": sha256, "size": file.size, **({"version": file.version} if file.version else {})}
 
     def _transfer(self, file: RemoteFile) -> tuple[Path, str]:
-        """Fetch a file to the cache. Return its path there and its sha256.
+        """Fetch a file to the cache. Return its path in the cache and its sha256.
 
         If the content is wrong, fetch the file a second time.
         """
@@ -353,7 +353,7 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Return a context that holds the lock of a directory. Other processes that enter such a context wait meanwhile."""
+    """Return a context that holds the lock of a directory. Another process waits until it can take this lock."""
     with (directory / ".megatron-lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -49,7 +49,7 @@ class HubError(ValueError):
 class HubUnavailableError(OSError):
     """Raised if the hub cannot be reached or is overloaded. A retry may help.
 
-    retry_after: seconds that an overloaded hub asks the client to wait; 0: the hub names no time; None: no hub
+    retry_after: seconds that an overloaded hub asks the client to wait; 0 if the hub names no time; None if no hub
                  responds.
     """
 
@@ -79,7 +79,7 @@ class RemoteFile:
 
     @property
     def digest(self) -> str:
-        """The listed digest of the content, or else its version. The content has this name in the cache."""
+        """The listed digest of the content, or else the version. The cache stores the content under this name."""
         return self.sha256 or self.blob or self.version
 
 

@@ -111,8 +111,8 @@ def offline_directory(reference: Reference, cache: Path) -> Path | None:
 class HubApi:
     """A client of a hub, for the repository that a reference names.
 
-    endpoint:   URL of the hub; None: the variable HF_ENDPOINT, or the public hub.
-    token_file: file with the access token; None: huggingface_hub looks for a token.
+    endpoint:   URL of the hub; None means the variable HF_ENDPOINT, or the public hub if this variable is not set.
+    token_file: file with the access token; None lets huggingface_hub look for a token.
 
     Raises HubError, or SecretError if the endpoint or the token is malformed.
     """

@@ -60,7 +60,7 @@ def _write_header(source: Source, listing: Listing, file: RemoteFile, path: Path
         _write_start(source, listing, file, path, _LENGTH_BYTES)
         with path.open("rb") as opened:
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
-        # Fetch no more than this, because the reader of the file rejects a longer header.
+        # Fetch at most MAX_INDEX_BYTES, because the reader of the file rejects a longer header.
         _write_start(source, listing, file, path, _LENGTH_BYTES + min(length, MAX_INDEX_BYTES))
         return
     size = min(_FIRST_GGUF_BYTES, file.size) if file.path.endswith(".gguf") else 0
@@ -81,7 +81,7 @@ def _write_start(source: Source, listing: Listing, file: RemoteFile, path: Path,
 
 
 def _has_gguf_header(path: Path, size: int) -> bool:
-    """Return whether the first `size` bytes of a GGUF file contain its whole header. The rest of the file is a hole."""
+    """Return whether the first `size` bytes of a GGUF file contain its whole header. All later bytes are zero."""
     try:
         _, index = read_gguf_header(path, vocabulary=True)
     except ModelFileError:

@@ -189,13 +189,14 @@ class ObjectStoreApi:
     ) -> Path:
         """Fetch a file, as HubApi.get() does, and return its path.
 
-        Bytes that an earlier attempt or process has received are not transferred again, because writes are unbuffered.
+        The transfer continues after the bytes that an earlier attempt or process has written. Writes are unbuffered, so
+        a killed process has written all bytes that it has received.
         """
         repository = cache / self._reference.cache_name
         content, path = repository / "blobs" / file.digest, repository / "snapshots" / listing.commit / file.path
         for parent in (content.parent, path.parent):
             parent.mkdir(parents=True, exist_ok=True)
-        # The name contains also the path, because two files with the same content can be transferred at the same time.
+        # The name also depends on the path, because two files with the same content can be transferred concurrently.
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
         partial, link = content.with_name(f"{name}.incomplete"), content.with_name(f"{name}.link")
         if again or not content.is_file():

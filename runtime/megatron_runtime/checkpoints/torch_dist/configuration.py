@@ -148,7 +148,7 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def arguments_of(config: ModelConfig) -> Namespace:
-    """Return the arguments of Megatron-LM that describe a configuration, so that read_config() can read it from them.
+    """Return the Megatron-LM arguments that describe `config`. read_config() can convert them to a ModelConfig.
 
     Raises UnsupportedModelError, which names the field of ModelConfig that the arguments do not describe.
     """

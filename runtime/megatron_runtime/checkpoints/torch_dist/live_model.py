@@ -297,7 +297,7 @@ def config_of(model: Any, ends: tuple[int, ...] = ()) -> ModelConfig:
     rotary = gpt.rotary_pos_emb
     theirs = rotary.inv_freq.detach().double().cpu()
     if getattr(gpt, "rotary_scaling", False):
-        # The model does not store the factor. It divides the lowest frequency, so compute it from that.
+        # The model does not store the factor. Compute it from the lowest frequency, which the model divides by it.
         factor = round(values["rope_theta"] ** (-(len(theirs) - 1) / len(theirs)) / float(theirs[-1]), 3)
         arguments |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
         values = config_json_of(arguments, where=_WHERE)

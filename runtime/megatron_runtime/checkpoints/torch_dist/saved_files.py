@@ -151,7 +151,7 @@ class SavedArchive:
 def saved_archive(stored: ModelFile, *, where: str, start: int = 0, length: int = 0) -> Iterator[SavedArchive]:
     """Yield the torch.save() archive that is in `length` bytes of a file from `start` on.
 
-    length: size of the archive in bytes; 0: the rest of the file.
+    length: size of the archive in bytes; 0 means the rest of the file.
     where:  name of the archive, for errors.
 
     Raises ModelFileError, also for errors of the archive that occur in the `with` block.
@@ -327,7 +327,7 @@ def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
             require_safe_name(place.relative_path)
         except UnsafeNameError as error:
             raise UnsafePickleError(f"{path} refers to a file outside of its directory: {error}") from error
-        # This check limits both to 63 bits; their sum is compared with the file size later.
+        # This check limits the offset and the length to 63 bits. Their sum is compared with the file size later.
         size_of((place.offset, place.length))
         places[_place_key(where.fqn, size_of(where.offset or ()))] = place
     return places

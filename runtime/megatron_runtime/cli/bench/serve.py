@@ -67,8 +67,9 @@ def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
 def measure(clients: int, **options: Any) -> Answers:
     """Run a closed loop of `clients` concurrent clients, and return their measurements.
 
-    options: options of `megatron bench serve`, and the API key. For another route, also `path`, the route's path, and
-             `prompt`, a function that returns the fields of the request body that contain a prompt.
+    options: options of `megatron bench serve`, and the API key. For a route other than /v1/completions, pass two more
+             options. `path` is the path of the route. `prompt` converts a text to the fields of the request body that
+             contain the prompt.
 
     Raises httpx.HTTPError, StreamFormatError, StreamFailedError, and ClickException if the server rejects a request.
     """

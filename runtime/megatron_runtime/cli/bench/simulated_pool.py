@@ -79,7 +79,7 @@ class TraceRequest:
 
     prompt:  token ids, int32 [n].
     tokens:  number of tokens in the answer.
-    session: session id of the request; empty: the request has no session.
+    session: session id of the request; empty if the request has no session.
     """
 
     arrival: float
@@ -124,7 +124,7 @@ class _Model:
 
 
 class FirstComeScheduler(Scheduler):
-    """A scheduler for comparison, which computes prompts in the order of their rank, each as fast as possible."""
+    """A scheduler for comparison, which assigns all prompt tokens of a step to prompts by rank."""
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
         return sum(super()._budgets(num_decodes)), 0
@@ -133,7 +133,7 @@ class FirstComeScheduler(Scheduler):
 class _Engine:
     """One engine of the simulated pool.
 
-    role:      "prefill" or "decode"; None: the engine does both.
+    role:      "prefill" or "decode"; None if the engine does both.
     received:  dispatch and prefill messages that the engine reads before its next step.
     link_free: time at which the engine's link has finished all transfers so far, in seconds.
     """
@@ -169,8 +169,8 @@ class _Engine:
 class SimulatedPool:
     """Runs traces on `engines` engines of equal speed.
 
-    prefill_engines: number of engines with the role prefill. The others have the role decode. If 0, all engines do
-                     both.
+    prefill_engines: number of engines with the role prefill. The other engines have the role decode. If 0, every engine
+                     does both.
     chunk:     maximum number of prompt tokens per step. An engine with the role decode computes at most 256 prompt
                tokens.
     scheduler: class of the engines' scheduler.

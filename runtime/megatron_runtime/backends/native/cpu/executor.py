@@ -105,8 +105,10 @@ class CpuExecutor(TorchExecutor):
 
     @torch.inference_mode()
     def swap_weights(self) -> None:
-        """Use the staged weights. Another thread releases the replaced weights, because that takes about 0.1 s per
-        gigabyte, in which no step would run.
+        """Use the staged weights.
+
+        Another thread releases the replaced weights, because the release takes about 0.1 s per gigabyte. It
+        would delay the next step.
         """
         replaced = [self._store.weights, self.model, self._run]
         self._store.swap()
@@ -132,7 +134,7 @@ class CpuExecutor(TorchExecutor):
 def forward(
     model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, routing_GTJ: torch.Tensor | None = None
 ) -> ForwardStep:
-    """Compute the plan's tokens, write their keys and values to the cache, and return the output of the step.
+    """Run the model on the plan's tokens, write the keys and values to the cache, and return the output of the step.
 
     routing_GTJ: receives the experts of each token; None if they are not recorded.
     """
@@ -154,7 +156,7 @@ def _run_layers(
     cache_LPXE: torch.Tensor,
     routing_GTJ: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Run this rank's layers in torch operators, and return the hidden states after the last of them."""
+    """Run this rank's layers with torch operators, and return the hidden states after the last of these layers."""
     attention = attention_batch(plan, page_size=cache_LPXE.shape[2], dtype=x_TD.dtype, window=model.sliding_window)
     positions_T = torch.from_numpy(plan.positions)
     return model.run_layers(x_TD, positions_T, attention=attention, cache_LPXE=cache_LPXE, routing_GTJ=routing_GTJ)

@@ -63,7 +63,7 @@ class DeviceLinears(LinearFactory):
 
 
 class StagedLinears(LinearFactory):
-    """A factory of dense matrices in host memory. These are later copied over the matrices on the device.
+    """A factory of dense matrices in host memory, which are later copied over the matrices on the device.
 
     weights:  matrices on the device, with the same shapes.
     allocate: returns host memory of a given size in bytes.
@@ -257,9 +257,9 @@ def _stack(linears: list[Linear]) -> torch.Tensor:
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
-    """Return `weights` with all tensors and the router on the device.
+    """Return a copy of `weights` in which the router and all fields of type Tensor are on the device.
 
-    The other matrices must be on the device already.
+    All matrices except the router must be on the device already.
     """
     moved: dict[str, Any] = {}
     for field in fields(weights):

@@ -48,8 +48,7 @@ class StepOutput:
     logits_BV: logits of the last token of each row, in the model's type.
     tokens_B, log_probs_B: int32 and float32, sampled from logits_BV; NOT_FINITE for a row with non-finite numbers.
     routing_GTJ: as in ForwardStep.
-    x_TD:      hidden states of all tokens after the last layer. None for a graph, because it needs only the state of
-               each row's last token.
+    x_TD:      hidden states of all tokens after the last layer; None for the output of a graph.
     """
 
     logits_BV: torch.Tensor
@@ -62,8 +61,8 @@ class StepOutput:
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
     """Return the numbers of rows for which graphs are captured.
 
-    These are 1, 2 and 4, then multiples of 8 up to 128, of 16 up to 256, and of 32 up to `max_rows`. The result is
-    empty if `max_rows` is 0.
+    The numbers are 1, 2, 4, multiples of 8 up to 128, multiples of 16 up to 256, and then multiples of 32. The last
+    number is `max_rows`. The result is empty if `max_rows` is 0.
     """
     if max_rows == 0:
         return ()
@@ -78,15 +77,15 @@ def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
 
 
 class DecodeGraphs:
-    """Decode steps as CUDA graphs. One launch from the host replays all kernels of a step, including sampling.
+    """The CUDA graphs of decode steps. One launch from the host replays all kernels of a step, including sampling.
 
-    run:    function that computes a step with this number of rows, from buffers whose addresses do not change.
+    run:    computes a step, given its number of rows, from buffers whose addresses do not change.
     sizes:  numbers of rows for which a step is captured, ascending.
     """
 
     def __init__(self, run: Callable[[int], StepOutput], sizes: Sequence[int], record: Record) -> None:
         self._captured: dict[int, tuple[Callable[[], None], StepOutput]] = {}
-        # The largest first: the others fit into its memory.
+        # The smaller graphs fit into the memory of the largest graph, so the largest graph is captured first.
         for done, size in enumerate(reversed(sizes)):
             PROGRESS.report(Stage.CAPTURE, done, len(sizes))
             self._captured[size] = record(partial(run, size))
@@ -275,7 +274,7 @@ class CudaExecutor(TorchExecutor):
     def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
         """Return the size of the graph to replay for `rows` rows of the plan.
 
-        Returns None if the plan has prompts or no graph is large enough. The host then launches each kernel.
+        Returns None if the plan has prompts or no graph is large enough. In this case, the host launches each kernel.
         """
         batch = plan.sampling
         reports_prompts = bool(batch.prompt_targets) or bool(batch.returns_hidden.any())

@@ -130,10 +130,10 @@ class DeviceForwardStep(ForwardStep):
             )
 
     def _draw_later(self, batch: SamplingBatch, *, reports_raw: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Draw the tokens of the rows in staged.later.
+        """Draw the tokens of the rows in staged.later. Return tokens_B with the drawn tokens, and processed_MV.
 
-        Returns tokens_B with these tokens, or a RowFailure for each row that fails. The second value is processed_MV,
-        the logits from which the tokens are drawn, or None if `reports_raw`.
+        A row that fails has a RowFailure instead of a token. processed_MV has the logits from which the tokens are
+        drawn. processed_MV is None if `reports_raw`.
         """
         later, device = self.staged.later, self.logits_BV.device
         which_M = torch.from_numpy(later).to(device)

@@ -105,7 +105,7 @@ class StepBuffers:
         """Recorded after a step's copies. The host buffers must not change before the device has reached this event."""
 
     def clear(self) -> None:
-        """Fill the decode buffers with padding rows, so that a step with them writes to no cache slot."""
+        """Fill the decode buffers with padding rows, so that a step with these rows writes to no cache slot."""
         if self._sent is not None:
             self._sent.synchronize()
         self._pad(0, len(self._numbers["lengths_B"]))
@@ -145,7 +145,7 @@ class StepBuffers:
             later = np.flatnonzero(np.isin(rows, later))
             numbers["temperature_B"][later] = 0
         numbers["starts"][1 : size - decodes + 1] = ends[decodes:] - decodes
-        # The tables are the last part of the buffer, with the width in use. A kernel copies their rows from there.
+        # In the buffer, the tables come last and have the width in use. A kernel copies them to _tables_BM.
         width = plan.block_tables.shape[1]
         numbers["tables"][: size * width] = plan.block_tables[order].ravel()
         end = len(self._host) - 4 * (len(numbers["tables"]) - size * width)
@@ -176,7 +176,10 @@ class StepBuffers:
         return step
 
     def _pad(self, start: int, stop: int) -> None:
-        """Write padding rows, which attend to no token, write no KV, and sample greedily."""
+        """Write padding to the rows from `start` up to `stop`.
+
+        Padding rows attend to no token, write no KV, and sample greedily.
+        """
         for name in ("token_ids_T", "positions_T", "lengths_B", "temperature_B"):
             self._numbers[name][start:stop] = 0
         self._numbers["slots_T"][start:stop] = _PADDING_SLOT

@@ -63,8 +63,8 @@ class PrefixCache:
         self._idle: OrderedDict[int, CachedBlock] = OrderedDict()
         """Idle blocks by id, in the order of eviction.
 
-        A continuation comes before the blocks that it continues. Requests release it no later than these blocks, and
-        release() adds the blocks of one request in reverse order.
+        A continuation comes before the blocks that it continues. Requests release a continuation no later than these
+        blocks, and release() adds the blocks of one request in reverse order.
         """
         self._stored: list[bytes] = []
         self._evicted: list[bytes] = []

@@ -136,7 +136,7 @@ class RequestSlots:
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
-        """Assign a slot, with pages for all tokens of the request, and return it.
+        """Assign a slot to the request, with pages for all its tokens. Return the slot.
 
         The caller must have called has_room().
 
@@ -188,7 +188,8 @@ class RequestSlots:
                 return_counts=True,
             )
             freed = pages[self.prefix_cache.references[pages] == owners]
-            # A matched block that only these slots hold is pinned, or it is evicted and computed again.
+            # If only these slots hold a matched block, their release frees no page. `request` pins the block, or
+            # computes it again after its eviction.
             kept = [block.pages for block in matched]
             available += len(np.setdiff1d(freed, np.concatenate(kept)) if kept else freed)
         elif not self._free_slots:
@@ -233,8 +234,8 @@ class RequestSlots:
     def match(self, request: CoreRequest) -> tuple[list[CachedBlock], bool]:
         """Return the cached blocks at the start of the request's prompt, and whether the request should wait.
 
-        The request should wait if another slot is computing the block after the returned blocks now. At least two
-        tokens of the request remain outside the returned blocks.
+        The request should wait if another slot is now computing the block that follows the returned blocks. At least
+        two tokens of the request remain outside the returned blocks.
         """
         if not request.reads_cache:
             return [], False

@@ -30,7 +30,10 @@ class PinnedTransfers:
         """Map from the last key of each complete import to the id of the import."""
 
     def export(self, transfer: int, keys: Sequence[bytes]) -> list[bytes]:
-        """Pin the cached prefix of `keys`, up to the limit for exports. Return the keys of the pinned blocks."""
+        """Pin the cached prefix of `keys`, and return the keys of the pinned blocks.
+
+        The prefix is cut if all exports together would exceed the page limit for exports (see EXPORT_SHARE).
+        """
         room = self._cache.num_usable // EXPORT_SHARE - sum(map(len, self._exports.values()))
         blocks = self._cache.find(keys)[: max(0, room // self._cache.pages_per_block)]
         if blocks:
@@ -76,9 +79,9 @@ class PinnedTransfers:
         self._ready[keys[-1]] = transfer
 
     def used(self, key: bytes) -> None:
-        """Release the import whose last block is `key`.
+        """Release the import whose last block has the key `key`. No effect if there is none.
 
-        Call this when the engine has admitted a request that now pins these blocks.
+        Call this when the engine has admitted a request that pins the imported blocks.
         """
         transfer = self._ready.get(key)
         if transfer is not None:

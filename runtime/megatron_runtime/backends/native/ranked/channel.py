@@ -350,7 +350,7 @@ class LeaderChannel(_Channel):
     def collect(self, number: int, ranks: Iterable[int]) -> dict[int, Any]:
         """Wait for the answers of `ranks` to order `number`, and return the answers by rank. Rank 0 does not answer.
 
-        Raises RankError if the engine fails while it waits.
+        Raises RankError if the engine fails before all answers have arrived.
         """
         wanted = set(ranks) - {0}
         with self._changed:
@@ -364,8 +364,8 @@ class LeaderChannel(_Channel):
     def blame(self, number: int) -> RankError:
         """Return the error of the rank that made a collective operation of order `number` fail.
 
-        This is the first rank that is lost. If no rank is lost within BLAME_SECONDS, it is the rank for which the
-        others waited.
+        The error names the first rank that is lost. If no rank is lost within BLAME_SECONDS, the error names the rank
+        for which the other ranks waited.
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
@@ -501,7 +501,7 @@ class FollowerChannel(_Channel):
     def leave(self) -> None:
         """Ask rank 0, with the next heartbeat, to drain and stop the engine.
 
-        This method takes no lock, so a signal handler can call it while this thread sends.
+        This method takes no lock, so a signal handler can call it even if the handler interrupts a send.
         """
         self._is_leaving = True
 

@@ -55,7 +55,7 @@ _SIZES = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
 ENDING_SECONDS = 1.0
 """Seconds from the loss of a rank to the exit of this process.
 
-Meanwhile, it notifies the coordinator and other ranks.
+Meanwhile, the process notifies the coordinator and the other ranks.
 """
 
 
@@ -119,7 +119,7 @@ class RankedExecutor(Ranks):
     measures: whether each rank has measured its memory. If so, the number of pages is the maximum that fits on every
               rank.
 
-    Raises RankError if a rank was started with different sizes.
+    Raises RankError if the ranks differ in one of the attributes that _SIZES lists.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class RankedExecutor(Ranks):
     # --- Ranks --------------------------------------------------------------------------------------------------
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Wait until every rank has executed all earlier orders."""
+        """Wait until every rank has executed all earlier orders. Return the success or the failure of all ranks."""
         try:
             await asyncio.to_thread(self._everywhere, "confirm")
         except RankError as error:
@@ -376,13 +376,13 @@ def lead(
     *,
     has_watchdog: bool = True,
 ) -> RankedExecutor:
-    """Start rank 0, and return the executor for all ranks. The other ranks then wait for its orders.
+    """Start rank 0, and return the executor for all ranks. The other ranks wait for orders of this executor.
 
     open_model:   returns the model's files. It is called before everything that has a timeout, because a download can
                   take long and its duration differs between machines.
     has_watchdog: whether to terminate this process if its interpreter hangs.
 
-    Raises RendezvousError, which names the missing rank, RankError, and the errors of `open_model` and `make_part`.
+    Raises RankError, the errors of `open_model` and `make_part`, and RendezvousError, which names the missing rank.
     """
     source, meeting, groups = _connect(settings, identity, open_model)
     part = make_part(source, groups)
