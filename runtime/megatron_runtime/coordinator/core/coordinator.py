@@ -119,7 +119,7 @@ class CoordinatorCore:
         self.membership.start()
 
     def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
-        """Handle a message that arrived or that a translator created.
+        """Handle a message from a peer. A message from a plain peer has already been translated.
 
         This method raises no exception, whatever message a peer sends.
         """
@@ -283,9 +283,10 @@ class CoordinatorCore:
         self.context.answer(client, quota.to_frames())
 
     def _is_for_admin(self, client: Client, message: Message) -> bool:
-        """Return whether an administrator, or a trainer on the admin port, may send this message.
+        """Return whether a client with the role of an administrator may send this message.
 
-        User requests must use the client port. The exception is a canary, which names its engine.
+        A trainer may send only some of the verbs (_TRAINER_VERBS). An administrator may send a request only if the
+        request names its engine, as a canary does. All other requests must use the client port.
         """
         if client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
             is_verb = not isinstance(message, Control) or message.kind in _TRAINER_VERBS

@@ -51,9 +51,9 @@ NO_ROUTE = 0
 REMEMBERED_DISPATCHES = 4
 """Maximum number of earlier dispatches of a request from which a final answer is still accepted."""
 MOVE_AGAIN_SECONDS = 2.0
-"""Time for which a request that has made room is not moved again."""
+"""Minimum time between two moves of a request from an engine back to the queue."""
 SEARCH_AGAIN_SECONDS = 0.1
-"""Time until the next search, after a search that found no request that may make room."""
+"""Time until the next search for a request to move, after a search without a result."""
 
 
 class Dispatcher:
@@ -102,8 +102,8 @@ class Dispatcher:
         """Accept a request from a client, or reject the request.
 
         If a request with this uid is already open, the client has sent it again on another connection, and this method
-        continues it. If the uid was already answered on this connection, the client sent the request before it read the
-        answer.
+        continues it. If the uid was already answered on this connection, this method ignores the request, because the
+        client sent the request before it read the answer.
         """
         uid, meta, prompt, generated, params, media, epochs, handoff = submit
         if uid in client.answered:
@@ -449,7 +449,10 @@ class Dispatcher:
     # --- engines end -------------------------------------------------------------------------------------------
 
     def release(self, engine: Engine) -> None:
-        """Requeue the requests that `engine` had in flight. They precede all later requests."""
+        """Requeue the requests that `engine` had in flight, ahead of the other requests of their priority.
+
+        Requests that name this engine are rejected.
+        """
         self.quarantine.lost(engine)
         self.transfers.engine_lost(engine)
         self.handoffs.engine_lost(engine)
@@ -526,7 +529,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
-        """Acquit the suspect on a reserved engine if it has generated enough tokens (see quarantine.py)."""
+        """Acquit the suspect on a reserved engine if the suspect has generated enough tokens (see quarantine.py)."""
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 

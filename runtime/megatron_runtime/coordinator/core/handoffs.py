@@ -67,7 +67,7 @@ class Handoffs:
             self._context.set_timer("handoffs", until, self._expire)
 
     def offer(self, entry: Entry) -> dict[str, Any] | None:
-        """Return `disaggregated_params` for the answer of a request, or None if its engine keeps no blocks for it."""
+        """Return `disaggregated_params` for the answer of a request, or None if no engine keeps its blocks."""
         kept = self._kept.get(entry.dispatch_id)
         if kept is None:
             return None

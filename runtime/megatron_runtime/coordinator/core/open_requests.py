@@ -108,7 +108,7 @@ class Journal:
     def fits(self, entry: Entry) -> bool:
         """Return whether a new entry fits within `limit_bytes`.
 
-        Generated tokens count against the limit too, but they are accepted even beyond it.
+        Generated tokens also count against the limit, but the journal accepts them even beyond the limit.
         """
         return self.bytes + entry.admitted_bytes <= self.limit_bytes
 
@@ -210,7 +210,7 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Return the first one or two requests of each band, in the order of the whole queue."""
+        """Return the first replay and the first other request of each band, in the order of the whole queue."""
         heads = []
         for band in self._bands.values():
             if band.replays:

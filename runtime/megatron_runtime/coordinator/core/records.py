@@ -1,7 +1,7 @@
 """Clients, engines, open requests and tenants, and the references between them.
 
 The records are plain data. The registries (context.py) and tables (open_requests.py) keep the references consistent.
-The client and the tenant of an open request refer to it. Its engine also refers to it, once it is dispatched.
+The client and the tenant of an open request refer to the request, and so does its engine after the dispatch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EPOCH_SPAN_BYTES = 128
 """Estimated memory, in bytes, of a pair of integers in Entry.epochs."""
 
 TenantKey: TypeAlias = str | int
-"""The id that the request names, or the route number of the client that sent it."""
+"""The tenant's id in the request, or the route number of the client that sent the request."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -102,7 +102,7 @@ class Client:
     def take_kept(self) -> tuple[bytes | None, Outgoing, int]:
         """Remove the first message from the outbox.
 
-        Return the uid that it answers, the message, and its size in bytes.
+        Return the uid of the request that the message ends (None if there is none), the message, and its size in bytes.
         """
         uid, message, size = self.outbox.popleft()
         self.outbox_bytes -= size
@@ -329,7 +329,7 @@ class Engine:
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that the engine has computed this many uncached tokens of a request (at least 1)."""
+        """Record that the engine has computed `tokens` uncached tokens of a request (at least 1)."""
         entry.uncached -= tokens
         self.queued -= tokens
         self.waiting -= not entry.uncached
@@ -462,8 +462,8 @@ class Entry:
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
     media_route: Client.route of the client that sent the media.
     uncached:   estimated number of tokens that its engine must compute before it generates a token; 0 after that token.
-    size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 while its engine
-                does not count them.
+    size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 unless
+                Engine.add_work() has counted the tokens.
     stage, export: the stage of a split request, and the KV blocks that a prefill engine keeps for it; see Transfers.
     promised:   number of free blocks that a decode engine will need for it. Set while its prompt is computed or
                 exported.
@@ -622,8 +622,8 @@ class Levels:
 class Band:
     """Waiting requests of one priority, model, adapter and set of needed features.
 
-    replays: requests of lost engines, in order. They are dispatched before all other requests.
-    tenants: tenants with other waiting requests, which are in Tenant.lanes.
+    replays: requests of lost engines, in order. They are dispatched before the other requests of the band.
+    tenants: tenants with other waiting requests in this band; see Tenant.lanes.
     """
 
     priority: int

@@ -261,7 +261,7 @@ class Transfers:
     def _prefiller(self, entry: Entry, decoder: Engine) -> Engine | None:
         """Return the prefill engine with the lowest cost for a prompt.
 
-        Return None if `decoder` can compute the prompt at a lower cost.
+        Return None if no prefill engine is suitable, or if `decoder` can compute the prompt at a lower cost.
 
         Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because a decode
         engine computes prompts in short steps, and because prompts delay its other answers. At a prefill engine, the

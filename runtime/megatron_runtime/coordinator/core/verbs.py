@@ -52,8 +52,9 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
 CANCELS_TRANSFERS = frozenset({Header.SUSPEND, Header.STOP, Header.UPDATE_WEIGHTS, Header.SET_GENERATION_EPOCH})
 """Control messages after which blocks in transfer between engines are useless."""
 KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
-"""Control messages that fail as a whole if one engine fails, which keeps serving. UPDATE_WEIGHTS from a trainer behaves
-in the same way, because an engine that cannot reach the trainer could not get the weights after a restart either.
+"""Control messages that fail as a whole if one engine fails. The failed engine keeps serving. UPDATE_WEIGHTS from a
+trainer behaves in the same way, because an engine that cannot reach the trainer could not get the weights after a
+restart either.
 """
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
@@ -207,8 +208,8 @@ class Verbs:
     def source_for(self, engine: Engine) -> str | None:
         """Return the weights that an engine must hold, or None if the engine keeps its own weights.
 
-        An engine of another revision keeps its own weights, unless a trainer publishes the weights. Every engine serves
-        published weights.
+        Weights that a trainer publishes are for every engine. Other weights are only for engines of the revisions that
+        have loaded them.
         """
         is_theirs = is_published(self.source) or engine.revision in self._source_revisions
         return self.source if is_theirs else None
