@@ -39,7 +39,9 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the adapters of `wanted` that are not loaded yet. Requests can name them only after commit().
+        """Load the adapters of `wanted` that are not loaded yet, and return the result of each rank.
+
+        Requests can name the new adapters only after commit().
 
         If an adapter cannot be loaded, the other adapters that this call loaded are unloaded. `rejected` then has the
         cause for each adapter that cannot be loaded.

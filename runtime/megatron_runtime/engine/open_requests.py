@@ -228,10 +228,10 @@ class OpenRequests:
             self._adapters.end(adapter)
 
     def _aborted(self, aborted: asyncio.Future[object]) -> None:
-        """Report that the engine is idle, immediately and not with the next heartbeat. The coordinator may wait for
-        this.
+        """Handle the end of an abort. If the engine is now idle, report this immediately.
 
-        A stopped backend counts as idle.
+        The coordinator may wait for this report, so it is not delayed until the next heartbeat. A stopped backend
+        counts as idle.
         """
         if not aborted.cancelled():
             aborted.exception()

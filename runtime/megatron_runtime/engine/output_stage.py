@@ -139,8 +139,8 @@ class StopMatcher:
 class LogProbDetails:
     """Log-probabilities of one request, from token index `first` on. Another engine has reported the earlier tokens.
 
-    text_of: returns the text of a token, which is then the key in the maps of the most likely tokens. If it is None,
-             the most likely tokens are (id, value) pairs.
+    text_of: returns the text of a token. The maps of the most likely tokens have these texts as keys. None: the most
+             likely tokens are (id, value) pairs.
     """
 
     first: int

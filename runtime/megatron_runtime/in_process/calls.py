@@ -118,9 +118,9 @@ class DirectCalls:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
-        """Load the weights.
+        """Load the weights. If the engine has other ranks, start to monitor them.
 
-        If the engine has other ranks, they exit with this process, and the loss of a rank stops all ranks.
+        From then on, the loss of a rank stops all ranks, and the other ranks exit with this process.
         """
         executor = self.core.executor
         executor.load()

@@ -256,7 +256,10 @@ class ProgramLifecycle:
             logger.warning("shutting down without a clean stop of the engines: %s", error)
 
     async def close(self) -> None:
-        """Stop the HTTP server and the client. Open calls then raise the cause. This method is idempotent."""
+        """Stop the HTTP server and the client. Open calls raise the error of raise_failure(), or UnavailableError.
+
+        This method is idempotent.
+        """
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()
