@@ -464,14 +464,15 @@ class CoordinatorClient:
     # --- limits of tenants --------------------------------------------------------------------------------------
 
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
-        """Ask the coordinator, now or after the next registration, to reserve requests and tokens of a tenant's limits.
+        """Ask the coordinator to reserve requests and tokens within a tenant's limits.
 
-        Return a future for the coordinator's answer. If the future is cancelled, the reserved tokens are returned.
+        The message is sent now or after the next registration. Return a future for the coordinator's answer. If the
+        future is cancelled, the reserved tokens are returned.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 
     def charge(self, charge: Charge) -> None:
-        """Ask the coordinator to count tokens of a tenant, or to return tokens to the tenant's limits.
+        """Ask the coordinator to count tokens against a tenant's limit, or to return unused tokens of a reservation.
 
         The message is lost if there is no connection.
         """

@@ -143,8 +143,8 @@ class Stall(NamedTuple):
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
     """Return the rank for which the other ranks wait.
 
-    Prefer a rank that has not completed the command with number `order`, then a rank that is in no collective, then the
-    rank that has entered the fewest collectives.
+    Prefer ranks that have not completed the command with number `order`, and of these the ranks that are in no
+    collective. If several ranks remain, return the rank that has entered the fewest collectives.
     """
 
     def lateness(rank: int) -> tuple[bool, bool, int]:

@@ -150,8 +150,8 @@ class Offer:
     """Weights that the port sends.
 
     session: session in the reference that names the weights.
-    part:    for the weights of an engine's rank, OpenSession.part of the ranks that may receive them.
-    digest:  for the weights of an engine's rank, SessionOpened.digest.
+    part:    OpenSession.part of the ranks that may receive the weights; empty for whole tensors.
+    digest:  digest of the sending engine's weights; empty if there is none.
     """
 
     session: str

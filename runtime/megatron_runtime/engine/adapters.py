@@ -141,7 +141,7 @@ class AdapterSet:
     async def _unload_unused(self) -> None:
         """Unload the adapters that neither a list nor a request needs.
 
-        If this fails, the failure is only logged, because no request can name these adapters.
+        A failure is only logged, because no request can name these adapters.
         """
         async with self._changing:
             for adapter in [adapter for adapter in self._loaded if not self._is_needed(adapter)]:

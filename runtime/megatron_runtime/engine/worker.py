@@ -320,7 +320,7 @@ class EngineWorker:
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
         """Send HELLO if the coordinator has just recovered.
 
-        The coordinator answers with the state of the pool, which may have changed.
+        The coordinator answers with the state that this engine must adopt, which may have changed.
         """
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state

@@ -83,7 +83,7 @@ class Call:
 def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
     """Return a digest of a call's arguments.
 
-    The ranks of an engine compare it, to verify that they make the same call.
+    The ranks of an engine compare their digests, to verify that they make the same call.
     """
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()

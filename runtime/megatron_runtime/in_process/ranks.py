@@ -151,7 +151,9 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
 def executor_of_ranks(
     source: ModelSource, text: ModelText, config: InferenceConfig, sizes: ParallelSizes, **options: Any
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
-    """Return this rank's executor, the configuration of all ranks, and the follower (None on the first rank).
+    """Return this rank's executor, the configuration of all ranks, and the follower.
+
+    The follower executes the first rank's commands on this rank. It is None on the first rank.
 
     Every rank of the program calls this function.
 

@@ -121,7 +121,7 @@ class EngineRegistry:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks of the serving engines."""
+        """The tasks of the serving engines, such as "generate"."""
         return tuple(sorted({engine.does for engine in self.serving()})[: limits.MAX_TASKS])
 
     def named(self, name: str) -> Engine | None:
@@ -148,8 +148,8 @@ class EngineRegistry:
     def update_costs(self, now: float) -> None:
         """Update the costs of all engines from the rates in their last heartbeats.
 
-        An engine gets the median rate if it reports no rate, or if it has received no request for RATE_SECONDS. A rate
-        within a factor of SIMILAR_RATES of the median is also replaced by the median, so that noise does not affect the
+        An engine gets the median rate if it reports no rate, or if it has received no request for RATE_SECONDS. The
+        median also replaces a rate within a factor of SIMILAR_RATES of the median. Noise therefore does not affect the
         order of engines with equal speed. If no engine reports a prefill rate, or no engine reports a decode rate, the
         cost of an engine is the number of its requests.
         """
@@ -236,10 +236,10 @@ class Context:
     wall_offset: value to add to `now` to get Unix time.
     next_timer:  time at which the earliest timer is due; infinite if no timer is set.
     randbits:    returns an integer with the given number of random bits.
-    needs_pump:  the core must try to dispatch waiting requests before the event ends.
+    needs_pump:  whether the core must try to dispatch waiting requests before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
-    translated:  the plain peers, because the shell translates their messages.
-    ended:       traced requests that have ended since the shell last read this list; None if the shell records no
+    translated:  the plain peers, each of which has a translator.
+    ended:       traced requests that have ended since service.py last read this list; None if service.py records no
                  spans.
     term:        the term in which this coordinator of a pair is active; 0 while it is on standby; None if it is the
                  only coordinator.
@@ -289,7 +289,7 @@ class Context:
             self.answer_now(client, message, uid=uid)
 
     def report_room(self, peer: PeerId) -> None:
-        """Request that the shell calls CoordinatorCore.has_room() when the peer's connection accepts messages again."""
+        """Request a call of CoordinatorCore.has_room() when the peer's connection accepts messages again."""
         self.effects.append((peer, []))
 
     def answer_now(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:

@@ -1,6 +1,6 @@
 """The coordinator as a deterministic state machine. Events are its inputs, and effects are its outputs.
 
-Events are the methods of CoordinatorCore that begin with the time of the event. After each event, the shell performs
+Events are the methods of CoordinatorCore that begin with the time of the event. After each event, service.py performs
 `context.effects` and empties the list. The core uses no socket, clock, event loop or random number generator.
 """
 
@@ -70,7 +70,7 @@ class CoordinatorCore:
 
     now:      time of creation, in seconds on the clock that all events use.
     randbits: returns an integer with the given number of random bits.
-    access:   checks keys for the core. The shell implements this interface.
+    access:   checks keys for the core.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class CoordinatorCore:
         """Handle effects of the last event that connections did not accept.
 
         rejected: peer, message, and whether the connection has ended, in the order of the effects. If a connection has
-            not ended, the shell calls has_room() when the connection accepts messages again.
+            not ended, service.py calls has_room() when the connection accepts messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
@@ -183,7 +183,7 @@ class CoordinatorCore:
         self._settle()
 
     def run_timers(self, now: float) -> None:
-        """Run all timers that are due. The shell calls this no later than `context.next_timer`."""
+        """Run all timers that are due. Call this method no later than `context.next_timer`."""
         self.context.now = now
         while (callback := self.context.pop_due_timer()) is not None:
             callback()

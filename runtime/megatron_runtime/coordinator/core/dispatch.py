@@ -102,8 +102,8 @@ class Dispatcher:
         """Accept a request from a client, or reject the request.
 
         If a request with this uid is already open, the client has sent it again on another connection, and this method
-        continues it. If the uid was already answered on this connection, this method ignores the request, because the
-        client sent the request before it read the answer.
+        continues the request. If the uid was already answered on this connection, this method ignores the request,
+        because the client sent the request before it read the answer.
         """
         uid, meta, prompt, generated, params, media, epochs, handoff = submit
         if uid in client.answered:
@@ -171,8 +171,8 @@ class Dispatcher:
     def _begin(self, entry: Entry) -> bool:
         """Dispatch or reject a request that has not been in the queue.
 
-        Return True if the request was dispatched or rejected. Return False if it must wait, because all engines that
-        can answer it are at capacity.
+        Return True if the request was dispatched or rejected. Return False if the request must wait, because all
+        engines that can answer it are at capacity.
         """
         if entry.meta.engine:
             pinned = self._engines.named(entry.meta.engine)
@@ -315,7 +315,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
-        """Return whether the engine can read the prompt of a request as the coordinator stores it."""
+        """Return whether the engine can read the prompt in the form in which the coordinator stores it."""
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
@@ -469,7 +469,7 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move the requests of an engine that sends no heartbeats to engines with capacity.
+        """Move requests from an engine that sends no heartbeats to other engines with capacity.
 
         If the silent engine still answers one of these requests, the answer is accepted.
         """

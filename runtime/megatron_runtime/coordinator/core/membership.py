@@ -286,8 +286,8 @@ class Membership:
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
         """Handle the end of a connection.
 
-        If the peer is an engine, this method requeues its requests; an engine that is still alive registers again. If
-        the peer is a client, it has Timing.client_dead seconds to register again.
+        If the peer is an engine, this method requeues the requests of the engine. A live engine registers again. If the
+        peer is a client, it has Timing.client_dead seconds to register again.
 
         by_peer: whether the other side closed the connection, as the operating system does when a process exits.
         """

@@ -159,8 +159,8 @@ class Journal:
 class WaitingQueue:
     """Requests that wait for an engine.
 
-    The lowest priority number comes first, then requests whose engine was lost (replays), then the tenant with the
-    fewest requests at engines. Requests of one tenant keep their order of arrival.
+    The lowest priority number comes first. Within a priority, requests whose engine was lost (replays) come first, then
+    requests of the tenant with the fewest requests at engines. Requests of one tenant keep their order of arrival.
 
     Each combination of priority, model, adapter and required features has its own band. A request whose engines are at
     capacity therefore does not delay requests that other engines can answer.

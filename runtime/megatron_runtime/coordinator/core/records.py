@@ -66,8 +66,8 @@ class Client:
                are sent later as one partial.
     outbox_bytes: total size of the outbox.
     behind:    whether some generated tokens have not yet been sent to it.
-    stuck_since: time since which its connection is full; None while it accepts messages. Until the shell calls
-               has_room(), nothing is sent to the client. Its tokens stay in the journal, and other messages in the
+    stuck_since: time since which its connection is full; None while the connection accepts messages. Until has_room()
+               is called, nothing is sent to the client. Its tokens stay in the journal, and other messages in the
                outbox.
     """
 
@@ -157,9 +157,8 @@ class Crash:
     """One crash of an engine. All requests that were in flight share this object.
 
     at:     time of the crash.
-    counts: whether the crash counts against the requests that were in flight. It becomes False if the engine's process
-            turns out to have survived (only the connection was lost), or if the request that caused the crash is
-            identified.
+    counts: whether the crash counts against the requests that were in flight. It becomes False if only the connection
+            was lost and the engine's process survived, or if the request that caused the crash is identified.
     """
 
     engine: str
@@ -196,7 +195,7 @@ class Engine:
     role:      "prefill" or "decode", the stage for which it is preferred; empty means both.
     kv:        address and layout for the exchange of KV blocks; None if it neither exports nor imports blocks.
     free_blocks: blocks that it reported as free, minus the blocks of later imports; None if unknown.
-    full:      whether its connection is full and the shell has not yet called has_room().
+    full:      whether its connection is full. has_room() ends this state.
     suspect:   whether its heartbeats have been missing for some time, but not long enough to remove it.
     welcomed:  time at which it was last sent the state that it must adopt.
     owed:      the last commit that was sent to the engine, until a heartbeat shows that the engine has executed the

@@ -135,7 +135,7 @@ def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
 
 
 def other_model(entry: Entry, engines: Sequence[Engine]) -> Rejection:
-    """Return the error of a request whose model is served by none of these engines."""
+    """Return the error of a request whose model is not the model of any engine in `engines`."""
     models = ", ".join(sorted({engine.model for engine in engines}))
     what = "it was begun by" if entry.generated else "it was made for"
     message = f"the request's model changed: {what} {entry.model}, the engines run {models}"

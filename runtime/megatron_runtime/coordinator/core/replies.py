@@ -139,7 +139,7 @@ class Replies:
             self._counters.stale += 1
 
     def late_final(self, peer: PeerId, message: Final, sent: Outgoing) -> bool:
-        """Handle an answer from an engine whose requests were requeued, because it was removed or silent.
+        """Handle an answer from an engine whose requests were requeued, because the engine was removed or silent.
 
         If the answer begins with the tokens that the client already has, deliver the answer and end the request at its
         current engine. Return False if the answer belongs to no open request or does not begin with these tokens.
@@ -183,7 +183,7 @@ class Replies:
         """Send a client the messages in its outbox and its missing tokens, in as few messages as possible, while its
         connection accepts them.
 
-        After CATCH_UP_BYTES, the remaining messages wait until the shell calls has_room(), as for a full connection.
+        After CATCH_UP_BYTES, the remaining messages wait until has_room() is called, as for a full connection.
         """
         if client.stuck_since is not None or not client.reachable:
             return
@@ -226,8 +226,8 @@ class Replies:
         The tokens of a partial are sent again from the journal. Heartbeats and HELLO_ACK are dropped. Other messages
         wait in the client's outbox.
 
-        is_gone: whether the connection is closed. If not, the connection is full, and the shell calls has_room() when
-                 the connection accepts messages again.
+        is_gone: whether the connection is closed. If not, the connection is full, and has_room() is called when the
+                 connection accepts messages again.
         """
         if is_gone:
             client.reachable = False

@@ -39,8 +39,8 @@ PromptHashes = Mapping[int, Sequence[int]]
 class KnownBlocks:
     """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    A block is identified by its hash. An engine counts as a holder from the dispatch of a prompt with this block until
-    the engine reports the eviction of the block, or until the block is forgotten.
+    A block is identified by its hash. An engine counts as a holder after the dispatch of a prompt with this block. The
+    engine stops to count when it reports the eviction of the block, or when the block is forgotten.
 
     clock: the number of prompts that engines have received.
     """
@@ -199,8 +199,8 @@ class EngineRouter:
         ahead = min(queued, waiting * uncached + step)
 
     where `queued` is the number of prompt tokens that the engine must still compute, for `waiting` requests. `uncached`
-    is the number of the request's tokens that the engine does not hold, `step` the number of tokens of a step, and
-    `held` the number of tokens of the engine's requests. Prompts share steps, so each waiting prompt delays this
+    is the number of the request's tokens that the engine does not hold. `step` is the number of tokens of a step, and
+    `held` is the number of tokens of the engine's requests. Prompts share steps, so each waiting prompt delays this
     request by at most `uncached` tokens, and the step in progress by at most `step` tokens. A prompt also delays the
     other requests of the engine, so it counts double at a full engine. If rates are unknown, the cost is the number of
     requests. Ties go to the engine with the fewest uncached tokens. A session stays at its engine (see
@@ -254,7 +254,7 @@ class EngineRouter:
         adapter: str = "",
         media: Sequence[MediaItem] = (),
     ) -> PromptHashes:
-        """Return the hashes of a prompt's blocks, as the policy needs them, for each block size of the engines.
+        """Return the hashes of the prompt's blocks that the policy needs, for each block size of the engines.
 
         The prompt is little-endian int32.
         """

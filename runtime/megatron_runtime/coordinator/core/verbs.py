@@ -66,7 +66,8 @@ class PendingOperation:
 
     clients: clients that get the answer. A client that sends a control message with the same id is added.
     waiting: engines that have not answered.
-    failed:  engines that did not execute it and keep serving; if there are any, the operation has failed.
+    failed:  engines that did not execute the operation and keep serving. The operation succeeds only if no engine
+             failed.
     must_load: for UPDATE_WEIGHTS, engines that have verified the weights and must still load them in a second step,
                during which they are paused.
     is_loading: whether the second step has begun. If an engine fails in this step, the other engines return to the old
@@ -261,7 +262,7 @@ class Verbs:
         )
 
     def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
-        """Send HELLO_ACK with these fields and the fields that all peers receive."""
+        """Send HELLO_ACK with `fields` and the fields that all peers receive."""
         ack = HelloAck(
             incarnation=self._context.incarnation,
             epoch=self.epoch,
@@ -403,7 +404,7 @@ class Verbs:
         return self.current is not operation
 
     def acknowledged(self, engine: Engine, ack: ControlAck) -> bool:
-        """Record the answer of an engine. Return False if no operation waits for it."""
+        """Record the answer of an engine. Return False if no operation waits for this answer."""
         operation = self.current
         if operation is None or operation.operation_id != ack.operation_id:
             return False

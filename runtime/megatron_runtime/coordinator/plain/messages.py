@@ -360,7 +360,7 @@ def reply_frames(
     before: dict[str, list[Any]],
     detokenize: Detokenize,
 ) -> Frames:
-    """Return the frames of an ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
+    """Convert a FINAL with `tokens` and the reply map `reply` to the frames of an ENGINE_REPLY for a client.
 
     A `reply` that is a dict comes from an engine of Megatron-Core, and is passed on unchanged. If `reply` is packed,
     this function adds the text if the engine sent none.
