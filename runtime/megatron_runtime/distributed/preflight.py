@@ -30,7 +30,7 @@ GREETING_SECONDS = 2.0
 NAMED = 4
 """Maximum number of pairs in an error message."""
 SILENT_SHARE = 0.3
-"""Fraction of the timeout. If the last connection attempt has taken longer than this when the deadline comes, the peer
+"""Fraction of the timeout. If the last connection attempt has taken longer than this fraction at the deadline, the peer
 counts as silent.
 """
 
@@ -51,7 +51,7 @@ class PreflightSettings:
 
 
 class PreflightError(RuntimeError):
-    """Two pods cannot reach each other. The message names both and the cause."""
+    """Two pods cannot reach each other. The message names both pods and the cause."""
 
     reason = "RendezvousFailed"
     remedy = "check that NetworkPolicies and firewalls let pods of the engine reach each other on every port"

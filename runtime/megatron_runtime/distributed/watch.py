@@ -165,8 +165,8 @@ class StepWatch:
     def look(self, order: int, reports: Mapping[int, Report], *, now: float, is_warm_up: bool = False) -> Stall | None:
         """Return the stall if no rank has made progress in the command with number `order` within the timeout.
 
-        Returns None otherwise. Call this method every BEAT_SECONDS. If a call is late, at most 2 * BEAT_SECONDS since
-        the last call are counted.
+        Returns None otherwise. Call this method every BEAT_SECONDS. If a call is late, at most 2 * BEAT_SECONDS of
+        the time since the last call are counted.
 
         order:      number of the last step that was sent to the ranks.
         reports:    last report of each rank.

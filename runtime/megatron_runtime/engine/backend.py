@@ -114,7 +114,7 @@ class RankResults:
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
         """Return the results of a verb that raised `error`.
 
-        If the error names a rank, this rank has failed. Otherwise all ranks have failed.
+        If the error names a rank, only the named rank has failed. Otherwise all ranks have failed.
         """
         if isinstance(error, RankError):
             return cls(ranks, {error.rank: error.cause})

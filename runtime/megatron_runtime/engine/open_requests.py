@@ -169,7 +169,7 @@ class OpenRequests:
     def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
         """Compute the complete blocks of a prompt for another engine.
 
-        If this fails, the other engine computes the blocks.
+        If the prefill fails, the other engine computes the blocks.
         """
         exchange.begin(dispatch.dispatch_id)
         try:

@@ -169,7 +169,7 @@ class EngineWorker:
                 await health.stop()
 
     def on_leave(self) -> None:
-        """Drain: accept no new requests, finish the requests in flight within the drain time, and hand over the rest.
+        """Accept no new requests, finish the requests in flight, and hand over requests that outlast the drain time.
 
         This method is idempotent.
         """

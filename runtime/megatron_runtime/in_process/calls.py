@@ -387,7 +387,7 @@ class _Runner:
         self._text = text
         self._commands = commands
         self._feeding: deque[Call] = deque()
-        """Calls with waiting requests. They add requests round robin."""
+        """Calls with waiting requests. These calls add requests round robin."""
         self._open: dict[bytes, tuple[Call, PendingRequest]] = {}
         self._stage = OutputStage(
             send=self._receive,

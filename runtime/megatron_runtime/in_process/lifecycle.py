@@ -45,7 +45,7 @@ class ProgramLifecycle:
     """One rank of an engine, from its registration with the coordinator to its shutdown.
 
     If the coordinator's process exits, or if this engine fails and no other engine serves, every open and later call
-    raises the cause. Use this object only on the event loop of the connection.
+    raises the error of raise_failure(). Use this object only on the event loop of the connection.
 
     core, service: core and service of this rank. The service has started.
     client: on the primary rank, the client that sends the verbs. None on other ranks, which wait for the states of

@@ -4,9 +4,9 @@ An engine gets at most as many requests as it can run at the same time. The othe
 engine that joins therefore gets work immediately, and few requests must be dispatched again when an engine leaves.
 
 Tenants share the engines. The load of a tenant is the number of its requests at engines. The shares are max-min fair if
-no tenant with waiting requests has at least two requests fewer at engines than another tenant. The dispatcher moves
-requests from engines back to the queue until the shares are fair. Each move brings the loads of two tenants closer
-together, so no request moves back and forth. While only one tenant has requests, no request is moved.
+the load of each tenant with waiting requests is at least the highest load minus one. The dispatcher moves requests from
+engines back to the queue until the shares are fair. Each move brings the loads of two tenants closer together, so no
+request moves back and forth. While only one tenant has requests, no request is moved.
 """
 
 from __future__ import annotations
@@ -416,7 +416,7 @@ class Dispatcher:
         """Move a running request of another tenant back to the queue, so that the waiting request `entry` can run.
 
         The moved request is the newest request of a tenant that has at least two more requests at engines than the
-        tenant of `entry`. Return False if no running request may be moved.
+        tenant of `entry`. Return whether a request was moved.
         """
         for tenant in self.tenants.busy.from_highest():
             if tenant.load < entry.tenant.load + 2:

@@ -174,7 +174,7 @@ class WaitingQueue:
         """Add a request to the queue.
 
         first: place the request ahead of all other requests of its priority, because its engine was lost (a replay).
-        moved: place the request ahead of the other requests of its tenant only.
+        moved: place the request ahead of the other requests of its tenant, but not ahead of other tenants.
         """
         key = _band_of(entry)
         band = self._bands.get(key)

@@ -108,7 +108,10 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 
 
 def _params_of(entry: Entry) -> SamplingParams | None:
-    """Return the sampling parameters of a request, or None if they are malformed, which only an engine reports."""
+    """Return the sampling parameters of a request, or None if they are malformed.
+
+    Only engines reject malformed parameters.
+    """
     try:
         return SamplingParams.deserialize(unpack(entry.params, PARAMETERS))
     except (ValueError, TypeError, AttributeError):

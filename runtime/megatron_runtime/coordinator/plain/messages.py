@@ -33,7 +33,7 @@ from megatron_runtime.protocol.text import shown
 logger = logging.getLogger(__name__)
 
 Detokenize: TypeAlias = Callable[[list[int]], str] | None
-"""A function that returns the text of token ids. None if no tokenizer is available for this."""
+"""A function that returns the text of token ids. None if no tokenizer is available."""
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
