@@ -53,7 +53,7 @@ class Conversation:
     """A conversation with one model, and the commands that change the conversation.
 
     messages: all messages with their roles, in the format of the server. A system message comes first.
-    settings: sampling parameters of the requests, by the names in SETTINGS with `_` instead of `-`.
+    settings: sampling parameters of the requests. The keys are the names in SETTINGS, with `_` instead of `-`.
     """
 
     client: ApiClient

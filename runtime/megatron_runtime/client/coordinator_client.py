@@ -132,11 +132,11 @@ class CoordinatorClient:
     ) -> None:
         self.next_request_id = 0
         self.requests: dict[int, PendingRequest] = {}
-        """The open requests, by number."""
+        """The open requests, by request id."""
         self._open: dict[bytes, PendingRequest] = {}
         """The open requests, by uid."""
         self._handoffs: dict[int, int] = {}
-        """The coordinator's number of the KV handoff in an answer, by request id."""
+        """Maps this client's request id to the coordinator's request id, for each answer with a KV handoff."""
         self._sent_media: Counter[bytes] = Counter()
         """For each media digest, the number of open requests that this client submitted to this coordinator with the
         media.
@@ -170,7 +170,7 @@ class CoordinatorClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message from the coordinator within a few seconds."""
+        """Whether the client is registered and has received a message from the coordinator in the last few seconds."""
         return self._link.registered
 
     # --- start and stop -----------------------------------------------------------------------------------------
@@ -232,10 +232,7 @@ class CoordinatorClient:
         self._on_stopped()
 
     def _other_loop(self) -> asyncio.AbstractEventLoop | None:
-        """Return the connection's event loop if an action must be passed to it, otherwise None.
-
-        This is the case if the loop is running and the caller does not run on it.
-        """
+        """Return the connection's event loop if it is running and the caller does not run on it, otherwise None."""
         loop = self._loop
         return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
@@ -278,7 +275,7 @@ class CoordinatorClient:
         The stream yields any number of `{"partial": {"request_id", "new_tokens", …}}`, then `{"final": reply}`. If
         log-probabilities are requested, each partial has "new_log_probs" and "new_top_n_logprobs". The first partial
         also has "prompt_log_probs" and "prompt_top_n_logprobs". If MAX_UNREAD_ITEMS partials are unread, further tokens
-        are added to the last unread partial. The method sets `streaming` in the caller's parameters. Closing the stream
+        are added to the last unread partial. The method sets `streaming` in `sampling_params`. Closing the stream
         aborts the request. The arguments are the same as for add_request().
         """
         if isinstance(sampling_params, SamplingParams):
@@ -362,7 +359,7 @@ class CoordinatorClient:
         self._sent_media.update({item.digest for item in request.media.items})
 
     def _expire(self, request: PendingRequest) -> None:
-        """Fail a request whose deadline has passed, if the coordinator is unreachable and has not done so."""
+        """Fail a request whose deadline has passed without an answer from the coordinator."""
         self._link.send(Abort(request.uid).to_frames())
         message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
         self._reject(request, rejection(ErrorCode.DEADLINE, message))
@@ -446,7 +443,7 @@ class CoordinatorClient:
     # --- handoffs of KV -----------------------------------------------------------------------------------------
 
     def _note_handoff(self, reply: dict[str, Any]) -> None:
-        """Replace the coordinator's request id in `disaggregated_params` of an answer by the client's."""
+        """Replace the coordinator's request id in `disaggregated_params` of an answer by this client's request id."""
         handoff = reply.get("disaggregated_params")
         if isinstance(handoff, dict) and isinstance(handoff.get("request_id"), int):
             self._handoffs[reply["request_id"]] = handoff["request_id"]
@@ -467,14 +464,15 @@ class CoordinatorClient:
     # --- limits of tenants --------------------------------------------------------------------------------------
 
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
-        """Ask the coordinator, now or after the next registration, to reserve requests and tokens of a tenant's limits.
+        """Ask the coordinator to reserve requests and tokens within a tenant's limits.
 
-        Return a future for the coordinator's answer. If the future is cancelled, the reserved tokens are returned.
+        The message is sent now or after the next registration. Return a future for the coordinator's answer. If the
+        future is cancelled, the reserved tokens are returned.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 
     def charge(self, charge: Charge) -> None:
-        """Ask the coordinator to count tokens of a tenant, or to return tokens to the tenant's limits.
+        """Ask the coordinator to count tokens against a tenant's limit, or to return unused tokens of a reservation.
 
         The message is lost if there is no connection.
         """

@@ -74,15 +74,15 @@ class PendingRequest:
     generated: tokens received in partial answers. The client sends these tokens to a restarted coordinator, and no
                later answer may contradict them.
     epochs:    epochs of the weights that sampled the tokens in `generated`, by token index.
-    details:   details of each token in `generated`, such as log-probabilities, which an engine that continues the
-               request does not have.
+    details:   details of each token in `generated`, such as log-probabilities. An engine that continues the request
+               does not have these details.
     submitted, deadline: times on the clock of time.perf_counter().
     future, stream: receives the answer. Exactly one of the two is set. It can belong to the event loop of another
                     thread.
     on_tokens: called with the number of tokens that have just arrived.
     media:     images, audio and video of the prompt, including their data.
-    handoff:   token of a KV handoff from an earlier answer, which permits the request to use its KV blocks. Empty:
-               none.
+    handoff:   token of a KV handoff from an earlier answer. With the token, this request can use the KV blocks of the
+               earlier request. Empty: none.
     """
 
     request_id: int
@@ -233,8 +233,9 @@ class PendingRequest:
 
         offset: index of the first token in `tokens`.
 
-        If `offset` is beyond the client's tokens, the tokens in between were lost with a connection. The method ignores
-        such a message, because the coordinator sends all tokens again after the next registration's SUBMIT.
+        If `offset` is greater than the number of received tokens, the tokens in between were lost with a connection.
+        The method then ignores the partial answer, because the coordinator sends all tokens again after the next
+        SUBMIT.
         """
         known = self.held - offset
         new = tokens[TOKEN_BYTES * known :] if known >= 0 else b""
@@ -280,9 +281,10 @@ class PendingRequest:
         return reply
 
     def _complete_details(self, reply: dict[str, Any]) -> None:
-        """Prepend the details of tokens from before a failover to the last engine's details in `reply`.
+        """After a failover, prepend the details from earlier engines to the details in `reply`.
 
-        If some details are missing, the reply keeps `log_probs_from`, the index of the token at which its lists begin.
+        If some details from earlier engines are missing, `reply` keeps `log_probs_from`, the index of the first token
+        that has details.
         """
         start = reply.get("log_probs_from") or 0
         wanted = {name: key for name, key in PER_TOKEN_DETAILS.items() if reply[key] is not None}
@@ -332,7 +334,8 @@ def partial_frames(
 def merge_partials(unread: dict[str, Any], item: dict[str, Any]) -> bool:
     """Add the tokens of a stream item to the unread item before it, and return True. See AsyncStream.
 
-    Change nothing and return False if one of the items is the final answer, or if the items have different details.
+    Change nothing and return False if one of the items is the final answer, or if the details of the items cannot be
+    joined.
     """
     frame, added = unread.get("partial"), item.get("partial")
     if frame is None or added is None or frame.keys() != added.keys():

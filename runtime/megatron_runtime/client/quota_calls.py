@@ -1,4 +1,4 @@
-"""Awaitable calls that reserve requests and tokens of tenants' limits at the coordinator."""
+"""Awaitable calls that reserve requests and tokens within a tenant's limits at the coordinator."""
 
 from __future__ import annotations
 

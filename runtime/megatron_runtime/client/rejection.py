@@ -10,7 +10,7 @@ class RequestRejectedError(Exception):
 
     code: 400 invalid request, 404 adapter not found, 409 model changed, 413 request too large, 429 queue full, 500 the
           request crashes engines, 501 unsupported, 503 unavailable, 504 deadline exceeded.
-    is_transient: whether the client can send the same request again later with success.
+    is_transient: whether the same request can succeed later.
     field: the sampling parameter that caused the error, if the coordinator named one.
     """
 

@@ -1,3 +1,3 @@
-"""The coordinator process: sockets, timers, keys and metrics around the state machine in `core`. It imports no
-torch.
+"""The coordinator process: sockets, timers, keys and metrics around the state machine in `core`. The process
+does not import torch.
 """

@@ -33,7 +33,7 @@ from megatron_runtime.transport.zmtp.dealer import Dealer
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 1.0
-"""Timeout of an attempt to connect. After it, another connection is opened with the other coordinator's next key."""
+"""Timeout of an attempt to connect. Each further attempt uses the next key of the other coordinator."""
 
 _HELLO, _PAIR_STATE = int(Header.HELLO), int(Header.PAIR_STATE)
 
@@ -80,7 +80,9 @@ class Election:
             self.term = max(self.term, other.term)
 
     def asked(self, now: float, term: int) -> Answer:
-        """Handle a message from a peer, and return how this coordinator must treat it. This can make it active.
+        """Handle a message from a peer, and return how this coordinator must treat the message.
+
+        This method can make this coordinator active.
 
         term: term of the coordinator with which the peer was registered; 0 if the peer does not report one.
         """
@@ -172,7 +174,7 @@ class Pair:
             dealer.close(linger_ms=1000)
 
     def passes(self, peer: PeerId, key: bytes, frames: Frames) -> bool:
-        """Return whether the core must handle this message. If it returns False, this method has already handled it.
+        """Return whether the core must handle this message. If not, this method has handled the message.
 
         key: the public key of the connection.
         """
@@ -200,7 +202,7 @@ class Pair:
     def hand_over(self) -> bool:
         """Let the other coordinator take over before this process exits.
 
-        Return False if the other cannot be reached.
+        Return False if the other coordinator cannot be reached.
         """
         was_active = self._election.active
         if not self._report():
@@ -224,7 +226,7 @@ class Pair:
     def _announce(self) -> None:
         """Report a change to the other coordinator.
 
-        Call this before peers are redirected, so that the other accepts them.
+        Call this before peers are redirected, so that the other coordinator accepts them.
         """
         logger.warning("now %s, term %d", "active" if self.active else "on standby", self.term)
         self._report()

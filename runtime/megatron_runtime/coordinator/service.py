@@ -72,8 +72,8 @@ class Transport(Access):
     addresses:  after start(), the bound address of each role.
     gatekeeper: checks keys; None without encryption.
     on_gone:    called with each peer whose connection ended, and whether the peer's side closed it. The peer's
-                operating system does so when the process exits. This side closes a connection if heartbeats are missing
-                or after a protocol violation.
+                operating system closes the connection when the peer exits. This side closes a connection if heartbeats
+                are missing or after a protocol violation.
     on_room:    called with each peer whose connection accepts messages again after it rejected one.
     may_be_silent: returns whether a peer has announced that it is busy, so that its connection is kept although it is
                    silent.
@@ -473,7 +473,7 @@ class Coordinator:
         self.core.context.wall_offset = time.time() - self._time()
 
     def _check_keys(self) -> None:
-        """Read changed key files. This repeats every `key_check` seconds."""
+        """Read changed key files. Called every `key_check` seconds."""
         gatekeeper = self.transport.gatekeeper
         if gatekeeper is None:
             return

@@ -23,8 +23,8 @@ class RankError(RuntimeError):
 class RankLostError(RankError):
     """A rank exited or is stalled. Its engine therefore exits, and is started again with all ranks.
 
-    by_silence: the rank sends nothing, and no failure of its process or its step is known. Its node or the network may
-                be lost.
+    by_silence: whether the rank sends nothing although no failure of its process or its step is known. Its node or the
+                network may be lost.
     """
 
     reason = "RankLost"

@@ -2,8 +2,8 @@
 
 Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later. It exchanges a block
 of data with every other pod on both ports. A pod that is reachable but does not run the check passes, because its image
-may still be pulled, or its ranks may already run. A pod that does not answer fails the check: packets are dropped, its
-host is lost, or the name service does not answer. The whole check has one deadline.
+may still be pulled, or its ranks may already run. A pod that does not answer fails the check. Possible causes are
+dropped packets, a lost host, and a name service that does not answer. The whole check has one deadline.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GREETING_SECONDS = 2.0
 NAMED = 4
 """Maximum number of pairs in an error message."""
 SILENT_SHARE = 0.3
-"""Fraction of the timeout. If the last connection attempt has taken longer than this when the deadline comes, the peer
+"""Fraction of the timeout. If the last connection attempt has taken longer than this fraction at the deadline, the peer
 counts as silent.
 """
 
@@ -51,7 +51,7 @@ class PreflightSettings:
 
 
 class PreflightError(RuntimeError):
-    """Two pods cannot reach each other. The message names both and the cause."""
+    """Two pods cannot reach each other. The message names both pods and the cause."""
 
     reason = "RendezvousFailed"
     remedy = "check that NetworkPolicies and firewalls let pods of the engine reach each other on every port"
@@ -74,7 +74,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
 
     Raises:
         PreflightError: a pod did not answer until the deadline, or this pod's own name does not resolve.
-        OSError: the port is in use.
+        OSError: the rendezvous port is in use.
     """
     until = asyncio.get_running_loop().time() + settings.timeout_seconds
     others = [number for number in range(len(settings.names)) if number != settings.node]
@@ -99,7 +99,7 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
 async def _listening(settings: PreflightSettings, called: Mapping[int, asyncio.Event]) -> AsyncIterator[None]:
     """Answer the checks of other pods on both ports until the block ends.
 
-    called: events by pod index. The event of a pod is set when this pod has exchanged its data.
+    called: one event for each other pod, by pod index. An event is set when its pod has exchanged data with this pod.
     """
 
     async def on_second_port(reader: StreamReader, writer: StreamWriter) -> None:

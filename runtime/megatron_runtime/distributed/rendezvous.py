@@ -138,8 +138,8 @@ class Meeting:
     If the ranks have a private folder, the rank's socket is in this folder. Otherwise the socket listens on loopback,
     or on all interfaces if the engine spans several hosts.
 
-    keys_dir: folder of engine.key and engine.pub. Both ends of a connection must hold a key of engine.pub. None means
-              no encryption.
+    keys_dir: folder of engine.key and engine.pub. Both ends of a connection must have a key that engine.pub contains.
+              None means no encryption.
     """
 
     def __init__(self, identity: RankIdentity, store: dist.Store, *, keys_dir: Path | None) -> None:
@@ -193,7 +193,7 @@ class Meeting:
     def _read(self, rank: int) -> tuple[str, str]:
         """Return the address and public key of a rank from the store.
 
-        Validate them, because any process can write to it.
+        Raises RendezvousError for an invalid address, because any process can write to the store.
         """
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
@@ -239,7 +239,7 @@ class Meeting:
         return self._accepted_keys is not None and _is_accepted(key, self._accepted_keys)
 
     def close(self) -> None:
-        """Close the sockets of the rendezvous. Call it after the channel has closed its sockets."""
+        """Close the sockets of this object. Call this method after the sockets from connect() have been closed."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self.context.destroy(linger=0)
@@ -255,7 +255,7 @@ def _is_accepted(key: bytes, file: Path) -> bool:
 
 
 def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int, *, ipv6: bool) -> zmq.Socket[bytes]:
-    """Return a socket that queues any number of messages, and whose heartbeats close connections without an answer."""
+    """Return a socket that queues any number of messages. It closes a connection if heartbeats are not answered."""
     socket = context.socket(kind)
     for option, value in (
         (zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0),

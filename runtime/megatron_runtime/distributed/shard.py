@@ -181,9 +181,9 @@ class RankIdentity:
     address, port:           address and port on which rank 0 listens.
     engine, engines:         index of this engine and number of engines, in a program that runs several engines. The
                              program's torch.distributed contains the ranks of all engines, engine after engine.
-    build_index:             number of engines that this program has constructed before.
-    folder:                  private folder of all ranks, which run on one host and connect by Unix sockets in it. None
-                             if they connect by TCP, at the address and port.
+    build_index:             number of engines that this program has constructed before this engine.
+    folder:                  private folder of all ranks, if they run on one host and connect by Unix sockets in this
+                             folder. None if the ranks connect by TCP, at `address` and `port`.
     """
 
     rank: int

@@ -143,8 +143,8 @@ class Stall(NamedTuple):
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
     """Return the rank for which the other ranks wait.
 
-    This rank has not completed the command with number `order`, is in no collective, and has entered the fewest
-    collectives.
+    Prefer ranks that have not completed the command with number `order`, and of these the ranks that are in no
+    collective. If several ranks remain, return the rank that has entered the fewest collectives.
     """
 
     def lateness(rank: int) -> tuple[bool, bool, int]:
@@ -165,11 +165,13 @@ class StepWatch:
     def look(self, order: int, reports: Mapping[int, Report], *, now: float, is_warm_up: bool = False) -> Stall | None:
         """Return the stall if no rank has made progress in the command with number `order` within the timeout.
 
-        Returns None otherwise. Call this method every BEAT_SECONDS. Most of the caller's own delay is not counted.
+        Returns None otherwise. Call this method every BEAT_SECONDS. If a call is late, at most 2 * BEAT_SECONDS of
+        the time since the last call are counted.
 
-        order:   number of the last step that was sent to the ranks.
-        reports: last report of each rank.
-        now:     time on the clock of time.monotonic().
+        order:      number of the last step that was sent to the ranks.
+        reports:    last report of each rank.
+        now:        time on the clock of time.monotonic().
+        is_warm_up: whether the command is a warm-up step, which has a longer timeout.
         """
         passed = min(now - self._looked_at, 2 * BEAT_SECONDS)
         self._looked_at = now

@@ -150,8 +150,8 @@ class Offer:
     """Weights that the port sends.
 
     session: session in the reference that names the weights.
-    part:    for the weights of an engine's rank, OpenSession.part of the ranks that may receive them.
-    digest:  for the weights of an engine's rank, SessionOpened.digest.
+    part:    OpenSession.part of the ranks that may receive the weights; empty for whole tensors.
+    digest:  digest of the sending engine's weights; empty if there is none.
     """
 
     session: str
@@ -194,9 +194,9 @@ class WeightPort:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     def offer(self, *offers: Offer) -> None:
-        """Offer `offers` and no longer the earlier weights.
+        """Offer `offers` instead of the earlier weights.
 
-        Return when no block of the earlier weights is being sent, so that the caller may overwrite them.
+        Return when no block of the earlier weights is being sent, so that the caller may overwrite the earlier weights.
         """
         self._call(lambda: self._replace(offers))
 
@@ -381,7 +381,7 @@ class _Stream(asyncio.Protocol):
         self._transport.abort()
 
     def _wait(self) -> None:
-        """Wait for the engine's next request, or until the engine has read all bytes that were sent."""
+        """Restart the timeout within which the engine must send a request or read the bytes that were sent."""
         self._deadline.cancel()
         self._deadline = self._loop.call_later(EXCHANGE_SECONDS, self._expire)
 

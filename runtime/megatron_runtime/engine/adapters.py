@@ -39,7 +39,9 @@ class AdapterSet:
     # --- the list -----------------------------------------------------------------------------------------------
 
     async def stage(self, wanted: AdapterList) -> RankResults:
-        """Load the adapters of `wanted` that are not loaded yet. Requests can name them only after commit().
+        """Load the adapters of `wanted` that are not loaded yet, and return the result of each rank.
+
+        Requests can name the new adapters only after commit().
 
         If an adapter cannot be loaded, the other adapters that this call loaded are unloaded. `rejected` then has the
         cause for each adapter that cannot be loaded.
@@ -139,7 +141,7 @@ class AdapterSet:
     async def _unload_unused(self) -> None:
         """Unload the adapters that neither a list nor a request needs.
 
-        If this fails, the failure is only logged, because no request can name these adapters.
+        A failure is only logged, because no request can name these adapters.
         """
         async with self._changing:
             for adapter in [adapter for adapter in self._loaded if not self._is_needed(adapter)]:

@@ -114,7 +114,7 @@ class RankResults:
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
         """Return the results of a verb that raised `error`.
 
-        If the error names a rank, this rank has failed. Otherwise all ranks have failed.
+        If the error names a rank, only the named rank has failed. Otherwise all ranks have failed.
         """
         if isinstance(error, RankError):
             return cls(ranks, {error.rank: error.cause})
@@ -157,7 +157,7 @@ class CacheEvents:
 
 
 class BackendListener(Protocol):
-    """Callbacks of a backend, which are called on the event loop of its start(). They must neither block nor raise."""
+    """Callbacks that a backend calls on the event loop on which start() ran. They must neither block nor raise."""
 
     def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
         """Handle the outputs of one or several steps, or the errors of requests that were not run."""
@@ -206,7 +206,7 @@ class EngineBackend(Protocol):
         return None
 
     async def start(self, listener: BackendListener) -> None:
-        """Start threads and processes. Do not load weights yet, because the engine may join a suspended pool."""
+        """Start threads and processes. Do not load weights yet, because the other engines may be suspended."""
 
     async def load(self) -> None:
         """Load and verify the weights, and allocate the KV cache.
@@ -326,7 +326,7 @@ class EngineBackend(Protocol):
     async def load_adapter(self, name: str, source: str) -> RankResults:
         """Load and verify a LoRA adapter while steps run.
 
-        If the base model's weights are not loaded, the adapter is loaded together with them later.
+        If the base model's weights are not loaded, the adapter is loaded later, together with these weights.
 
         Loaded adapters stay loaded after release_memory(), restore_memory() and updates of the weights. KV and prefix
         blocks of a request are shared only with requests of the same adapter.

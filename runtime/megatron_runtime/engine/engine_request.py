@@ -42,7 +42,7 @@ class EngineRequest:
     deadline_seconds: remaining time, including waiting; None means no limit.
     tenant:           the scheduler shares the engine fairly between tenants.
     has_tenant:       whether the client named the tenant. Otherwise the tenant stands for the client's connection, and
-                      has no budgets.
+                      has no time budget for compiling grammars.
     adapter:          key of the LoRA adapter that answers, as passed to load_adapter(); empty for the base model.
     params_bytes:     size of the sampling parameters on the wire, an upper bound of the cost to inspect them.
     client_request_id: id of the client's request, for log lines.
@@ -194,8 +194,8 @@ class RequestOutput:
     label: name of the class that a classifier assigns to a text; None without a classifier, or if the class has no
         name.
     stop_token: the last token, if it ended the request.
-    error, error_code: the cause, if finish_reason is "error". The answer to the client has the class and the fields of
-                       an exception.
+    error, error_code: the cause, if finish_reason is "error". If the cause is an exception, the answer to the client
+                       contains its class and its fields.
     summary: in the last output, and in every output of a request that a stop text may end.
     exported: the blocks that were kept, in the last output of a request with `prefill_only` or `keeps_blocks`.
     routing: in outputs with a summary, if the engine records it: [prompt + generated - 1, G, J], the J experts of each

@@ -1,4 +1,4 @@
-"""Split requests, as an engine handles them: it computes prompts for other engines, and imports KV blocks from them."""
+"""Computes prompts for other engines, and imports KV blocks from other engines, as parts of split requests."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class KVExchange:
 
 
 def params_of_prompt(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters that a prefill needs. They affect the KV, or the order in which requests run."""
+    """Return the sampling parameters that a prefill needs, which affect the KV or the order of requests."""
     return SamplingParams(
         cache_salt=params.cache_salt,
         priority=params.priority,

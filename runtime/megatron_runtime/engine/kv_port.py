@@ -34,7 +34,7 @@ MAX_IN_FLIGHT_BYTES = 64 << 20
 WINDOW_CHUNKS = 4
 """Maximum number of chunks of one import that are in flight."""
 MAX_ACTIVE = MAX_IN_FLIGHT_BYTES // (WINDOW_CHUNKS * CHUNK_BYTES)
-"""Maximum number of exports that send, and of imports that receive, at the same time. Others wait."""
+"""Maximum number of exports that send, and of imports that receive, at the same time. Further transfers wait."""
 CONNECT_SECONDS = 2.0
 SILENCE_SECONDS = 5.0
 """Time after which a transfer ends if its other side neither sends nor accepts bytes."""

@@ -44,7 +44,7 @@ class KVTransfer(Protocol):
     block_bytes: int
 
     def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
-        """Return keys and values of a range of blocks of an export, `block_bytes` bytes for each block.
+        """Return the keys and values of an export's blocks with the indices `blocks`, `block_bytes` bytes per block.
 
         Raises TransferEndedError if the export has ended.
         """

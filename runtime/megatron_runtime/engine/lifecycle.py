@@ -190,7 +190,7 @@ class Lifecycle:
         self._answers: dict[str, ControlAck] = {}
         self._acknowledged: Control | None = None
         """The last operation, if it was acknowledged and is not yet committed. If it sets weights or adapters, they are
-        staged. If it has `load`, the weights are loaded.
+        staged. If its field `load` is set, the weights are loaded.
         """
         self.unknown_weights: str | None = None
         """Why the weights in use are unknown. If it is set, the engine must exit."""
@@ -369,6 +369,7 @@ class Lifecycle:
     ) -> None:
         """Use the weights and the epoch of the coordinator's HELLO_ACK.
 
+        source:    source of the weights; None: the engine keeps its own weights.
         copies:    addresses at which the ranks of another engine serve these weights.
         is_loaded: whether this engine has loaded weights. If not, it loads the weights of HELLO_ACK later.
         """
@@ -394,7 +395,7 @@ class Lifecycle:
         return await self.adapters.adopt(wanted)
 
     async def _end_uncommitted(self) -> None:
-        """Discard staged weights and adapters. A commit of these that is still in flight then has no effect."""
+        """Discard staged weights and adapters. A commit that arrives afterwards has no effect."""
         ended, self._acknowledged = self._acknowledged, None
         if ended is not None and ended.kind is Header.UPDATE_WEIGHTS:
             await self.backend.discard_weights()

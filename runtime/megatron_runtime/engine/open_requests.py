@@ -169,7 +169,7 @@ class OpenRequests:
     def _prefill(self, dispatch: Dispatch, exchange: KVExchange) -> None:
         """Compute the complete blocks of a prompt for another engine.
 
-        If this fails, the other engine computes the blocks.
+        If the prefill fails, the other engine computes the blocks.
         """
         exchange.begin(dispatch.dispatch_id)
         try:
@@ -228,10 +228,10 @@ class OpenRequests:
             self._adapters.end(adapter)
 
     def _aborted(self, aborted: asyncio.Future[object]) -> None:
-        """Report that the engine is idle, immediately and not with the next heartbeat. The coordinator may wait for
-        this.
+        """Handle the end of an abort. If the engine is now idle, report this immediately.
 
-        A stopped backend counts as idle.
+        The coordinator may wait for this report, so it is not delayed until the next heartbeat. A stopped backend
+        counts as idle.
         """
         if not aborted.cancelled():
             aborted.exception()

@@ -80,7 +80,7 @@ class StopMatcher:
         self._length = 0
         """Length of the text of all parts."""
         self._tail = ""
-        """The last `_hold` characters of the text. A stop text can begin in them."""
+        """The last `_hold` characters of the text. A stop text can begin in these characters."""
         self._ends: deque[int] = deque()
         """Length of the text after each token that can be part of a stop text."""
         self._num_releasable = 0
@@ -139,8 +139,8 @@ class StopMatcher:
 class LogProbDetails:
     """Log-probabilities of one request, from token index `first` on. Another engine has reported the earlier tokens.
 
-    text_of: returns the text of a token, which is then the key in the maps of the most likely tokens. If it is None,
-             the most likely tokens are (id, value) pairs.
+    text_of: returns the text of a token. The maps of the most likely tokens have these texts as keys. None: the most
+             likely tokens are (id, value) pairs.
     """
 
     first: int
@@ -161,7 +161,8 @@ class LogProbDetails:
     def _named(self, likeliest: TopLogProbs) -> LikeliestTokens:
         """Return the log-probabilities of the most likely tokens, by the text of the token.
 
-        If several tokens have the same text, the highest log-probability is kept.
+        If several tokens have the same text, the highest log-probability is kept. Return `likeliest` if `text_of` is
+        None.
         """
         if self.text_of is None:
             return likeliest

@@ -169,7 +169,7 @@ class EngineWorker:
                 await health.stop()
 
     def on_leave(self) -> None:
-        """Drain: accept no new requests, finish the requests in flight within the drain time, and hand over the rest.
+        """Accept no new requests, finish the requests in flight, and hand over requests that outlast the drain time.
 
         This method is idempotent.
         """
@@ -320,7 +320,7 @@ class EngineWorker:
     def _note_coordinator_state(self, state: CoordinatorState) -> None:
         """Send HELLO if the coordinator has just recovered.
 
-        The coordinator answers with the state of the pool, which may have changed.
+        The coordinator answers with the state that this engine must adopt, which may have changed.
         """
         recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
         self._coordinator_state = state
@@ -420,7 +420,10 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
-        """Announce in a heartbeat that no heartbeats may be sent while weights are loaded."""
+        """Announce in a heartbeat that later heartbeats can be missing while the block loads weights.
+
+        is_reading: False means that the block loads no weights, so that nothing is announced.
+        """
         if is_reading:
             self._busy_for = LOAD_SILENCE_SECONDS
             self._link.beat()
@@ -448,7 +451,7 @@ class EngineWorker:
         self.fail(cause, goodbye="a rank is silent" if is_silent else ENGINE_FAILED)
 
     def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
-        """Terminate the engine with this cause, unless an earlier cause is terminating it.
+        """Terminate the engine because of `error`, unless an earlier error is already terminating the engine.
 
         goodbye: reason of the DISCONNECT. Only ENGINE_FAILED counts as a failure of the requests in flight.
         """
@@ -508,9 +511,7 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseExc
 
 @contextlib.contextmanager
 def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
-    """Answer probes on a thread while the block creates the backend, because this can include the download of the
-    model.
-    """
+    """Answer probes on a thread while the block creates the backend, which can include the download of the model."""
     if not settings.health_port:
         yield
         return

@@ -52,7 +52,8 @@ def build_executor(
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
     """Return this rank's executor, the configuration of all ranks of its engine, and the follower.
 
-    The weights of the executor are not loaded yet. The follower of the first rank is None.
+    The weights of the executor are not loaded yet. The follower executes the first rank's commands on this rank. It is
+    None on the first rank.
 
     model: a model reference, which can include a tokenizer, or a model in memory, for which `tokenizer` is required.
     sizes: number of ranks of the engine by dimension.

@@ -83,7 +83,7 @@ class Call:
 def fingerprint(prompts: PromptBatch, *, streaming: bool) -> str:
     """Return a digest of a call's arguments.
 
-    The ranks of an engine compare it, to verify that they make the same call.
+    The ranks of an engine compare their digests, to verify that they make the same call.
     """
     params = [prompts.params[number].serialize() for number in prompts.sent]
     return hashlib.sha256(pack([streaming, [prompts.tokens[number] for number in prompts.sent], params])).hexdigest()
@@ -118,9 +118,9 @@ class DirectCalls:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self) -> None:
-        """Load the weights.
+        """Load the weights. If the engine has other ranks, start to monitor them.
 
-        If the engine has other ranks, they exit with this process, and the loss of a rank stops all ranks.
+        From then on, the loss of a rank stops all ranks, and the other ranks exit with this process.
         """
         executor = self.core.executor
         executor.load()
@@ -387,7 +387,7 @@ class _Runner:
         self._text = text
         self._commands = commands
         self._feeding: deque[Call] = deque()
-        """Calls with waiting requests. They add requests round robin."""
+        """Calls with waiting requests. These calls add requests round robin."""
         self._open: dict[bytes, tuple[Call, PendingRequest]] = {}
         self._stage = OutputStage(
             send=self._receive,

@@ -138,7 +138,9 @@ class FrontEnd:
             await off_loop(end_parser)
 
     async def fail(self, cause: str) -> None:
-        """Answer open requests of this process with status 503, and stop the server. The coordinator is gone.
+        """Answer open requests of this process with status 503, and stop the server.
+
+        Call this method when the coordinator or the last engine has failed.
 
         cause: text of the 503 responses.
         """

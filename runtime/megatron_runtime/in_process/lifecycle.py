@@ -45,7 +45,7 @@ class ProgramLifecycle:
     """One rank of an engine, from its registration with the coordinator to its shutdown.
 
     If the coordinator's process exits, or if this engine fails and no other engine serves, every open and later call
-    raises the cause. Use this object only on the event loop of the connection.
+    raises the error of raise_failure(). Use this object only on the event loop of the connection.
 
     core, service: core and service of this rank. The service has started.
     client: on the primary rank, the client that sends the verbs. None on other ranks, which wait for the states of
@@ -256,7 +256,10 @@ class ProgramLifecycle:
             logger.warning("shutting down without a clean stop of the engines: %s", error)
 
     async def close(self) -> None:
-        """Stop the HTTP server and the client. Open calls then raise the cause. This method is idempotent."""
+        """Stop the HTTP server and the client. Open calls raise the error of raise_failure(), or UnavailableError.
+
+        This method is idempotent.
+        """
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()

@@ -30,7 +30,7 @@ from megatron_runtime.requests.config import InferenceConfig
 _DIMENSIONS = ("tensor", "pipeline", "expert")
 
 MAX_TEXT_BYTES = 512
-"""Size limit of a text that the first rank sends to the others."""
+"""Size limit of a text that the first rank sends to the other ranks."""
 
 _builds = count()
 
@@ -111,7 +111,7 @@ class ProgramRanks:
             await asyncio.to_thread(dist.barrier, group=self.group)
 
     async def text_of_first(self, text: str) -> str:
-        """Return the `text` that the first rank passes, on every rank.
+        """Return, on every rank, the `text` that the first rank has passed.
 
         A text longer than MAX_TEXT_BYTES is truncated.
         """
@@ -151,12 +151,14 @@ def rank_of_engine(sizes: ParallelSizes) -> RankIdentity:
 def executor_of_ranks(
     source: ModelSource, text: ModelText, config: InferenceConfig, sizes: ParallelSizes, **options: Any
 ) -> tuple[Executor, InferenceConfig, Follower | None]:
-    """Return this rank's executor, the configuration of all ranks, and the follower (None on the first rank).
+    """Return this rank's executor, the configuration of all ranks, and the follower.
+
+    The follower executes the first rank's commands on this rank. It is None on the first rank.
 
     Every rank of the program calls this function.
 
     Every rank uses the smallest `buffer_size_gb` of all ranks for its KV cache, because the default depends on the
-    host. If the program has not initialised torch.distributed, this function does.
+    host. If the program has not initialised torch.distributed, this function initialises it.
 
     options: options of select_executor(), except its options for ranks and KV cache.
 

@@ -13,7 +13,7 @@ from megatron_runtime.requests.request import make_tensors_with
 def _torch() -> Any:
     """Import torch and return the module.
 
-    This happens at the first tensor, so programs without tensors do not load torch.
+    Called for the first tensor, so that programs without tensors do not load torch.
     """
     import torch
 

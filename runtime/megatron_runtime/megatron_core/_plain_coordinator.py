@@ -56,8 +56,8 @@ _NEW = {"new_log_probs": "log_probs", "new_top_n_logprobs": "top_n_logprobs"}
 class GreetingSocket:
     """A libzmq DEALER socket that sends CONNECT first, and detects the coordinator's protocol from the answer.
 
-    If the answer has a protocol version, the coordinator is of this project, and all later messages pass unchanged,
-    starting with HELLO. If the answer has no version, the coordinator is of Megatron-Core, and all later messages are
+    If the answer has a protocol version, this project's coordinator sent it, and all later messages pass unchanged,
+    starting with HELLO. If the answer has no version, Megatron-Core's coordinator sent it, and all later messages are
     translated.
 
     When the connection to a coordinator of Megatron-Core ends, all open requests are lost and get an error. Before the

@@ -93,12 +93,10 @@ class AdmissionControl:
         return LATER if waits else None
 
     def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
-        """Free capacity for `entry`.
+        """Free capacity for `entry` by rejecting the last waiting request of the tenant that uses most capacity.
 
-        This method rejects the last waiting request of the tenant that uses most capacity.
-
-        Return True if a request was rejected. Return False, and reject nothing, if that tenant would then use less than
-        the tenant of `entry`, or if all its waiting requests have generated tokens.
+        Return whether a request was rejected. Nothing is rejected if the tenant would then use less capacity than the
+        tenant of `entry`, or if all the tenant's waiting requests have generated tokens.
 
         by_bytes: compare tenants by the bytes of their open requests, not by the number of waiting requests.
         """

@@ -32,7 +32,8 @@ for a while would get no requests, and so would never measure its rates again.
 
 Effect: TypeAlias = tuple[PeerId, Outgoing | None]
 """A pair (peer, message): send the message to the peer. If the message is None, close the connection after all earlier
-messages have been sent. If it has no frames, raise the event `has_room` when the connection has room again.
+messages have been sent. If the message has no frames, call CoordinatorCore.has_room() when the connection accepts
+messages again.
 """
 
 
@@ -64,7 +65,7 @@ class ClientRegistry:
     def move(self, client: Client, peer: PeerId, *, incarnation: int, key: bytes = b"") -> None:
         """Move a client to its new connection.
 
-        The core sends all data that the client has not received on the new connection.
+        On the new connection, the core sends all data that the client has not received.
         """
         self._by_peer.pop(client.peer, None)
         client.peer, client.key, client.incarnation = peer, key, incarnation
@@ -89,9 +90,10 @@ class ClientRegistry:
 class EngineRegistry:
     """The registered engines.
 
-    stopped:     whether STOP was sent to all engines and no engine has registered since. If so, requests need not wait.
+    stopped:     whether STOP was sent to all engines and no engine has registered since. If so, the coordinator rejects
+                 new requests.
     block_sizes: the block sizes of the engines' prefix caches; several sizes while a rollout changes the size.
-    has_roles:   whether at least one engine is preferred for one stage of requests.
+    has_roles:   whether at least one engine has the role "prefill" or "decode".
     has_pooling: whether at least one engine has a pooling model. If so, not every engine can answer a request that
                  needs no special feature.
     min_prefill_cost: prefill cost of the fastest engine, in seconds per prompt token. If it is 0, the cost of an engine
@@ -119,7 +121,7 @@ class EngineRegistry:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """The tasks of the serving engines."""
+        """The tasks of the serving engines, such as "generate"."""
         return tuple(sorted({engine.does for engine in self.serving()})[: limits.MAX_TASKS])
 
     def named(self, name: str) -> Engine | None:
@@ -146,10 +148,10 @@ class EngineRegistry:
     def update_costs(self, now: float) -> None:
         """Update the costs of all engines from the rates in their last heartbeats.
 
-        An engine gets the median rate if it reports no rate, or a rate within a factor of SIMILAR_RATES of the median.
-        Noise then does not affect the order of engines with equal speed. An engine without new requests for
-        RATE_SECONDS gets the median rate, too. If no engine reports a prefill rate, or no
-        engine reports a decode rate, the cost of an engine is the number of its requests.
+        An engine gets the median rate if it reports no rate, or if it has received no request for RATE_SECONDS. The
+        median also replaces a rate within a factor of SIMILAR_RATES of the median. Noise therefore does not affect the
+        order of engines with equal speed. If no engine reports a prefill rate, or no engine reports a decode rate, the
+        cost of an engine is the number of its requests.
         """
         reports = [engine.heartbeat for engine in self._by_name.values()]
         prefill_rates = sorted(report.prefill_rate for report in reports if report.prefill_rate)
@@ -173,7 +175,7 @@ class EngineRegistry:
     def announced(self, engine: Engine) -> None:
         """Update the block sizes, roles and tasks of this registry.
 
-        Call it after HELLO of a registered engine was read.
+        Call this method after the core has read HELLO of a registered engine.
         """
         self.load_changed(engine)
         self.has_pooling = self.has_pooling or bool(engine.task)
@@ -218,7 +220,10 @@ class EngineRegistry:
 
 
 def _cost_of(rate: float | None, median: float) -> float:
-    """Return the seconds per token of an engine that reports `rate`, which is in tokens per second."""
+    """Return the seconds per token of an engine.
+
+    rate: tokens per second that the engine reports. If `rate` is missing or close to `median`, `median` is used.
+    """
     if not rate or median / SIMILAR_RATES < rate < median * SIMILAR_RATES:
         rate = median
     return 1 / rate
@@ -231,10 +236,10 @@ class Context:
     wall_offset: value to add to `now` to get Unix time.
     next_timer:  time at which the earliest timer is due; infinite if no timer is set.
     randbits:    returns an integer with the given number of random bits.
-    needs_pump:  the core must try to dispatch waiting requests before the event ends.
+    needs_pump:  whether the core must try to dispatch waiting requests before the event ends.
     incarnation: the random number by which peers detect a restart of the coordinator.
-    translated:  peers for which the shell has a translator.
-    ended:       traced requests that have ended since the shell last read this list; None if the shell records no
+    translated:  the plain peers, each of which has a translator.
+    ended:       traced requests that have ended since service.py last read this list; None if service.py records no
                  spans.
     term:        the term in which this coordinator of a pair is active; 0 while it is on standby; None if it is the
                  only coordinator.
@@ -276,7 +281,7 @@ class Context:
     def answer(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:
         """Send a message to a client. If its connection is full, store the message in its outbox.
 
-        uid: the request that this message ends.
+        uid: uid of the request that this message ends; None if the message ends no request.
         """
         if client.outbox or client.stuck_since is not None or not client.reachable:
             client.keep(uid, message)
@@ -284,7 +289,7 @@ class Context:
             self.answer_now(client, message, uid=uid)
 
     def report_room(self, peer: PeerId) -> None:
-        """Request that the shell calls CoordinatorCore.has_room() when the peer's connection accepts messages again."""
+        """Request a call of CoordinatorCore.has_room() when the peer's connection accepts messages again."""
         self.effects.append((peer, []))
 
     def answer_now(self, client: Client, message: Outgoing, *, uid: bytes | None = None) -> None:

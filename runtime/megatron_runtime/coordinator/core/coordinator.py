@@ -1,6 +1,6 @@
 """The coordinator as a deterministic state machine. Events are its inputs, and effects are its outputs.
 
-Events are the methods of CoordinatorCore that begin with the time of the event. After each event, the shell performs
+Events are the methods of CoordinatorCore that begin with the time of the event. After each event, service.py performs
 `context.effects` and empties the list. The core uses no socket, clock, event loop or random number generator.
 """
 
@@ -70,7 +70,7 @@ class CoordinatorCore:
 
     now:      time of creation, in seconds on the clock that all events use.
     randbits: returns an integer with the given number of random bits.
-    access:   checks keys for the core. The shell implements this interface.
+    access:   checks keys for the core.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class CoordinatorCore:
         self.membership.start()
 
     def received(self, now: float, peer: PeerId, sent: Outgoing) -> None:
-        """Handle a message that arrived or that a translator created.
+        """Handle a message from a peer. A message from a plain peer has already been translated.
 
         This method raises no exception, whatever message a peer sends.
         """
@@ -171,7 +171,7 @@ class CoordinatorCore:
         """Handle effects of the last event that connections did not accept.
 
         rejected: peer, message, and whether the connection has ended, in the order of the effects. If a connection has
-            not ended, the shell calls has_room() when the connection accepts messages again.
+            not ended, service.py calls has_room() when the connection accepts messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)
@@ -183,7 +183,7 @@ class CoordinatorCore:
         self._settle()
 
     def run_timers(self, now: float) -> None:
-        """Run all timers that are due. The shell calls this no later than `context.next_timer`."""
+        """Run all timers that are due. Call this method no later than `context.next_timer`."""
         self.context.now = now
         while (callback := self.context.pop_due_timer()) is not None:
             callback()
@@ -283,9 +283,10 @@ class CoordinatorCore:
         self.context.answer(client, quota.to_frames())
 
     def _is_for_admin(self, client: Client, message: Message) -> bool:
-        """Return whether an administrator, or a trainer on the admin port, may send this message.
+        """Return whether a client with the role of an administrator may send this message.
 
-        User requests must use the client port. The exception is a canary, which names its engine.
+        A trainer may send only some of the verbs (_TRAINER_VERBS). An administrator may send a request only if the
+        request names its engine, as a canary does. All other requests must use the client port.
         """
         if client.peer[0] == Role.ADMIN and self.access.is_trainer(client.key):
             is_verb = not isinstance(message, Control) or message.kind in _TRAINER_VERBS

@@ -4,9 +4,9 @@ An engine gets at most as many requests as it can run at the same time. The othe
 engine that joins therefore gets work immediately, and few requests must be dispatched again when an engine leaves.
 
 Tenants share the engines. The load of a tenant is the number of its requests at engines. The shares are max-min fair if
-no tenant with waiting requests has at least two requests fewer at engines than another tenant. The dispatcher moves
-requests from engines back to the queue until the shares are fair. Each move brings the loads of two tenants closer
-together, so no request moves back and forth. While only one tenant has requests, no request is moved.
+the load of each tenant with waiting requests is at least the highest load minus one. The dispatcher moves requests from
+engines back to the queue until the shares are fair. Each move brings the loads of two tenants closer together, so no
+request moves back and forth. While only one tenant has requests, no request is moved.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ NO_ROUTE = 0
 REMEMBERED_DISPATCHES = 4
 """Maximum number of earlier dispatches of a request from which a final answer is still accepted."""
 MOVE_AGAIN_SECONDS = 2.0
-"""Time for which a request that has made room is not moved again."""
+"""Minimum time between two moves of a request from an engine back to the queue."""
 SEARCH_AGAIN_SECONDS = 0.1
-"""Time until the next search, after a search that found no request that may make room."""
+"""Time until the next search for a request to move, after a search without a result."""
 
 
 class Dispatcher:
@@ -102,8 +102,8 @@ class Dispatcher:
         """Accept a request from a client, or reject the request.
 
         If a request with this uid is already open, the client has sent it again on another connection, and this method
-        continues it. If the uid was already answered on this connection, the client sent the request before it read the
-        answer.
+        continues the request. If the uid was already answered on this connection, this method ignores the request,
+        because the client sent the request before it read the answer.
         """
         uid, meta, prompt, generated, params, media, epochs, handoff = submit
         if uid in client.answered:
@@ -171,8 +171,8 @@ class Dispatcher:
     def _begin(self, entry: Entry) -> bool:
         """Dispatch or reject a request that has not been in the queue.
 
-        Return True if the request was dispatched or rejected. Return False if it must wait, because all engines that
-        can answer it are at capacity.
+        Return True if the request was dispatched or rejected. Return False if the request must wait, because all
+        engines that can answer it are at capacity.
         """
         if entry.meta.engine:
             pinned = self._engines.named(entry.meta.engine)
@@ -315,7 +315,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def _is_readable(self, entry: Entry, engine: Engine) -> bool:
-        """Return whether the engine can read the prompt of a request as the coordinator stores it."""
+        """Return whether the engine can read the prompt in the form in which the coordinator stores it."""
         if entry.meta.text:
             return engine.tokenizes
         return type(entry.prompt) is not PackedTokens or engine.peer in self._context.translated
@@ -416,7 +416,7 @@ class Dispatcher:
         """Move a running request of another tenant back to the queue, so that the waiting request `entry` can run.
 
         The moved request is the newest request of a tenant that has at least two more requests at engines than the
-        tenant of `entry`. Return False if no running request may be moved.
+        tenant of `entry`. Return whether a request was moved.
         """
         for tenant in self.tenants.busy.from_highest():
             if tenant.load < entry.tenant.load + 2:
@@ -449,7 +449,10 @@ class Dispatcher:
     # --- engines end -------------------------------------------------------------------------------------------
 
     def release(self, engine: Engine) -> None:
-        """Requeue the requests that `engine` had in flight. They precede all later requests."""
+        """Requeue the requests that `engine` had in flight, ahead of the other requests of their priority.
+
+        Requests that name this engine are rejected.
+        """
         self.quarantine.lost(engine)
         self.transfers.engine_lost(engine)
         self.handoffs.engine_lost(engine)
@@ -466,7 +469,7 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move the requests of an engine that sends no heartbeats to engines with capacity.
+        """Move requests from an engine that sends no heartbeats to other engines with capacity.
 
         If the silent engine still answers one of these requests, the answer is accepted.
         """
@@ -526,7 +529,7 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
-        """Acquit the suspect on a reserved engine if it has generated enough tokens (see quarantine.py)."""
+        """Acquit the suspect on a reserved engine if the suspect has generated enough tokens (see quarantine.py)."""
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 

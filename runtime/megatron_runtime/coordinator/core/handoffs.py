@@ -1,9 +1,9 @@
 """KV handoff as in Megatron-Core, by which a client lets a later request reuse the KV blocks of an earlier request.
 
 A request with `do_kv_handoff` is answered like any other request. Its engine then keeps the KV blocks of the prompt,
-and the answer contains `disaggregated_params`. A later request can contain `kv_meta` from these parameters. Such a
-request starts in the stage EXPORTED of transfers.py, so a decode engine imports the blocks. If the engine has released
-the blocks, or if the client may not use them, an engine computes the prompt again.
+and the answer contains `disaggregated_params`. A later request can contain `kv_meta` from these parameters. The
+later request starts in the stage EXPORTED of transfers.py, so a decode engine imports the blocks. If the engine has
+released the blocks, or if the client may not use them, an engine computes the prompt again.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Handoffs:
             self._context.set_timer("handoffs", until, self._expire)
 
     def offer(self, entry: Entry) -> dict[str, Any] | None:
-        """Return `disaggregated_params` for the answer of a request, or None if its engine keeps no blocks for it."""
+        """Return `disaggregated_params` for the answer of a request, or None if no engine keeps its blocks."""
         kept = self._kept.get(entry.dispatch_id)
         if kept is None:
             return None

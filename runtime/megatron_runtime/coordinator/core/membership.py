@@ -25,7 +25,7 @@ from megatron_runtime.protocol.messages import (
 logger = logging.getLogger(__name__)
 
 OUTBOX_MESSAGES = 100_000
-"""Maximum number of answers kept for a client that does not read. A client that exceeds it is removed."""
+"""Maximum number of answers kept for a client that does not read. A client that exceeds this limit is removed."""
 UNREAD_SHARE = 0.25
 """Maximum memory for the unread answers of all clients, as a fraction of the journal's memory. If it is exceeded, the
 client with the most unread answers is removed.
@@ -78,7 +78,7 @@ class Recovery:
             self._unregistered.add(peer)
 
     def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
-        """Handle the HELLO of an engine. survivor: whether the engine served before it registered here."""
+        """Handle the HELLO of an engine. survivor: whether the engine was serving before it registered."""
         self._unregistered.discard(engine.peer)
         self._verbs.fence = max(self._verbs.fence, hello.fence)
         state = _RECOVERED_STATES.get(hello.state) if hello.state is not None else None
@@ -119,7 +119,10 @@ class Recovery:
             self._verbs.adapters = hello.adapters
 
     def settle(self) -> None:
-        """Handle the end of the settling period. Recovery ends when all engines that sent a message have registered."""
+        """Handle the end of Timing.recovery_settle.
+
+        From now on, recovery ends as soon as all engines that have sent a message are registered.
+        """
         self._settled = True
         self._end_if_complete()
 
@@ -283,8 +286,8 @@ class Membership:
     def connection_lost(self, peer: PeerId, *, by_peer: bool) -> None:
         """Handle the end of a connection.
 
-        If the peer is an engine, this method requeues its requests; an engine that is still alive registers again. If
-        the peer is a client, it has Timing.client_dead seconds to register again.
+        If the peer is an engine, this method requeues the requests of the engine. A live engine registers again. If the
+        peer is a client, it has Timing.client_dead seconds to register again.
 
         by_peer: whether the other side closed the connection, as the operating system does when a process exits.
         """
@@ -360,7 +363,7 @@ class Membership:
         self._context.needs_pump = True
 
     def _limit_unread(self) -> None:
-        """Remove the clients with the most unread answers until all unread answers fit their share of the memory."""
+        """Remove clients until all unread answers fit in UNREAD_SHARE of the journal, most unread answers first."""
         unread = sum(client.outbox_bytes for client in self._clients)
         limit = int(self._context.settings.journal_bytes * UNREAD_SHARE)
         while unread > limit:
@@ -438,12 +441,10 @@ class Membership:
             self._heal(engine, message)
 
     def _heal(self, engine: Engine, message: Heartbeat) -> None:
-        """Send a commit or HELLO_ACK again to an engine whose heartbeat reports outdated values.
+        """Send a commit or HELLO_ACK again if a heartbeat reports an outdated state, epoch, weights or adapters.
 
-        The values are the engine's state, epoch, weights and list of adapters.
-
-        This is called only if no operation is in progress, after the engine has had HEAL_HEARTBEATS heartbeats to
-        report the new values.
+        Call this method only if no operation is in progress, and after the engine has had HEAL_HEARTBEATS heartbeats
+        to report the current values.
         """
         owed, engine.owed = engine.owed, None
         if owed is not None and _misses(message, owed):

@@ -108,7 +108,7 @@ class Journal:
     def fits(self, entry: Entry) -> bool:
         """Return whether a new entry fits within `limit_bytes`.
 
-        Generated tokens count against the limit too, but they are accepted even beyond it.
+        Generated tokens also count against the limit, but the journal accepts them even beyond the limit.
         """
         return self.bytes + entry.admitted_bytes <= self.limit_bytes
 
@@ -159,8 +159,8 @@ class Journal:
 class WaitingQueue:
     """Requests that wait for an engine.
 
-    The lowest priority number comes first, then requests whose engine was lost (replays), then the tenant with the
-    fewest requests at engines. Requests of one tenant keep their order of arrival.
+    The lowest priority number comes first. Within a priority, requests whose engine was lost (replays) come first, then
+    requests of the tenant with the fewest requests at engines. Requests of one tenant keep their order of arrival.
 
     Each combination of priority, model, adapter and required features has its own band. A request whose engines are at
     capacity therefore does not delay requests that other engines can answer.
@@ -174,7 +174,7 @@ class WaitingQueue:
         """Add a request to the queue.
 
         first: place the request ahead of all other requests of its priority, because its engine was lost (a replay).
-        moved: place the request ahead of the other requests of its tenant only.
+        moved: place the request ahead of the other requests of its tenant, but not ahead of other tenants.
         """
         key = _band_of(entry)
         band = self._bands.get(key)
@@ -210,7 +210,7 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Return the first one or two requests of each band, in the order of the whole queue."""
+        """Return the first replay and the first other request of each band, in the order of the whole queue."""
         heads = []
         for band in self._bands.values():
             if band.replays:

@@ -103,7 +103,10 @@ class Placement:
 
 
 def _with_room(may_answer: Condition | None) -> Condition:
-    """Return the condition that an engine fulfils `may_answer` and accepts one more request now."""
+    """Return the condition that an engine fulfils `may_answer` and accepts one more request now.
+
+    may_answer: None means that every engine may answer.
+    """
     if may_answer is None:
         return Engine.has_room
     return lambda engine: engine.has_room() and may_answer(engine)

@@ -81,7 +81,7 @@ class Quarantine:
 
     @property
     def active(self) -> bool:
-        """Return whether next_trial() can have an effect."""
+        """Whether a suspect waits for its trial, or an engine is reserved."""
         return bool(self._waiting) or self._reserved is not None
 
     @staticmethod
@@ -184,7 +184,7 @@ class Quarantine:
     # --- suspects -----------------------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Hold a suspect, which no engine has now, until its trial."""
+        """Hold a suspect until its trial. The suspect must not be at an engine."""
         if self._trial is entry:
             self._trial = None
         self._waiting[entry.uid] = entry
@@ -262,8 +262,7 @@ class Quarantine:
     def advanced(self, engine: Engine) -> bool:
         """Handle tokens from a reserved engine.
 
-        Return True if the tokens acquit the suspect that the engine runs, because it is past the point of its last
-        crash.
+        Return True if the tokens acquit the suspect on trial, because the suspect is past the point of its last crash.
         """
         trial = self._trial
         if trial is None or trial.engine is not engine or not self._has_stood(trial):
@@ -276,8 +275,9 @@ class Quarantine:
     def _has_stood(self, trial: Entry) -> bool:
         """Return whether the suspect on trial is past the point of its last crash.
 
-        The point is a number of tokens. If it is unknown, return False until the suspect has run alone for as long as
-        it can have run before any of its crashes. The number of tokens at that time becomes the point.
+        The point is a number of tokens. It is unknown at first if the request does not stream. In this case, return
+        False until the trial has lasted as long as the longest earlier period without a crash. The number of tokens at
+        that time becomes the point.
         """
         if trial.meta.streaming:
             return _is_past(trial)
@@ -301,7 +301,7 @@ class Quarantine:
 
 
 def _is_past(entry: Entry) -> bool:
-    """Return whether a streaming request is too far past the point of its last crash to count as the cause."""
+    """Return whether a streaming request has at least ACQUITTAL_TOKENS more tokens than at its last crash."""
     before = entry.crash_position
     return before is not None and entry.meta.streaming and entry.tokens_so_far >= before + ACQUITTAL_TOKENS
 

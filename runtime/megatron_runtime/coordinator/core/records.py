@@ -1,7 +1,7 @@
 """Clients, engines, open requests and tenants, and the references between them.
 
 The records are plain data. The registries (context.py) and tables (open_requests.py) keep the references consistent.
-The client and the tenant of an open request refer to it. Its engine also refers to it, once it is dispatched.
+The client and the tenant of an open request refer to the request, and so does its engine after the dispatch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EPOCH_SPAN_BYTES = 128
 """Estimated memory, in bytes, of a pair of integers in Entry.epochs."""
 
 TenantKey: TypeAlias = str | int
-"""The id that the request names, or the route number of the client that sent it."""
+"""The tenant's id in the request, or the route number of the client that sent the request."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -66,8 +66,8 @@ class Client:
                are sent later as one partial.
     outbox_bytes: total size of the outbox.
     behind:    whether some generated tokens have not yet been sent to it.
-    stuck_since: time since which its connection is full; None while it accepts messages. Until the shell calls
-               has_room(), nothing is sent to the client. Its tokens stay in the journal, and other messages in the
+    stuck_since: time since which its connection is full; None while the connection accepts messages. Until has_room()
+               is called, nothing is sent to the client. Its tokens stay in the journal, and other messages in the
                outbox.
     """
 
@@ -102,7 +102,7 @@ class Client:
     def take_kept(self) -> tuple[bytes | None, Outgoing, int]:
         """Remove the first message from the outbox.
 
-        Return the uid that it answers, the message, and its size in bytes.
+        Return the uid of the request that the message ends (None if there is none), the message, and its size in bytes.
         """
         uid, message, size = self.outbox.popleft()
         self.outbox_bytes -= size
@@ -157,9 +157,8 @@ class Crash:
     """One crash of an engine. All requests that were in flight share this object.
 
     at:     time of the crash.
-    counts: whether the crash counts against the requests that were in flight. It becomes False if the engine's process
-            turns out to have survived (only the connection was lost), or if the request that caused the crash is
-            identified.
+    counts: whether the crash counts against the requests that were in flight. It becomes False if only the connection
+            was lost and the engine's process survived, or if the request that caused the crash is identified.
     """
 
     engine: str
@@ -196,7 +195,7 @@ class Engine:
     role:      "prefill" or "decode", the stage for which it is preferred; empty means both.
     kv:        address and layout for the exchange of KV blocks; None if it neither exports nor imports blocks.
     free_blocks: blocks that it reported as free, minus the blocks of later imports; None if unknown.
-    full:      whether its connection is full and the shell has not yet called has_room().
+    full:      whether its connection is full. has_room() ends this state.
     suspect:   whether its heartbeats have been missing for some time, but not long enough to remove it.
     welcomed:  time at which it was last sent the state that it must adopt.
     owed:      the last commit that was sent to the engine, until a heartbeat shows that the engine has executed the
@@ -329,7 +328,7 @@ class Engine:
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that the engine has computed this many uncached tokens of a request (at least 1)."""
+        """Record that the engine has computed `tokens` uncached tokens of a request (at least 1)."""
         entry.uncached -= tokens
         self.queued -= tokens
         self.waiting -= not entry.uncached
@@ -462,8 +461,8 @@ class Entry:
     media:      its images, audio and video, with all data. Requests of one client share them; see MediaStore.
     media_route: Client.route of the client that sent the media.
     uncached:   estimated number of tokens that its engine must compute before it generates a token; 0 after that token.
-    size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 while its engine
-                does not count them.
+    size:       tokens of prompt and answer at its dispatch; text counts as one token per four bytes. 0 unless
+                Engine.add_work() has counted the tokens.
     stage, export: the stage of a split request, and the KV blocks that a prefill engine keeps for it; see Transfers.
     promised:   number of free blocks that a decode engine will need for it. Set while its prompt is computed or
                 exported.
@@ -622,8 +621,8 @@ class Levels:
 class Band:
     """Waiting requests of one priority, model, adapter and set of needed features.
 
-    replays: requests of lost engines, in order. They are dispatched before all other requests.
-    tenants: tenants with other waiting requests, which are in Tenant.lanes.
+    replays: requests of lost engines, in order. They are dispatched before the other requests of the band.
+    tenants: tenants with other waiting requests in this band; see Tenant.lanes.
     """
 
     priority: int

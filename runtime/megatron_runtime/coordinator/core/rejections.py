@@ -36,11 +36,12 @@ def full(reason: str) -> Rejection:
 
 
 def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejection | None:
-    """Return why the engine that a request names cannot answer it.
+    """Return the error if the engine that a request names cannot answer the request.
 
     Return None if the engine can answer, even if it is draining or at capacity.
 
-    engine: the registered engine of this name; None if no such engine is registered.
+    engine:       the registered engine of this name; None if no engine of this name is registered.
+    may_dispatch: whether the coordinator may dispatch requests now; if not, the engine cannot answer.
     """
     if engine is None or not engine.serving or engine.reserved or not may_dispatch:
         return engine_missing(entry, engine)
@@ -75,10 +76,10 @@ def unanswerable(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 
 
 def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
-    """Return the error for a parameter of a request that no serving engine supports.
+    """Return the error if every serving engine lacks a feature that a request needs, otherwise None.
 
-    Returns None for a request that an engine has already accepted. Such a request waits, as it would if no engine were
-    serving, until a suitable engine registers.
+    Also returns None for a request that an engine has already accepted. This request waits until a suitable engine
+    registers.
     """
     needs, name = entry.meta.needs, entry.meta.adapter
     if entry.dispatches or entry.generated:
@@ -107,7 +108,10 @@ def unsupported(entry: Entry, serving: Sequence[Engine]) -> Rejection | None:
 
 
 def _params_of(entry: Entry) -> SamplingParams | None:
-    """Return the sampling parameters of a request, or None if they are malformed, because only engines reject these."""
+    """Return the sampling parameters of a request, or None if they are malformed.
+
+    Only engines reject malformed parameters.
+    """
     try:
         return SamplingParams.deserialize(unpack(entry.params, PARAMETERS))
     except (ValueError, TypeError, AttributeError):
@@ -134,7 +138,7 @@ def adapter_changed(entry: Entry, adapters: AdapterList) -> Rejection | None:
 
 
 def other_model(entry: Entry, engines: Sequence[Engine]) -> Rejection:
-    """Return the error of a request whose model is served by none of these engines."""
+    """Return the error of a request whose model is not the model of any engine in `engines`."""
     models = ", ".join(sorted({engine.model for engine in engines}))
     what = "it was begun by" if entry.generated else "it was made for"
     message = f"the request's model changed: {what} {entry.model}, the engines run {models}"

@@ -78,8 +78,7 @@ class Replies:
     def _accept(self, engine: Engine, message: Partial, client: Client | None) -> tuple[list[Entry], bool]:
         """Add the new tokens to the journal.
 
-        Return the requests that received tokens, and whether all tokens of the message are the next tokens that
-        `client` needs.
+        Return the requests that received tokens, and whether `client` can get the message unchanged.
         """
         accepted: list[Entry] = []
         are_all_next = True
@@ -140,7 +139,7 @@ class Replies:
             self._counters.stale += 1
 
     def late_final(self, peer: PeerId, message: Final, sent: Outgoing) -> bool:
-        """Handle an answer from an engine whose requests were requeued, because it was removed or silent.
+        """Handle an answer from an engine whose requests were requeued, because the engine was removed or silent.
 
         If the answer begins with the tokens that the client already has, deliver the answer and end the request at its
         current engine. Return False if the answer belongs to no open request or does not begin with these tokens.
@@ -170,7 +169,7 @@ class Replies:
         self._dispatcher.forget(entry)
         if not client.reachable:
             # The last tokens may have been lost with the connection, and the client cannot request them after the
-            # final.
+            # final answer.
             entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
             if entry.num_indexed < len(entry.details):
@@ -184,7 +183,7 @@ class Replies:
         """Send a client the messages in its outbox and its missing tokens, in as few messages as possible, while its
         connection accepts them.
 
-        After CATCH_UP_BYTES, the remaining messages wait until the shell calls has_room(), as for a full connection.
+        After CATCH_UP_BYTES, the remaining messages wait until has_room() is called, as for a full connection.
         """
         if client.stuck_since is not None or not client.reachable:
             return
@@ -224,10 +223,11 @@ class Replies:
 
         If a connection rejected several messages, call this for the last message first.
 
-        Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
+        The tokens of a partial are sent again from the journal. Heartbeats and HELLO_ACK are dropped. Other messages
+        wait in the client's outbox.
 
-        is_gone: whether the connection is closed. If not, it is full, and the shell calls has_room() when it accepts
-                 messages.
+        is_gone: whether the connection is closed. If not, the connection is full, and has_room() is called when the
+                 connection accepts messages again.
         """
         if is_gone:
             client.reachable = False
@@ -251,7 +251,10 @@ class Replies:
 
 
 def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
-    """Return a map that an engine packed. The result is empty if the map cannot be read."""
+    """Return the map that an engine packed as `raw`. The result is empty if `raw` cannot be read.
+
+    what: name of the map, for the log message.
+    """
     if isinstance(raw, dict):
         return raw
     try:

@@ -39,8 +39,8 @@ PromptHashes = Mapping[int, Sequence[int]]
 class KnownBlocks:
     """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    A block is identified by its hash. An engine counts as a holder from the dispatch of a prompt with this block until
-    the engine reports the eviction of the block, or until the block is forgotten.
+    A block is identified by its hash. An engine counts as a holder after the dispatch of a prompt with this block. The
+    engine stops to count when it reports the eviction of the block, or when the block is forgotten.
 
     clock: the number of prompts that engines have received.
     """
@@ -69,8 +69,8 @@ class KnownBlocks:
         return self._holders.get(block, ())
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt an engine holds, and when it last received the last of these
-        blocks.
+        """Return how many leading blocks of a prompt an engine holds, and the value of `clock` when it received the
+        last of these blocks. Return (0, 0) if it holds none.
         """
         held = self._held.get(engine.index)
         # Blocks are chained, so without the first block a deeper block is useless.
@@ -141,7 +141,7 @@ class KnownBlocks:
 
 
 def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]:
-    """Return the load by which a policy sorts engines that have no matching block."""
+    """Return the function that computes the load by which a policy sorts engines without a matching block."""
     if policy is RoutingPolicy.LEAST_COST:
         return Engine.cost
     if policy not in PREFIX_POLICIES:
@@ -177,7 +177,7 @@ class EnginesByLoad:
             yield engine
 
     def put(self, engine: Engine) -> None:
-        """Add an engine, or move it to the position that its current load gives it."""
+        """Add an engine, or move it to the position of its current load. Full engines come last."""
         load = self._load(engine) if len(engine.in_flight) < engine.max_requests else math.inf
         if self._loads.get(engine.index) != load:
             self.remove(engine)
@@ -199,11 +199,12 @@ class EngineRouter:
         ahead = min(queued, waiting * uncached + step)
 
     where `queued` is the number of prompt tokens that the engine must still compute, for `waiting` requests. `uncached`
-    is the number of the request's tokens that the engine does not hold, `step` the number of tokens of a step, and
-    `held` the number of tokens of the engine's requests. Prompts share steps, so a prompt of the engine delays this
-    request by at most the length of the request and the step in progress. A prompt also delays the other requests of
-    the engine, so it counts double at a full engine. If rates are unknown, the cost is the number of requests. Ties go
-    to the engine with the fewest uncached tokens. A session stays at its engine (see _session_engine()).
+    is the number of the request's tokens that the engine does not hold. `step` is the number of tokens of a step, and
+    `held` is the number of tokens of the engine's requests. Prompts share steps, so each waiting prompt delays this
+    request by at most `uncached` tokens, and the step in progress by at most `step` tokens. A prompt also delays the
+    other requests of the engine, so it counts double at a full engine. If rates are unknown, the cost is the number of
+    requests. Ties go to the engine with the fewest uncached tokens. A session stays at its engine (see
+    _session_engine()).
 
     With another prefix policy, the score of an engine is
 
@@ -253,7 +254,7 @@ class EngineRouter:
         adapter: str = "",
         media: Sequence[MediaItem] = (),
     ) -> PromptHashes:
-        """Return the hashes of a prompt's blocks, as the policy needs them, for each block size of the engines.
+        """Return the hashes of the prompt's blocks that the policy needs, for each block size of the engines.
 
         The prompt is little-endian int32.
         """

@@ -64,7 +64,7 @@ class CoordinatorSettings:
     plain_max_requests: maximum number of requests at a plain engine at the same time, because such an engine does not
                      report its limit. 0 means no limit.
     plain_release:   message format for plain engines, as a release of Megatron-Core: "0.17", or "0.20", which divides
-                     messages into more frames. Once a plain client has submitted a request, its format is used.
+                     messages into more frames. After a plain client has submitted a request, its format is used.
     deterministic:   whether engines alternate in the order of their names, so that decisions depend only on the order
                      of arrival.
     schedule_output_path: JSON file for the scheduling decisions, written at exit.

@@ -25,7 +25,7 @@ PREFILL = "prefill"
 EXPORTED_SECONDS = 10.0
 """Maximum time that an exported request waits for a decode engine with capacity. Its blocks are then released."""
 IMPORT_SECONDS = 30.0
-"""Lifetime of a ticket. The importing engine stops earlier if no data arrives."""
+"""Lifetime of the ticket that permits an import. The importing engine stops earlier if no data arrives."""
 CHUNK_TOKENS = 256
 """Maximum number of uncached tokens of a prompt that is not split. A decode engine computes such a prompt within one
 step.
@@ -261,7 +261,7 @@ class Transfers:
     def _prefiller(self, entry: Entry, decoder: Engine) -> Engine | None:
         """Return the prefill engine with the lowest cost for a prompt.
 
-        Return None if `decoder` can compute the prompt at a lower cost.
+        Return None if no prefill engine is suitable, or if `decoder` can compute the prompt at a lower cost.
 
         Costs are in seconds (see EngineRouter). At the decode engine, uncached tokens count twice, because a decode
         engine computes prompts in short steps, and because prompts delay its other answers. At a prefill engine, the
@@ -320,7 +320,7 @@ class Transfers:
     def release(self, engine: Engine, dispatch_id: int) -> None:
         """Make an engine release the export or import with this dispatch id.
 
-        The engine may already have released it.
+        The engine ignores the message if it has already released the export or import.
         """
         self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 

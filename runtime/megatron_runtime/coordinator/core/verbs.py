@@ -52,8 +52,9 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
 CANCELS_TRANSFERS = frozenset({Header.SUSPEND, Header.STOP, Header.UPDATE_WEIGHTS, Header.SET_GENERATION_EPOCH})
 """Control messages after which blocks in transfer between engines are useless."""
 KEEPS_ENGINES = PROFILER | {Header.SET_ADAPTERS}
-"""Control messages that fail as a whole if one engine fails, which keeps serving. UPDATE_WEIGHTS from a trainer behaves
-in the same way, because an engine that cannot reach the trainer could not get the weights after a restart either.
+"""Control messages that fail as a whole if one engine fails. The failed engine keeps serving. UPDATE_WEIGHTS from a
+trainer behaves in the same way, because an engine that cannot reach the trainer could not get the weights after a
+restart either.
 """
 
 _RUNNING = CoordinatorState.RUNNING  # see context.py
@@ -65,7 +66,8 @@ class PendingOperation:
 
     clients: clients that get the answer. A client that sends a control message with the same id is added.
     waiting: engines that have not answered.
-    failed:  engines that did not execute it and keep serving; if there are any, the operation has failed.
+    failed:  engines that did not execute the operation and keep serving. The operation succeeds only if no engine
+             failed.
     must_load: for UPDATE_WEIGHTS, engines that have verified the weights and must still load them in a second step,
                during which they are paused.
     is_loading: whether the second step has begun. If an engine fails in this step, the other engines return to the old
@@ -207,8 +209,8 @@ class Verbs:
     def source_for(self, engine: Engine) -> str | None:
         """Return the weights that an engine must hold, or None if the engine keeps its own weights.
 
-        An engine of another revision keeps its own weights, unless a trainer publishes the weights. Every engine serves
-        published weights.
+        Weights that a trainer publishes are for every engine. Other weights are only for engines of the revisions that
+        have loaded them.
         """
         is_theirs = is_published(self.source) or engine.revision in self._source_revisions
         return self.source if is_theirs else None
@@ -260,7 +262,7 @@ class Verbs:
         )
 
     def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
-        """Send HELLO_ACK with these fields and the fields that all peers receive."""
+        """Send HELLO_ACK with `fields` and the fields that all peers receive."""
         ack = HelloAck(
             incarnation=self._context.incarnation,
             epoch=self.epoch,
@@ -402,7 +404,7 @@ class Verbs:
         return self.current is not operation
 
     def acknowledged(self, engine: Engine, ack: ControlAck) -> bool:
-        """Record the answer of an engine. Return False if no operation waits for it."""
+        """Record the answer of an engine. Return False if no operation waits for this answer."""
         operation = self.current
         if operation is None or operation.operation_id != ack.operation_id:
             return False

@@ -56,8 +56,8 @@ class ClientTranslator:
     form:     how the client divides messages into frames; None until the client has submitted a request.
     accept:   passes a native message to the core.
     send:     sends all messages to the client, or none; returns False if its connection does not accept them.
-    requests: the open requests of all plain clients by uid. The translators of Megatron-Core's engines pass answers to
-              these requests on unchanged.
+    requests: the open requests of all plain clients by uid. The translators of Megatron-Core's engines do not change
+              answers to these requests.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ClientTranslator:
     def _keep_log_probs(self, uid: bytes, offset: int, details: dict[str, Any]) -> None:
         """Store the log-probabilities of new tokens.
 
-        offset: index of the first token; earlier tokens may already have been sent.
+        offset: index of the first token in `details`. Log-probabilities that are already stored are skipped.
         """
         for name in PER_TOKEN & details.keys():
             kept = self._log_probs.setdefault(uid, {}).setdefault(name, [])

@@ -55,9 +55,9 @@ logger = logging.getLogger(__name__)
 class Running:
     """A dispatch that the engine runs.
 
-    given, epochs: tokens that an earlier dispatch generated (int32), which were appended to the prompt, and their
-                   epochs.
-    held: number of answer tokens that the core has, from the dispatch or from partials.
+    given:  int32 tokens that earlier dispatches generated. They were appended to the prompt.
+    epochs: epochs of the weights that sampled the tokens in `given`.
+    held:   number of answer tokens that the core has, from the dispatch or from partials.
     prompt_length: number of tokens of the prompt without `given`; 0 if `given` is empty.
     """
 
@@ -73,13 +73,13 @@ class EngineTranslator:
     """A translator that converts the messages of one engine between Megatron-Core's and the native protocol.
 
     Megatron-Core's engines do not confirm signals, send no heartbeats and do not report their state. The translator
-    does so for them. A signal counts as executed when it has been sent.
+    sends these messages to the core for the engine. A signal counts as executed when it has been sent.
 
     accept:    passes a native message to the core.
     send:      sends all messages to the engine, or none; returns False if its connection does not accept them.
     is_connected: whether the engine has a connection now.
     now:       seconds on a monotonic clock.
-    requests:  the open requests of plain clients, which get the engine's answer unchanged.
+    requests:  the open requests of plain clients. These clients get the engine's answers unchanged.
     detokenize: converts answers to plain clients to text if the engine omits the text.
     choose_form: returns how an engine that has not yet sent a message divides messages into frames.
     reconnect: seconds within which the engine must connect again.

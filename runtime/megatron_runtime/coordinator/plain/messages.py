@@ -33,7 +33,7 @@ from megatron_runtime.protocol.text import shown
 logger = logging.getLogger(__name__)
 
 Detokenize: TypeAlias = Callable[[list[int]], str] | None
-"""A function that returns the text of token ids. None if no tokenizer is available for this."""
+"""A function that returns the text of token ids. None if no tokenizer is available."""
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
@@ -63,6 +63,8 @@ class FrameForm(Enum):
 
     def answer(self, header: int, number: int, content: dict[str, Any]) -> Frames:
         """Return the frames of an ENGINE_REPLY or ENGINE_REPLY_PARTIAL to a client.
+
+        number: the client's id of the request.
 
         Raises MalformedMessageError if `content` is nested too deeply.
         """
@@ -211,9 +213,13 @@ class EngineOutput(NamedTuple):
         return {name: value for name, value in found.items() if value is not None}
 
     def continue_epochs(self, epochs: TokenEpochs, *, prompt_length: int, num_given: int) -> None:
-        """Prepend the epochs of the dispatch's tokens to the epochs that the engine reports, if it reports any.
+        """Prepend the epochs of earlier tokens to the epochs that the engine reports.
 
-        epochs: epochs by token index; empty means unknown.
+        If the engine reports no epochs, or if `epochs` is empty, change nothing.
+
+        epochs:        epochs of the generated tokens that the dispatch contained, by token index.
+        prompt_length: number of tokens of the prompt, without generated tokens.
+        num_given:     number of generated tokens that the dispatch contained.
         """
         match self.values.get("policy_epoch"):
             case [*spans] if epochs and spans and all(map(_is_span, spans)):
@@ -223,7 +229,7 @@ class EngineOutput(NamedTuple):
     def plain_reply(self, *, given: bytes, detokenize: Detokenize) -> dict[str, Any]:
         """Return the map of a final answer for a client of Megatron-Core.
 
-        given: tokens that the dispatch contained; int32.
+        given: generated tokens that the dispatch contained; int32.
         """
         if given:
             self.values["generated_tokens"] = token_list_from_bytes(given + self.tokens)
@@ -234,7 +240,7 @@ class EngineOutput(NamedTuple):
     def native_reply(self, *, num_given: int) -> bytes:
         """Return the packed reply map for a FINAL. Fields without a value are omitted.
 
-        num_given: number of tokens in the dispatch.
+        num_given: number of generated tokens that the dispatch contained.
         """
         reply = {
             key: value
@@ -354,7 +360,7 @@ def reply_frames(
     before: dict[str, list[Any]],
     detokenize: Detokenize,
 ) -> Frames:
-    """Return the frames of an ENGINE_REPLY to a client for a FINAL with these tokens and this reply map.
+    """Convert a FINAL with `tokens` and the reply map `reply` to the frames of an ENGINE_REPLY for a client.
 
     A `reply` that is a dict comes from an engine of Megatron-Core, and is passed on unchanged. If `reply` is packed,
     this function adds the text if the engine sent none.
@@ -379,7 +385,7 @@ def reply_frames(
 def _reply_of_native(
     request: OpenRequest, tokens: list[int], reply: dict[str, Any], detokenize: Detokenize
 ) -> dict[str, Any]:
-    """Return the map of the answer for a reply map of an engine of this project."""
+    """Convert the reply map of an engine of this project to the map of an ENGINE_REPLY."""
     number = request.number
     fields = {name: reply[name] for name in _FIELDS if reply.get(name) is not None}
     if request.is_text:
@@ -404,7 +410,11 @@ def _reply_of_native(
 
 
 def _with_log_probs(reply: dict[str, Any], before: dict[str, list[Any]], *, count: int) -> dict[str, Any]:
-    """Return the reply map of an answer of `count` tokens with the log-probabilities of all these tokens."""
+    """Return `reply` with the log-probabilities of earlier tokens prepended.
+
+    before: log-probabilities of earlier tokens, by their names in a partial.
+    count:  number of tokens of the whole answer.
+    """
     joined = {}
     for name, values in before.items():
         last = reply.get(key := f"generated_{name}")

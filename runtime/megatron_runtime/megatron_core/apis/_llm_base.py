@@ -107,7 +107,7 @@ class _CoordinatorRuntime:
     async def _listen(self, loop: asyncio.AbstractEventLoop, *, launch: bool) -> str:
         """Connect the engine to a coordinator, and return the coordinator's address.
 
-        launch: whether to start the coordinator. Its default address is a free port.
+        launch: whether to start the coordinator. If no port is configured, the coordinator uses a free port.
         """
         where: dict[str, str] = {} if self._host is None else {"hostname": self._host}
         name = f"engine-{global_rank() // self._engine_ranks}"
