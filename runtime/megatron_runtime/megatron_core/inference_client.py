@@ -115,7 +115,7 @@ class InferenceClient:
             open_socket=self._open_socket,
             on_stopped=self._on_stopped,
         )
-        """The client of this project's protocol, which does the work."""
+        """The client of this project's protocol, to which this object delegates requests and signals."""
 
     @property
     def next_request_id(self) -> int:
@@ -197,10 +197,11 @@ class InferenceClient:
         """Register at the coordinator. Return a coroutine that finishes after the registration. Idempotent.
 
         The caller can await the coroutine or ignore it. The registration begins immediately on the running event loop,
-        or on `loop` if the caller runs on no event loop. Without both, the registration begins when the coroutine is
-        awaited. If the timeout is 0, the client registers in the background. With a coordinator of Megatron-Core, the
-        client uses Megatron-Core's protocol. Such a coordinator confirms no signals and sends no heartbeats. When it
-        exits, open requests raise UnavailableError.
+        or on `loop` if the caller runs on no event loop. If there is neither a running loop nor `loop`, the
+        registration begins when the coroutine is awaited. If the timeout is 0, the client registers in the background.
+
+        With a coordinator of Megatron-Core, the client uses Megatron-Core's protocol. Such a coordinator confirms no
+        signals and sends no heartbeats. When the coordinator exits, open requests raise UnavailableError.
 
         loop: the event loop of the connection; None: the caller's loop.
 
@@ -235,7 +236,7 @@ class InferenceClient:
     async def _recv_task(self) -> None:
         """Wait until the client stops. The client stops if this task is cancelled or its event loop is closed.
 
-        This task does not handle messages, because callbacks do.
+        This task handles no messages, because callbacks handle the messages.
         """
         await asyncio.get_running_loop().create_future()
 
@@ -407,10 +408,10 @@ class InferenceClient:
     def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Call cudaProfilerStart on every rank. Allowed in any state of the engines.
 
-        Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
-        --capture-range-end=repeat`. By default, the end of a range also terminates the engine. Without a profiler,
-        nothing is recorded. If an engine has no GPU, the signal fails with ENGINE_FAILED. The message names this
-        engine, which continues to serve.
+        Nsight Systems records until stop_cuda_profiler() if it runs the engines with `--capture-range=cudaProfilerApi
+        --capture-range-end=repeat`. By default, Nsight Systems also terminates the engines at the end of a recording.
+        Without a profiler, nothing is recorded. If an engine has no GPU, the signal fails with ENGINE_FAILED. The
+        error message names this engine, which continues to serve.
         """
         return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
 
@@ -431,7 +432,7 @@ class _Starting(Coroutine[Any, Any, None]):
     If there is an event loop, the coroutine runs immediately in a task, without being awaited. It can be awaited on
     another loop.
 
-    begin: creates the task on the given loop unless it exists, and returns it.
+    begin: returns the task. If the task does not exist, creates the task on the given loop.
     loop:  loop for the task if the caller runs on no loop. None: the task starts when the coroutine is awaited.
     """
 

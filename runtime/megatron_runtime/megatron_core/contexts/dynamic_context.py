@@ -123,7 +123,7 @@ class KVBlockAllocator:
 
     @property
     def total_count(self) -> int:
-        """Total number of pages, including the dummy page."""
+        """Total number of pages, including the dummy page, which no request can use."""
         return self._cache.num_usable + 1
 
     @property
@@ -160,7 +160,7 @@ class KVBlockAllocator:
 
 
 def config_of(source: Any) -> InferenceConfig:
-    """Return this project's InferenceConfig for `source`, which is one of Megatron-Core's or of this project's."""
+    """Return this project's InferenceConfig for `source`, an InferenceConfig of Megatron-Core or of this project."""
     if isinstance(source, InferenceConfig):
         return source
     names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)

@@ -209,8 +209,10 @@ class DynamicInferenceEngine:
         loop: event loop of the engine's connection; None: the caller's loop.
         name: name of this engine, unique at its coordinator.
 
-        The address has the form "tcp://host:port". Raises EngineFailedError or CoordinatorStartError after everything
-        that this call has started is stopped. Raises RuntimeError while direct calls are open.
+        The address has the form "tcp://host:port".
+
+        Raises RuntimeError while direct calls are open. If the start fails, this call stops everything that it has
+        started, and raises EngineFailedError or CoordinatorStartError.
         """
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator already: stop_listening() first")
