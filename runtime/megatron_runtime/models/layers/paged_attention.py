@@ -121,7 +121,7 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
     """Return the scaled frequencies.
 
-    Unlike _scale_llama3(), this interpolates by the pair's index, not by its rotations.
+    Unlike _scale_llama3(), this function interpolates by the pair's index, not by the pair's number of rotations.
     """
     count = len(frequencies)
 
@@ -145,8 +145,8 @@ class SequenceRows:
 
     rows:    the rows of these tokens in the step.
     pages:   int64; pages of the cached and the new tokens; None if no token was cached before.
-    mask_TS: 0 for each cached token to which a new token attends, -inf for others, starting with the first token of
-             `pages`. None means that the attention is causal.
+    mask_TS: 0 for each cached token to which a new token attends, -inf for each other cached token. The first column
+             is the first token in `pages`. None means that the attention is causal.
     """
 
     rows: slice
@@ -156,7 +156,7 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The cache rows of a step's tokens, and the tokens to which each attends.
+    """The cache rows of a step's tokens, and the tokens to which each token attends.
 
     All layers of one kind share this object.
 
