@@ -189,8 +189,8 @@ class DynamicInferenceRequest(InferenceRequest):
                             highest weight first. The last token is missing, because it was not computed. The value is a
                             tensor or an array, like policy_staleness. None unless the engine records experts
                             (moe_enable_routing_replay).
-    disaggregated_params:   request_id, block_ids and kv_meta of a request with `do_kv_handoff` whose engine keeps its
-                            KV.
+    disaggregated_params:   request_id, block_ids and kv_meta, if the request has `do_kv_handoff` and the engine keeps
+                            the request's KV; otherwise None.
     precomputed_block_hashes: hashes of the complete prompt blocks. The constructor computes the hashes if prefix
                               caching is enabled and no hashes are passed.
     """
@@ -389,7 +389,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
-        """Return whether the request had no permanent error and its answer is not a failure."""
+        """Return whether the request has no permanent error, and its status is not FAILED."""
         return self.status is not Status.FAILED and all(
             event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events
         )
