@@ -105,15 +105,15 @@ class AnswerFormat(Protocol):
         """Return a new parser for one choice, or None if the whole answer is text.
 
         The state of a parser depends only on the text that it has read, and not on how the text was split. If a parser
-        is lost, a new parser therefore reads the text so far to restore the state. Its events are dropped, because the
-        client has already received them.
+        is lost, a new parser therefore reads the text so far to restore the state. The events of this second reading
+        are dropped, because the client has already received the events.
         """
         ...
 
     def async_parser(self) -> AsyncAnswerParser | None:
         """Return a new parser for one choice that runs in another process, or None if the format has no such parser.
 
-        If the result is not None, its events of type Text are the only input of the parser that parser() returns.
+        If the result is not None, the parser that parser() returns gets only the Text events of this result as input.
         """
         ...
 
