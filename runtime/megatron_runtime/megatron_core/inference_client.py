@@ -64,8 +64,9 @@ class InferenceClient:
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
     inference_coordinator_address: the same value, under the name in Megatron-Core's releases.
-    deserialize: the result type of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a
-                 map. With inference_coordinator_address, None means False, as in Megatron-Core 0.17 and later.
+    deserialize: the result type of a future. None: a DynamicInferenceRequestRecord; True: the record merged to one
+                 request; False: a map. With inference_coordinator_address, None means False, as in Megatron-Core 0.17
+                 and later.
     records:     whether the engine also returns the text and the times of an answer. None: yes, unless `deserialize` is
                  False.
     keys:        keys for a coordinator that uses CURVE.
@@ -136,7 +137,7 @@ class InferenceClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message from the coordinator within a few seconds."""
+        """Whether the client is registered and has received a message from the coordinator in the last few seconds."""
         return self.native.connected
 
     @property
@@ -333,7 +334,7 @@ class InferenceClient:
     # --- control signals ----------------------------------------------------------------------------------------
 
     def shutdown_coordinator(self) -> None:
-        """Shut down the coordinator. Only a coordinator with a single port accepts this message."""
+        """Send SHUTDOWN to the coordinator. Only a coordinator with a single port accepts this message."""
         self.native.send([pack([int(Header.SHUTDOWN)])])
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:

@@ -84,7 +84,7 @@ class Fields:
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return the boolean value of a field."""
+        """Return the boolean value of a field, or `default` if the field is absent or null."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "want true or false")
@@ -124,7 +124,7 @@ class Fields:
         return value
 
     def constants(self, key: str) -> list[float]:
-        """Return the list in a field, which has at most _MAX_LISTED finite numbers above zero."""
+        """Return the list in a required field, which has at most _MAX_LISTED finite numbers above zero."""
         values = self.need(key)
         if not isinstance(values, list) or len(values) > _MAX_LISTED:
             raise self._wrong(key, values, f"want a list of at most {_MAX_LISTED} numbers")
@@ -198,7 +198,7 @@ def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: flo
 def is_local_by_period(num_layers: int, period: int) -> list[bool]:
     """Return, for each layer, whether it has a sliding window.
 
-    In each group of `period` layers, the last has no window.
+    In each group of `period` layers, the last layer has no window.
     """
     return [bool((layer + 1) % period) for layer in range(num_layers)]
 

@@ -259,7 +259,7 @@ def _local_theta(fields: Fields, default: float) -> float:
 
 
 def _rope_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """Return the rotary fields of both kinds of layers, in the format of transformers 5."""
+    """Return the rotary fields of local layers and of the other layers, in the format of transformers 5."""
     scaling = rope_to_hf(config)["rope_scaling"] or {"rope_type": "default"}
     local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
     return {
@@ -572,7 +572,7 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
 
 
 def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
-    """Return the family and the fields of the text model. Only this part of a multimodal model runs."""
+    """Return the family and the fields of the text model. Of a multimodal model, only the text model runs."""
     architectures = fields.listed("architectures", str)
     for family in FAMILIES.values():
         if family.architecture in architectures:

@@ -66,7 +66,7 @@ class Checkpoint(Protocol):
     def panels(self, name: str, part: Part = (), *, wanted: Container[int]) -> PackedMatrix | None:
         """Return a matrix that is stored in panels of the CPU kernels, possibly as a view of the file.
 
-        Returns None if the tensor is not stored in one of these formats, or if `part` cuts through panels or blocks.
+        Returns None if the tensor is not stored in a format in `wanted`, or if `part` cuts through panels or blocks.
 
         wanted: accepted formats.
         """

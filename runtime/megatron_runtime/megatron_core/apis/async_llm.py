@@ -37,8 +37,8 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Return the answer to one prompt, or the list of answers to prompts. A failed request has the status FAILED.
 
-        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts, whose answers
-                 are in the same order.
+        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts. The answers are in
+                 the order of the prompts.
 
         Raises RuntimeError on a worker rank, and TypeError for prompts of another type. Raises RequestRejectedError if
         the coordinator rejects a request for a reason other than its prompt.

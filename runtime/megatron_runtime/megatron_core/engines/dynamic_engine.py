@@ -47,9 +47,9 @@ class DynamicInferenceEngine:
     Without a coordinator, all ranks of an engine must make the same calls of generate(). The first rank schedules the
     requests, and every rank returns the answers.
 
-    controller: an Executor, or a TextGenerationController of this project or of Megatron-Core, which has a model in
-                `inference_wrapped_model.model` and a `tokenizer`. If `inference_wrapped_model` is an instance of a
-                subclass of this project's GPTInferenceWrapper, it runs the model.
+    controller: an Executor, or a TextGenerationController of this project or of Megatron-Core. The controller has the
+                model in `inference_wrapped_model.model`, and a `tokenizer`. If the class of `inference_wrapped_model`
+                is a subclass of this project's GPTInferenceWrapper, `inference_wrapped_model` runs the model.
     context:    an InferenceConfig, or a DynamicInferenceContext from which the limits are read.
     follower:   set on all ranks except the first. If it is set, `controller` is the part of the model on this rank.
     """
