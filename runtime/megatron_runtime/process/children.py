@@ -62,7 +62,7 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
 
 
 def be_child() -> None:
-    """Ignore SIGTERM from now on. A child calls this function, because its parent stops it."""
+    """Ignore SIGTERM from now on. A child calls this function, because the parent sends SIGINT to stop the child."""
     global _is_child
     _is_child = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

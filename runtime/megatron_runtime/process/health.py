@@ -10,7 +10,7 @@ may use it. The server therefore answers probes regardless of how many connectio
 - If the request has arrived when the server accepts its connection, the server answers it immediately. Each iteration
   of the event loop accepts BATCH connections, in the order in which the kernel has accepted them.
 - A connection without a complete request waits. If there are more than MAX_CONNECTIONS connections, or more than
-  MAX_PER_PEER from one address, a new connection replaces the oldest of them.
+  MAX_PER_PEER from one address, a new connection replaces the oldest connection.
 - A thread renders the metrics. One rendering answers all requests that wait for metrics. A pause after each rendering
   limits the CPU time of the thread, because the thread and the event loop share the interpreter.
 

@@ -262,7 +262,7 @@ def unpack_tokens(data: PackedTokens) -> bytes:
 def checked_tokens(tokens: list[Any]) -> bytes:
     """Return `tokens` as little-endian int32.
 
-    Raises MalformedMessageError unless each is an integer from 0 to 2**31 - 1.
+    Raises MalformedMessageError unless each token is an integer from 0 to 2**31 - 1.
     """
     try:
         packed = struct.pack(f"<{len(tokens)}I", *tokens)

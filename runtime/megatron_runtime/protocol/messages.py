@@ -1,7 +1,7 @@
 """All message types of docs/reference/protocol.md, and `decode`, which decodes any message.
 
 A message is one frame that contains a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are
-`[header, map]`. They are validated here. Unknown keys are ignored, and every number, text and list has a limit.
+`[header, map]`. This module validates them. Unknown keys are ignored, and every number, text and list has a limit.
 Messages of the request path are lists of small fields and of bodies, which are opaque bytes that a coordinator forwards
 without parsing. These messages are named tuples, because creating a frozen dataclass takes three times as long.
 """
@@ -232,7 +232,7 @@ class HelloAck(ControlMessage):
 
 
 class Heartbeat(ControlMessage):
-    """A heartbeat, which both sides send. An engine reports its load.
+    """HEARTBEAT, which the coordinator and its peers send to each other. An engine reports its load.
 
     A coordinator reports its incarnation, so that peers detect a restart.
     """
@@ -618,7 +618,7 @@ class Submit(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH, from coordinator to engine. The bodies are those that the client sent in SUBMIT.
+    """DISPATCH, from coordinator to engine. The message contains the bodies that the client sent in SUBMIT.
 
     `generated` can be longer than in SUBMIT, and `media` has all data. `epochs` covers all tokens in `generated`. In
     a message for the translator of a plain engine (coordinator/plain), the prompt can also be PackedTokens.
@@ -702,7 +702,7 @@ class Partial(NamedTuple):
 class Final(NamedTuple):
     """FINAL, the result of a request, with all generated tokens and the reply map.
 
-    The coordinator forwards both unchanged.
+    The coordinator forwards the tokens and the reply map unchanged.
     """
 
     dispatch_id: int
@@ -784,8 +784,8 @@ class Imported(NamedTuple):
 class ReleaseBlocks(NamedTuple):
     """RELEASE, which drops kept KV blocks. The receiver ignores an unknown id.
 
-    From coordinator to engine, it drops the blocks of an export or an import. From client to coordinator, it drops the
-    blocks of a handoff.
+    From coordinator to engine, RELEASE drops the blocks of an export or an import. From client to coordinator, RELEASE
+    drops the blocks of a handoff.
     """
 
     dispatch_id: int

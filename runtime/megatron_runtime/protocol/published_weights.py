@@ -36,7 +36,7 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """No reachable engine or trainer holds these weights and sends bytes that match their digests.
+    """No reachable engine or trainer sends the requested weights with bytes that match their digests.
 
     The message names the remedy.
     """

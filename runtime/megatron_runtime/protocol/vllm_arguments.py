@@ -316,7 +316,7 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
     """Return whether speculative_config.model names a model.
 
-    Returns False if speculative_config has a field that can load code. With such a field, `model` may not name a model.
+    Returns False if speculative_config has a field that can load code. Such a field can change the meaning of `model`.
     """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:
