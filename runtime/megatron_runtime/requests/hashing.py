@@ -103,7 +103,7 @@ def digests_after(
     *,
     media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Return the digests of the complete blocks of `tokens`, which follow the block with the digest `digest`.
+    """Return the digests of the complete blocks of `tokens`. The first block follows the block with digest `digest`.
 
     media: for each block index, the joined digests of the images, audio and video that have tokens in the block.
     """

@@ -296,7 +296,7 @@ def _thread_with_stack(stack_bytes: int) -> ThreadPoolExecutor:
 def _key(structure: Mapping[str, Any]) -> bytes:
     """Return the cache key of a structure.
 
-    The key depends on the order of properties, because this is also their order in the answer.
+    The key depends on the order of properties, because an answer has the properties in this order.
     """
     value = None if structure["type"] == "json_object" else structure.get("value")
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()

@@ -48,8 +48,8 @@ class AnswerRequest:
     tools:      JSON schema of the arguments of each tool that may be called, by tool name.
     forced:     what a grammar forces the answer to be. "*": a list of tool calls; the name of a tool: the arguments of
                 this tool; None: no grammar forces a tool call.
-    continues:  the answer continues the last message of the prompt.
-    is_thought: the continued message ends within its reasoning.
+    continues:  whether the answer continues the last message of the prompt.
+    is_thought: whether the continued message ends within its reasoning.
     earlier_calls: number of tool calls in the conversation.
     variables:  variables of the chat template.
     """
@@ -210,7 +210,7 @@ class NativeAnswerFormat:
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
-        """Return a parser for the text after the reasoning if a grammar forces it to be tool calls, otherwise None."""
+        """Return a parser for the text after the reasoning if a grammar forces tool calls, otherwise None."""
         if self.request.forced is None:
             return None
         if self.request.forced == ANY_CALLS:
