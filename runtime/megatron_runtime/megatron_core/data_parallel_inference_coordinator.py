@@ -74,9 +74,9 @@ class DataParallelInferenceCoordinator:
     inference_coordinator_port: port to listen on; None: a free port. In Megatron-Core 0.17 and later releases of
         Megatron-Core, the fourth positional argument is max_requests instead. Therefore, a port below 1024 raises
         ValueError.
-    deterministic_mode:        whether routing depends only on the order in which requests arrive. block_size_tokens,
-    enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha: options of routing by cached
-    prefix.
+    deterministic_mode:        whether routing depends only on the order in which requests arrive.
+    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha: options
+        of routing by cached prefix.
     max_requests:              maximum number of requests that an engine runs concurrently; None: no limit. The
         coordinator uses this number in routing by cached prefix, and as the limit of engines with Megatron-Core's
         protocol, which do not report a limit.
@@ -192,7 +192,7 @@ class DataParallelInferenceCoordinator:
 
     @property
     def next_request_id(self) -> int:
-        """The dispatch id of the next request that the coordinator sends to an engine."""
+        """The dispatch id of the next request that the coordinator sends. Engines identify requests by dispatch id."""
         return self._core.dispatcher.next_dispatch_id
 
     # --- routing ------------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ class DataParallelInferenceCoordinator:
         self._coordinator.remove_engine(self._engine(identity), "removed")
 
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
-        """Send one frame to an engine. Return False if the socket does not accept the frame.
+        """Send one frame to an engine. Return whether the socket accepted the frame.
 
-        An engine without a connection is removed.
+        If the engine has no connection, this method also removes the engine.
         """
         engine = self._engine(identity)
         is_sent = self._coordinator.transport.send(engine.peer, [payload])

@@ -64,8 +64,9 @@ class InferenceClient:
 
     inference_coordinator_port: a port on this host, "host:port" or "tcp://host:port".
     inference_coordinator_address: the same value, under the name in Megatron-Core's releases.
-    deserialize: the result type of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a
-                 map. With inference_coordinator_address, None means False, as in Megatron-Core 0.17 and later.
+    deserialize: the result type of a future. None: a DynamicInferenceRequestRecord; True: the record merged to one
+                 request; False: a map. With inference_coordinator_address, None means False, as in Megatron-Core 0.17
+                 and later.
     records:     whether the engine also returns the text and the times of an answer. None: yes, unless `deserialize` is
                  False.
     keys:        keys for a coordinator that uses CURVE.
@@ -115,7 +116,7 @@ class InferenceClient:
             open_socket=self._open_socket,
             on_stopped=self._on_stopped,
         )
-        """The client of this project's protocol, which does the work."""
+        """The client of this project's protocol, to which this object delegates requests and signals."""
 
     @property
     def next_request_id(self) -> int:
@@ -136,7 +137,7 @@ class InferenceClient:
 
     @property
     def connected(self) -> bool:
-        """Whether the client is registered and has received a message from the coordinator within a few seconds."""
+        """Whether the client is registered and has received a message from the coordinator in the last few seconds."""
         return self.native.connected
 
     @property
@@ -197,10 +198,11 @@ class InferenceClient:
         """Register at the coordinator. Return a coroutine that finishes after the registration. Idempotent.
 
         The caller can await the coroutine or ignore it. The registration begins immediately on the running event loop,
-        or on `loop` if the caller runs on no event loop. Without both, the registration begins when the coroutine is
-        awaited. If the timeout is 0, the client registers in the background. With a coordinator of Megatron-Core, the
-        client uses Megatron-Core's protocol. Such a coordinator confirms no signals and sends no heartbeats. When it
-        exits, open requests raise UnavailableError.
+        or on `loop` if the caller runs on no event loop. If there is neither a running loop nor `loop`, the
+        registration begins when the coroutine is awaited. If the timeout is 0, the client registers in the background.
+
+        With a coordinator of Megatron-Core, the client uses Megatron-Core's protocol. Such a coordinator confirms no
+        signals and sends no heartbeats. When the coordinator exits, open requests raise UnavailableError.
 
         loop: the event loop of the connection; None: the caller's loop.
 
@@ -235,7 +237,7 @@ class InferenceClient:
     async def _recv_task(self) -> None:
         """Wait until the client stops. The client stops if this task is cancelled or its event loop is closed.
 
-        This task does not handle messages, because callbacks do.
+        This task handles no messages, because callbacks handle the messages.
         """
         await asyncio.get_running_loop().create_future()
 
@@ -332,7 +334,7 @@ class InferenceClient:
     # --- control signals ----------------------------------------------------------------------------------------
 
     def shutdown_coordinator(self) -> None:
-        """Shut down the coordinator. Only a coordinator with a single port accepts this message."""
+        """Send SHUTDOWN to the coordinator. Only a coordinator with a single port accepts this message."""
         self.native.send([pack([int(Header.SHUTDOWN)])])
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
@@ -407,10 +409,10 @@ class InferenceClient:
     def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Call cudaProfilerStart on every rank. Allowed in any state of the engines.
 
-        Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
-        --capture-range-end=repeat`. By default, the end of a range also terminates the engine. Without a profiler,
-        nothing is recorded. If an engine has no GPU, the signal fails with ENGINE_FAILED. The message names this
-        engine, which continues to serve.
+        Nsight Systems records until stop_cuda_profiler() if it runs the engines with `--capture-range=cudaProfilerApi
+        --capture-range-end=repeat`. By default, Nsight Systems also terminates the engines at the end of a recording.
+        Without a profiler, nothing is recorded. If an engine has no GPU, the signal fails with ENGINE_FAILED. The
+        error message names this engine, which continues to serve.
         """
         return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
 
@@ -431,7 +433,7 @@ class _Starting(Coroutine[Any, Any, None]):
     If there is an event loop, the coroutine runs immediately in a task, without being awaited. It can be awaited on
     another loop.
 
-    begin: creates the task on the given loop unless it exists, and returns it.
+    begin: returns the task. If the task does not exist, creates the task on the given loop.
     loop:  loop for the task if the caller runs on no loop. None: the task starts when the coroutine is awaited.
     """
 

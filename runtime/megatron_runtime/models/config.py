@@ -42,8 +42,8 @@ class YarnScaling:
     beta_fast, beta_slow: numbers of rotations within the original length. A rotary pair with more than beta_fast
                           rotations keeps its frequency. The frequency of a pair with fewer than beta_slow rotations is
                           divided by `factor`. Between the two, the frequency is interpolated.
-    truncate:             whether to round the bounds of the two ranges to whole pairs.
-    attention_factor:     factor of queries and keys.
+    truncate:             whether to round the bounds of the interpolated range to whole pairs.
+    attention_factor:     factor by which queries and keys are multiplied.
     """
 
     factor: float
@@ -60,7 +60,7 @@ class LongRopeScaling:
 
     short_factor, long_factor: divisor of the frequency of each rotary pair. short_factor is for sequences within the
         original length, long_factor for longer sequences.
-    attention_factor:          factor of queries and keys.
+    attention_factor:          factor by which queries and keys are multiplied.
     """
 
     short_factor: tuple[float, ...]
@@ -90,7 +90,7 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """The sizes of a mixture of experts. It replaces the feed-forward network in all layers except `dense_layers`.
+    """The sizes of a mixture of experts, which replaces the feed-forward network in all layers but `dense_layers`.
 
     normalize: whether the weights of a token's selected experts are scaled to a sum of 1.
     """
@@ -114,9 +114,9 @@ class ModelConfig:
     input_norms:        whether the inputs of attention and feed-forward are normalized.
     output_norms:       whether the outputs of attention and feed-forward are normalized before they are added to the
                         hidden states.
-    embedding_scale:    factor of the embeddings.
-    query_scale:        factor of q·k; None means head_dim ** -0.5.
-    logit_scale:        factor of the logits.
+    embedding_scale:    factor by which the embeddings are multiplied.
+    query_scale:        factor by which q·k is multiplied; None means head_dim ** -0.5.
+    logit_scale:        factor by which the logits are multiplied.
     fused:              whether files store q, k and v as one tensor, and gate and up as one tensor.
     """
 

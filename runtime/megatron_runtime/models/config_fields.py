@@ -1,6 +1,6 @@
 """Reads and checks fields of config.json and of GGUF metadata.
 
-It also reads rotary embeddings and sliding windows, whose fields several families share.
+It also reads the fields of rotary embeddings and sliding windows, which several families share.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Fields:
         return int(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """Return the boolean value of a field."""
+        """Return the boolean value of a field, or `default` if the field is absent or null."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise self._wrong(key, value, "want true or false")
@@ -124,7 +124,7 @@ class Fields:
         return value
 
     def constants(self, key: str) -> list[float]:
-        """Return the list in a field, which has at most _MAX_LISTED finite numbers above zero."""
+        """Return the list in a required field, which has at most _MAX_LISTED finite numbers above zero."""
         values = self.need(key)
         if not isinstance(values, list) or len(values) > _MAX_LISTED:
             raise self._wrong(key, values, f"want a list of at most {_MAX_LISTED} numbers")
@@ -146,12 +146,17 @@ def _is_whole(value: object) -> TypeGuard[int]:
 
 
 def window_everywhere(fields: Fields) -> Traits:
-    """Return the trait `sliding` of a family in which either all layers or no layers have a sliding window."""
+    """Return the ModelConfig field `sliding` of a family in which either all layers or no layers have a window.
+
+    The result is empty if no layer has a sliding window.
+    """
     return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
 
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the trait `sliding` of a family in which some layers have a sliding window.
+    """Return the ModelConfig field `sliding` of a family in which some layers have a sliding window.
+
+    The result is empty if no layer has a sliding window.
 
     is_local: for each layer, whether it has a window. Used if the file does not list `layer_types`.
     """
@@ -172,9 +177,10 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
 
 
 def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the trait `sliding` from the metadata of a GGUF file, in which a window of 0 means no window.
+    """Return the ModelConfig field `sliding` from the metadata of a GGUF file. In the file, 0 means no window.
 
-    The arguments are as in sliding_traits(). `is_local` is used if the file has no pattern of layers.
+    The result is empty if no layer has a window. The arguments are as in sliding_traits(). `is_local` is used if the
+    file has no pattern of layers.
     """
     pattern, layers = "attention.sliding_window_pattern", fields.size("block_count")
     if isinstance(fields.get(pattern), list):  # one flag per layer; otherwise the field is a period
@@ -192,7 +198,7 @@ def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: flo
 def is_local_by_period(num_layers: int, period: int) -> list[bool]:
     """Return, for each layer, whether it has a sliding window.
 
-    In each group of `period` layers, the last has no window.
+    In each group of `period` layers, the last layer has no window.
     """
     return [bool((layer + 1) % period) for layer in range(num_layers)]
 
@@ -255,10 +261,11 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
 
 
 def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int, where: str) -> Llama3Scaling:
-    """Return the Llama 3 scaling that divides the frequency of each rotary pair by `factors`.
+    """Return the Llama 3 scaling that divides the frequencies of the rotary pairs by `factors`.
 
-    GGUF files contain these factors instead of the constants of the scaling. All Llama 3 models have the same constants
-    except the factor. Raises UnsupportedModelError for factors of other models.
+    Raises UnsupportedModelError if no Llama 3 scaling has these divisors.
+
+    factors: the divisor of each rotary pair. GGUF files contain the divisors instead of the constants of the scaling.
     """
     if not factors or not all(0 < factor < math.inf for factor in factors):
         raise UnsupportedModelError(
@@ -343,7 +350,7 @@ def _yarn_magnitude(factor: float, scale: float = 1.0) -> float:
 def longest_sequence(declared: int, scaling: RopeScaling | None) -> int:
     """Return the maximum sequence length of a model in tokens.
 
-    declared: length in the model's file, which may not include the extension by YaRN.
+    declared: length in the model's file. Some files state the length before the extension by YaRN.
     """
     if isinstance(scaling, YarnScaling):
         return max(declared, int(scaling.original_max_position_embeddings * scaling.factor))

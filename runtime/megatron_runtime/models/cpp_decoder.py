@@ -94,12 +94,12 @@ class CppDecoder(DecoderModel):
         logit_rows_N: npt.NDArray[np.int64],
         routing_GTJ: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, Float32]:
-        """Compute the plan's tokens in the order of the plan, and write their keys and values to the cache.
+        """Run the model on the tokens of `plan`, and write the keys and values of these tokens to the cache.
 
         routing_GTJ: as in run_layers().
 
-        Returns x_TD, the hidden states after the last layer, and float32 [N, V], the logits at the tokens
-        `logit_rows_N`. The next step overwrites the logits.
+        Returns x_TD, the hidden states after the last layer in the order of the plan, and float32 [N, V], the logits of
+        the tokens `logit_rows_N`. The next step overwrites the logits.
         """
         x_TD = self.embed(torch.from_numpy(plan.token_ids))
         if len(self._logits) < len(logit_rows_N):
@@ -176,7 +176,7 @@ class CppDecoder(DecoderModel):
             raise MemoryError(f"the memory of a step of {step.tokens} tokens cannot be allocated")
 
     def _step(self, plan: PlannedTokens, x_TD: torch.Tensor, cache_LPXE: torch.Tensor) -> Step:
-        """Return the arguments of a step without logits. They contain addresses of the plan's arrays."""
+        """Return the arguments of a step without logits. The arguments contain addresses of the plan's arrays."""
         size, tables = cache_LPXE.element_size(), plan.block_tables
         assert tables.strides[1] == tables.itemsize
         self._extend_rotations(int(plan.positions.max()) + 1)

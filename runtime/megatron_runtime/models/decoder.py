@@ -228,7 +228,7 @@ class Decoder(ABC):
 
 
 class DecoderModel(Decoder):
-    """The decoder in torch operators. It has no state of its own; the caller passes the KV cache."""
+    """The decoder in torch operators. It keeps no state between steps. The caller passes the KV cache."""
 
     @cached_property
     def _attention(self) -> PagedAttention:
@@ -255,8 +255,8 @@ class DecoderModel(Decoder):
         """Return the hidden states after this rank's layers, and write the keys and values of these layers to the
         cache.
 
-        routing_GTJ: int32; receives each token's experts, by descending share, in this rank's layers that
-                     have experts.
+        routing_GTJ: int32; receives the experts of each token, highest router weight first, in this rank's layers
+                     with experts.
         """
         in_full = self._rotary.rotation(positions_T, x_TD.dtype), attention
         in_window = in_full[0], attention.local or attention
@@ -318,8 +318,8 @@ class DecoderModel(Decoder):
     ) -> torch.Tensor:
         """Return y_AD, the sum of the outputs of this rank's experts for each token. Experts have no capacity limit.
 
-        The mixture is described by Shazeer et al. 2017, arXiv:1701.06538. A tokens of the batch, of which S tokens use
-        one expert; they are computed in one product.
+        The mixture is described by Shazeer et al. 2017, arXiv:1701.06538. A is the number of tokens in the batch, S the
+        number of tokens that use one expert. The tokens of one expert are computed together.
         """
         share_AJ, expert_AJ = weights.router_XD(x_AD).float().softmax(dim=-1).topk(moe.experts_per_token, dim=-1)
         if routing_TJ is not None:

@@ -39,18 +39,18 @@ class Family:
     name:              `model_type` in transformers.
     architecture:      name of the model class in transformers.
     gguf_architecture: `general.architecture` in GGUF files; None for a family whose files identify themselves as Llama.
-    gguf_field:        metadata key that distinguishes the family's GGUF files from files of later families in FAMILIES
-                       with the same architecture.
+    gguf_field:        metadata key that the family's GGUF files have. If a later family in FAMILIES has the same
+                       gguf_architecture, the files of the later family lack this key.
     layer_names:       map from the short name of a layer's tensor to the name in transformers; `{expert}` stands for a
                        number.
     activation_field:  name of the field of config.json for the activation, and the field's only supported value.
     unsupported:       fields of config.json that must be absent, null or false.
-    traits:            traits of all models of the family.
-    from_hf, to_hf:    functions that read further traits from config.json, and that write these traits.
+    traits:            fields of ModelConfig that have the same value in all models of the family.
+    from_hf, to_hf:    functions that read other fields of ModelConfig from config.json, and that write these fields.
     text_defaults:     values for fields that config.json of a multimodal model leaves out in its text part.
-    from_gguf:         function that reads further traits from the metadata of a GGUF file. The keys have no
-                       architecture prefix.
-    tied:              whether the output head shares the embedding table, if config.json does not state it.
+    from_gguf:         function that reads other fields of ModelConfig from the metadata of a GGUF file. The keys have
+                       no architecture prefix.
+    tied:              whether the output head shares the embedding table if config.json does not state this.
     rope_theta:        rotary base if the file states none.
     pairs_rotary_rows: whether, in GGUF files, the two rows of q and k that rotate together are adjacent.
     expert_fields:     map like _FIELDS for the sizes in MoEConfig; empty for a family without experts.
@@ -158,7 +158,10 @@ _QWEN_EXPERT_NAMES = {
 
 
 def _qwen_window(fields: Fields) -> Traits:
-    """Return the trait `sliding` of a Qwen model. Only the layers from `max_window_layers` on have a window."""
+    """Return the ModelConfig field `sliding` of a Qwen model; empty if no layer has a sliding window.
+
+    Only the layers from `max_window_layers` on have a window.
+    """
     if not fields.flag("use_sliding_window"):
         return {}
     key = "max_window_layers"
@@ -256,7 +259,7 @@ def _local_theta(fields: Fields, default: float) -> float:
 
 
 def _rope_by_layer(config: ModelConfig) -> dict[str, Any]:
-    """Return the rotary fields of both kinds of layers, in the format of transformers 5."""
+    """Return the rotary fields of local layers and of the other layers, in the format of transformers 5."""
     scaling = rope_to_hf(config)["rope_scaling"] or {"rope_type": "default"}
     local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
     return {
@@ -301,8 +304,9 @@ def _gemma_of_gguf(fields: Fields) -> Traits:
     return {"embedding_scale": hidden**0.5, "query_scale": per_head**-0.5, **sliding}
 
 
-# The text model (Gemma Team 2025, arXiv:2503.19786). It has norms before and after each block, whose weights are stored
-# minus one, and scaled embeddings. Five of every six layers have a sliding window and their own rotary frequencies.
+# The text model (Gemma Team 2025, arXiv:2503.19786). The embeddings are scaled. Norms precede and follow each block,
+# and files store the norm weights minus one. Five of every six layers have a sliding window and their own rotary
+# frequencies.
 _GEMMA3 = Family(
     name="gemma3_text",
     architecture="Gemma3ForCausalLM",
@@ -342,7 +346,7 @@ _NO_PADDING = {"pad_token_id": None}
 
 
 def _granite_of_hf(fields: Fields) -> Traits:
-    """Return the traits of an equivalent decoder whose layers add their outputs without a factor.
+    """Return fields of ModelConfig for an equivalent decoder whose layers add their outputs without a factor.
 
     A norm cancels any factor of the hidden states, except in the norm's epsilon. So the factor of the layers' outputs
     can be moved to the embeddings and to epsilon.
@@ -472,8 +476,8 @@ def _olmo3_of_gguf(fields: Fields) -> Traits:
     )
     scaling = rope_of_gguf(fields, theta=base)["rope_scaling"]
     if isinstance(scaling, YarnScaling) and fields.get("rope.scaling.attn_factor") is not None:
-        # For this family, the converter wrote transformers' whole factor to this field; in other files it is an
-        # additional factor.
+        # In files of this family, the field contains the whole attention factor of transformers. In files of other
+        # families, the field contains an additional factor.
         attention = fields.constant("rope.scaling.attn_factor")
         traits["rope_scaling"] = replace(scaling, attention_factor=attention)
     return traits
@@ -568,7 +572,7 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
 
 
 def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
-    """Return the family and the fields of the text model. Only this part of a multimodal model runs."""
+    """Return the family and the fields of the text model. Of a multimodal model, only the text model runs."""
     architectures = fields.listed("architectures", str)
     for family in FAMILIES.values():
         if family.architecture in architectures:

@@ -38,8 +38,8 @@ class TensorKind:
 class Checkpoint(Protocol):
     """A set of weights in any file format. The constructor reads only headers, and rejects truncated files.
 
-    kinds: shape and type of each tensor, by the name in transformers, and in the layout of transformers. Each expert
-           has its own tensors.
+    kinds: shape and type of each tensor, by the tensor's name in transformers. Tensors have the layout of transformers.
+           Each expert has its own tensors.
     """
 
     config: ModelConfig
@@ -57,7 +57,7 @@ class Checkpoint(Protocol):
         """Return a quantized matrix in its stored form, possibly as a view of the file.
 
         Returns None if the type of the tensor is not in `wanted`, or if `part` cuts through the tensor's blocks. The
-        default implementation is for formats without quantized tensors.
+        default implementation returns None.
 
         wanted: accepted GGML type numbers.
         """
@@ -66,7 +66,7 @@ class Checkpoint(Protocol):
     def panels(self, name: str, part: Part = (), *, wanted: Container[int]) -> PackedMatrix | None:
         """Return a matrix that is stored in panels of the CPU kernels, possibly as a view of the file.
 
-        Returns None if the tensor is not stored in one of these formats, or if `part` cuts through panels or blocks.
+        Returns None if the tensor is not stored in a format in `wanted`, or if `part` cuts through panels or blocks.
 
         wanted: accepted formats.
         """
@@ -122,7 +122,7 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 def num_parameters(config: ModelConfig, *, expert_ranks: int = 1) -> int:
     """Return the number of values in all tensors.
 
-    expert_ranks: number of ranks that divide the experts. Only one rank's share of the experts is counted.
+    expert_ranks: number of ranks among which the experts are divided. Only the experts of one rank are counted.
     """
     shapes = tensor_shapes(config).items()
     return sum(prod(shape) // (expert_ranks if ".experts." in name else 1) for name, shape in shapes)

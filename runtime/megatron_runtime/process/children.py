@@ -47,8 +47,8 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
     The child finds modules in the same places as this process, including folders that a program has added to sys.path.
 
     variables:        variables that replace or extend the variables of this process.
-    ends_with_parent: whether the child calls end_with_parent(). The kernel then sends the child SIGINT when the thread
-                      that started the child exits.
+    ends_with_parent: whether the child calls end_with_parent(). If so, the kernel sends SIGINT to the child when the
+                      thread that started the child exits.
     """
     here = os.path.realpath(os.getcwd())
     entries = [*sys.path, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
@@ -62,7 +62,7 @@ def child_environment(variables: Mapping[str, str] | None = None, *, ends_with_p
 
 
 def be_child() -> None:
-    """Ignore SIGTERM from now on. A child calls this function, because its parent stops it."""
+    """Ignore SIGTERM from now on. A child calls this function, because the parent sends SIGINT to stop the child."""
     global _is_child
     _is_child = True
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -91,10 +91,12 @@ def end_signals() -> tuple[signal.Signals, ...]:
 
 
 class WatchedChild:
-    """A module that runs as a child process. Its output is copied to standard error, and its exit is reported.
+    """A module that runs as a child process.
 
-    what:  name of the process in the description of its exit.
-    ended: future with a description of how the process exited, for whatever reason. Callbacks run on a thread.
+    The child's standard error is copied to this process's standard error.
+
+    what:  name of the child in the description of its exit.
+    ended: future with a description of the child's exit. Callbacks run on a thread.
     """
 
     def __init__(self, what: str, module: str, *arguments: str) -> None:
@@ -156,7 +158,7 @@ class WatchedChild:
             self.ended.result(ENDED_SECONDS)
 
     def _watch(self, errors: int) -> None:
-        """Copy the child's output, from the pipe `errors`, to this process's standard error until the pipe ends."""
+        """Copy the child's standard error, the pipe `errors`, to this process's standard error. Then set `ended`."""
         lines: deque[bytes] = deque(maxlen=LAST_LINES)
         with open(errors, "rb") as pipe:
             for line in pipe:

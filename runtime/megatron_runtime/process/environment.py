@@ -54,7 +54,7 @@ def output_is_closed() -> bool:
 def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
     """Return an error message that tells the user to install `extra`.
 
-    Re-raise `error` if the missing module is part of this project, so that `extra` would not provide it.
+    Re-raise `error` if the missing module is part of this project, because `extra` does not provide such a module.
 
     extra: name of optional dependencies of this project's distribution.
     """
@@ -65,7 +65,7 @@ def missing_package(error: ModuleNotFoundError, *, extra: str) -> str:
 
 
 def http_client(make: Callable[..., C], url: str, **options: Any) -> C:
-    """Return an HTTP client for `url` that uses the environment's proxy, unless NO_PROXY or loopback exempts the host.
+    """Return an HTTP client for `url` that uses the environment's proxy, except for loopback and hosts in NO_PROXY.
 
     make:    httpx.Client, httpx.AsyncClient or httpx2.Client.
     options: options of the client.
@@ -76,8 +76,8 @@ def http_client(make: Callable[..., C], url: str, **options: Any) -> C:
 
     host = urlsplit(url).hostname or ""
     if host in _LOOPBACK or proxy_bypass(host):
-        # With this, httpx reads no proxy variable, not even one that it cannot use. It still reads the variables for
-        # certificates.
+        # With trust_env=False, httpx ignores all proxy variables, even unusable ones. The SSL context reads the
+        # variables for certificates.
         return make(trust_env=False, verify=httpx.create_ssl_context(trust_env=True), **options)
     try:
         return make(**options)

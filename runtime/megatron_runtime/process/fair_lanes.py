@@ -60,9 +60,10 @@ class FairQueue(Generic[_Job]):
     """A queue of jobs for a number of workers, round robin over keys.
 
     The next job belongs to the waiting key with the fewest running jobs. Among equal keys, it belongs to the key with
-    the lowest turn number. A job's turn number is one more than the last turn number of its key, but at least the
-    current turn number. A key therefore has one running job at a time while another key waits, and waits for at most
-    one further job of each other key. The jobs of a key keep their order.
+    the lowest turn number. A job's turn number is one more than the turn number of its key's previous job. If no job of
+    the key waits, the turn number is at least the highest turn number of a started job. A key therefore has one running
+    job at a time while another key waits, and waits for at most one further job of each other key. The jobs of a key
+    keep their order.
     """
 
     def __init__(self, *, workers: int) -> None:
@@ -71,7 +72,7 @@ class FairQueue(Generic[_Job]):
         self._running: Counter[str] = Counter()
         self._turn = 0
         self._next_turn: dict[str, int] = {}
-        """Turn of the next job of each key that has waiting jobs or has already had the current turn."""
+        """Turn number of the next job of each key. While no job waits, only numbers above `_turn` are kept."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))

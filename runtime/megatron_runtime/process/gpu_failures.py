@@ -30,7 +30,7 @@ CONFIGURATION = "EngineConfigRefused"
 class GpuFailure:
     """A known failure of a GPU, with the log text that identifies it, its cause and its remedy.
 
-    is_of_device: whether the device or its node is faulty. The engine must then not start on it again.
+    is_of_device: whether the device or its node is faulty. If so, the engine must start on another device.
     """
 
     cause: str

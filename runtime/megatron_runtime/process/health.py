@@ -10,9 +10,9 @@ may use it. The server therefore answers probes regardless of how many connectio
 - If the request has arrived when the server accepts its connection, the server answers it immediately. Each iteration
   of the event loop accepts BATCH connections, in the order in which the kernel has accepted them.
 - A connection without a complete request waits. If there are more than MAX_CONNECTIONS connections, or more than
-  MAX_PER_PEER from one address, a new connection replaces the oldest of them.
-- Metrics are rendered on a thread, one rendering at a time, which answers all requests that wait for metrics. A pause
-  after each rendering limits its share of a CPU, because the thread and the event loop share the interpreter.
+  MAX_PER_PEER from one address, a new connection replaces the oldest connection.
+- A thread renders the metrics. One rendering answers all requests that wait for metrics. A pause after each rendering
+  limits the CPU time of the thread, because the thread and the event loop share the interpreter.
 
 Imports no torch.
 """
@@ -68,10 +68,10 @@ class HealthServer:
     """A server that answers probes on one listening socket.
 
     missing:  returns the conditions that the process still needs to be ready, one phrase each. Called for each probe.
-    liveness: returns the content of /livez; its field `alive` decides the status.
-    registry: metrics to expose; with None, /metrics answers 404. Its collectors run on a thread.
-    pages:    further paths, with the function that returns the content of each; the answer to content None is 503.
-    port:     the port in use; for port 0, known after start().
+    liveness: returns the content of /livez. The field `alive` of the content determines the HTTP status.
+    registry: metrics to expose. The registry's collectors run on a thread. If None, /metrics answers 404.
+    pages:    for each further path, a function that returns the content of the page, or None for the HTTP status 503.
+    port:     the port in use. If the port is 0, start() replaces it by a free port.
     """
 
     missing: Callable[[], Sequence[str]]
@@ -207,7 +207,7 @@ class HealthServer:
 class MetricsPage:
     """The metrics page.
 
-    It renders a registry on a thread. One rendering at a time runs, and answers all requests that wait.
+    A thread renders a registry. One rendering answers all requests that wait.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -300,7 +300,7 @@ class _Connection:
         self._is_reading = self._is_writing = False
 
     def read(self) -> None:
-        """Read the data that has arrived. Answer if the request is complete, otherwise wait for the rest."""
+        """Read the data that has arrived. Answer if the request is complete, otherwise wait for more data."""
         try:
             data = self._socket.recv(MAX_REQUEST_BYTES)
         except BlockingIOError:

@@ -108,7 +108,11 @@ class HttpProtocol(H11Protocol):
 
 
 def _status(error: h11.RemoteProtocolError, received: bytes) -> int:
-    """Return the HTTP status for an error of h11. For any Transfer-Encoding other than "chunked", h11 suggests 501."""
+    """Return the HTTP status for an error of h11.
+
+    For any Transfer-Encoding other than "chunked", h11 suggests 501. This function returns 400 instead if the
+    Transfer-Encoding does not determine the length of the body.
+    """
     if error.error_status_hint != 501:
         return error.error_status_hint
     head = re.split(rb"\n\r?\n", received, maxsplit=1)[0]

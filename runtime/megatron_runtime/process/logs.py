@@ -100,10 +100,10 @@ def write_termination_message(
     Do nothing if the termination log does not exist.
 
     Fields:
-        reason:  `failure.reason`, the cause in the table of GPU failures, or the type of the exception.
+        reason:  `failure.reason`, otherwise the cause in the table of GPU failures, otherwise the type of `failure`.
         rank:    `failure.rank` or 0.
         message: text of the failure. For a failure of the driver, it includes the version of the node's driver.
-        remedy:  from the table or from `failure.remedy`.
+        remedy:  the remedy in the table, otherwise `failure.remedy`, otherwise empty.
     """
     known = gpu_failure(str(failure))
     driver = nvidia_driver(driver_version) if known and known.cause == DRIVER else ""

@@ -1,4 +1,4 @@
-"""Determines how much memory this process can still allocate. No other module reads these limits. Imports no torch."""
+"""Determines how much memory this process can still allocate. No other module reads memory limits. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _VERSIONS = {
 
 
 def available_bytes(root: Path = _ROOT) -> int | None:
-    """Return how many more bytes the machine and the container's limits allow, or None if the system reports neither.
+    """Return how many more bytes this process can allocate within the limits of the machine and the container.
+
+    Returns None if the system reports neither limit.
 
     root: folder in which proc and sys are mounted.
     """

@@ -1,7 +1,7 @@
 """Declares metrics as fields of a dataclass, each with its name, type and help text.
 
-Code counts by changing the fields, which is cheap. The output of /metrics, the reference page, and the panels of the
-dashboard are derived from the declarations.
+Code changes a metric by assigning to its field, which is cheap. The output of /metrics, the reference page, and the
+panels of the dashboard are derived from the declarations.
 """
 
 from __future__ import annotations

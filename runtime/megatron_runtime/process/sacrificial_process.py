@@ -253,7 +253,7 @@ def _reply(channel: socket.socket, reply: bytes) -> None:
 
 
 def _receive(channel: socket.socket, size: int, *, deadline: float | None = None) -> bytes:
-    """Receive exactly `size` bytes. Raises ConnectionError at the end of the connection, and TimeoutError."""
+    """Receive exactly `size` bytes. Raises ConnectionError if the connection closes, and TimeoutError at `deadline`."""
     received = bytearray()
     while len(received) < size:
         if deadline is not None:

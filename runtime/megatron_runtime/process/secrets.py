@@ -1,4 +1,4 @@
-"""Validates values from the environment and from files that may be secrets, before they are used.
+"""Validates values that may be secrets before they are used. The values are from environment variables and files.
 
 Libraries quote an invalid value in their errors and warnings. These errors reach logs and, through termination
 messages, the status of a custom resource. The messages of this module name the variable or file and never contain its

@@ -62,9 +62,9 @@ _FORMS = {
     "_SIZE": INTEGER,
     "_LIMIT": INTEGER,
 }
-"""Form of a variable's value, by suffix of its name.
+"""Form of a variable's value, by suffix of the variable's name.
 
-It is checked here because the SDK's warnings quote invalid values.
+This module checks the values, because the SDK's warnings quote invalid values.
 """
 _FLUSH_SECONDS = 2.0
 """Maximum seconds for exporting the last spans when a process exits."""
@@ -101,7 +101,7 @@ class Span:
 
 
 class Tracer:
-    """The creator of one process's spans, which it exports in the background.
+    """Creates the spans of one process, and exports the spans in the background.
 
     name: `service.name` of the process, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES sets another name.
 
@@ -129,7 +129,7 @@ class Tracer:
 
         headers: headers with the parent's W3C trace context: `traceparent` and optionally `tracestate`. Without
                  `traceparent`, the span starts a new trace.
-        is_server: whether the span answers a request of another process synchronously.
+        is_server: whether the process that sent `headers` waits for an answer.
         at:        start as Unix time; None means now.
         """
         from opentelemetry.trace import SpanKind

@@ -65,9 +65,10 @@ MB in total.
 """
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
-"""Number of elements up to which the bytes are not checked first. msgpack allocates a list as soon as it reads its
-length. 1024 nested lists, the maximum that it reads, with this number of elements take 8 MiB. If the limits allow more,
-unpack() first checks that the bytes contain all elements.
+"""Number of elements above which unpack() first checks that the bytes contain all elements.
+
+msgpack allocates a list as soon as it reads the list's length. It reads at most 1024 nested lists. Lists with this
+number of elements take 8 MiB.
 """
 
 
@@ -261,7 +262,7 @@ def unpack_tokens(data: PackedTokens) -> bytes:
 def checked_tokens(tokens: list[Any]) -> bytes:
     """Return `tokens` as little-endian int32.
 
-    Raises MalformedMessageError unless each is an integer from 0 to 2**31 - 1.
+    Raises MalformedMessageError unless each token is an integer from 0 to 2**31 - 1.
     """
     try:
         packed = struct.pack(f"<{len(tokens)}I", *tokens)
@@ -277,7 +278,7 @@ def checked_tokens(tokens: list[Any]) -> bytes:
 def extended_map(data: bytes, entries: bytes, count: int) -> bytes:
     """Return the packed map `data` extended by `count` entries.
 
-    entries: the new entries: each key followed by its value, all packed.
+    entries: the packed key of each new entry, followed by its packed value.
     """
     kind = data[0]
     size = 1 if kind & 0xF0 == 0x80 else 3 if kind == 0xDE else 5

@@ -55,10 +55,12 @@ def continued_epochs(
 ) -> list[tuple[int, int]]:
     """Return the epochs of an answer as (position, epoch) pairs, in the form of `policy_epoch` in a reply.
 
-    The forward pass at a position samples the token of the next position. The prompt has the epoch of the first token.
+    The forward pass at a position samples the token of the next position. All positions of the prompt get the epoch of
+    the first generated token.
 
-    spans:         epochs of the `num_generated` tokens that another engine sampled, by index; empty means unknown.
-    engine_spans:  epochs of this engine, by position, for an answer that this engine began.
+    spans:         epochs of the `num_generated` tokens that an earlier engine sampled, by index; empty means unknown.
+    engine_spans:  epochs by position from the engine that finishes the answer. Its epochs of earlier tokens are ignored
+                   unless `spans` is empty.
     prompt_length: length of the prompt in tokens.
     """
     positions = [(prompt_length + number - 1 if number else 0, epoch) for number, epoch in spans]

@@ -83,8 +83,8 @@ NEXT_SIGNAL: dict[tuple[CoordinatorState, CoordinatorState], Header] = {
     (_C.SUSPENDED, _C.PAUSED): Header.RESUME,
     (_C.SUSPENDED, _C.STOPPING): Header.STOP,
 }
-"""The first signal on the shortest path from one steady state to another. As a target, STOPPING stands for the goal of
-a stop.
+"""The first signal on the shortest path from one steady state to another. The target STOPPING means that the engines
+are to stop.
 """
 
 STEADY_ENGINE_STATES: dict[CoordinatorState, frozenset[EngineState]] = {

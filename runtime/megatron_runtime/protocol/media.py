@@ -21,8 +21,9 @@ FRAMES = "video/jpeg"
 KINDS = ("image", "audio", "video", FRAMES)
 """The kinds of an item's data. The index of a kind is its number in messages."""
 MEDIA_NEED = "media"
-"""A need of requests with media. Engines that accept media announce it as a parameter. It has the form of a parameter
-so that engines and coordinators of releases without media reject these requests.
+"""Name in RequestMeta.needs of requests with media. Engines that accept media announce the name as a parameter.
+
+Engines and coordinators of releases without media reject these requests, because the name is an unknown parameter.
 """
 MAX_MEDIA_ITEMS = 256
 
@@ -48,7 +49,8 @@ class MediaItem(NamedTuple):
 class Media(NamedTuple):
     """All items of a request, in the order of their tokens.
 
-    template: tokens of the prompt with one placeholder per item, before the model expands them; little-endian int32.
+    template: tokens of the prompt with one placeholder per item, little-endian int32. The model expands the
+              placeholders.
     """
 
     template: bytes
@@ -116,7 +118,10 @@ def data_url(kind: str, data: bytes) -> str:
 
 
 def media_of_blocks(items: Sequence[MediaItem], block_size: int) -> dict[int, bytes]:
-    """Return the joined digests of the items that have tokens in a block of the prompt, by the index of the block."""
+    """Return, by block index, the joined digests of the items that have tokens in the block.
+
+    Blocks of the prompt without such tokens are not in the result.
+    """
     digests: dict[int, bytes] = {}
     for item in items:
         for block in range(item.offset // block_size, -(-(item.offset + item.length) // block_size)):

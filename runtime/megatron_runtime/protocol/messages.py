@@ -1,7 +1,7 @@
 """All message types of docs/reference/protocol.md, and `decode`, which decodes any message.
 
 A message is one frame that contains a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are
-`[header, map]`. They are validated here. Unknown keys are ignored, and every number, text and list has a limit.
+`[header, map]`. This module validates them. Unknown keys are ignored, and every number, text and list has a limit.
 Messages of the request path are lists of small fields and of bodies, which are opaque bytes that a coordinator forwards
 without parsing. These messages are named tuples, because creating a frozen dataclass takes three times as long.
 """
@@ -133,7 +133,7 @@ class Hello(ControlMessage):
     """A random number that is new for each start of the process and for each socket that it opens."""
     version: Count = PROTOCOL_VERSION
     serving: bool = False
-    """Engines: whether the weights are loaded, or the engine waits SUSPENDED. The engine then takes part in verbs."""
+    """Engines: whether the weights are loaded, or the engine waits SUSPENDED. If so, the engine takes part in verbs."""
     state: EngineState | None = None
     epoch: Epoch = 0
     fence: Fence = 0
@@ -158,7 +158,7 @@ class Hello(ControlMessage):
     does not support adapters.
     """
     adapter_errors: AdapterErrors | None = None
-    """Engines: reasons why adapters are not loaded, by their names."""
+    """Engines: for each adapter that is not loaded, the reason."""
     term: U64 | None = None
     """The highest term of a coordinator with which this peer has been registered. None if it knows no term."""
     tokenizes: bool = False
@@ -188,8 +188,8 @@ class Hello(ControlMessage):
     not report them.
     """
     copies: Addresses | None = None
-    """Engines: the address of each rank from which other engines can get the trainer's weights in use. None if there is
-    none.
+    """Engines: the address of each rank from which other engines can get the trainer's weights in use. None if the
+    engine offers no weights.
     """
 
 
@@ -205,7 +205,7 @@ class HelloAck(ControlMessage):
     state: CoordinatorState
     epoch: Epoch = 0
     fence: U64 = 0
-    """Engines ignore a fence above MAX_FENCE. The operator ignores this one and checks the fence in STATUS_REPLY."""
+    """Engines ignore a fence above MAX_FENCE. The operator ignores this fence and reads the fence in STATUS_REPLY."""
     route: U32 = 0
     """Clients: the number by which engines group partials."""
     heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS
@@ -220,19 +220,19 @@ class HelloAck(ControlMessage):
     none.
     """
     term: U64 | None = None
-    """Number of takeovers of a pair of coordinators. None if there is no other coordinator."""
+    """The term of a pair of coordinators. None if there is no other coordinator."""
     other: Text | None = None
-    """Host of the other coordinator of a pair, which has the same port. None if there is none."""
+    """Host of the other coordinator of a pair, which has the same port. None if there is no other coordinator."""
     tasks: Tasks | None = None
     """Clients: the tasks of the serving engines. Engines that announce none have the task "generate"."""
     copies: Addresses | None = None
-    """Engines: addresses of the ranks of an engine that serves the weights of `source`, from its HELLO. None if there
-    is no such engine; the engine then gets the weights from the trainer.
+    """Engines: `copies` in the HELLO of an engine that offers the weights of `source`. If None, the receiver gets the
+    weights from the trainer.
     """
 
 
 class Heartbeat(ControlMessage):
-    """A heartbeat, which both sides send. An engine reports its load.
+    """HEARTBEAT, which the coordinator and its peers send to each other. An engine reports its load.
 
     A coordinator reports its incarnation, so that peers detect a restart.
     """
@@ -296,7 +296,7 @@ class Control(ControlMessage):
     engine: Text | None = None
     """DRAIN: the name of one engine; None means all."""
     epoch: Epoch | None = None
-    """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the absolute target."""
+    """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the new epoch."""
     source: Text | None = None
     """UPDATE_WEIGHTS: the source of the new weights."""
     load: bool | None = None
@@ -345,7 +345,7 @@ class ControlAck(ControlMessage):
     fence: U64 | None = None
     """With STALE_FENCE: the highest fence that the coordinator has received."""
     adapter_errors: AdapterErrors | None = None
-    """If SET_ADAPTERS failed: reasons why adapters could not be loaded, by their names."""
+    """If SET_ADAPTERS failed: for each adapter that could not be loaded, the reason."""
     must_load: bool | None = None
     """From an engine, in answer to UPDATE_WEIGHTS: the weights are verified, but loading them will overwrite the
     weights in use. When every engine has acknowledged, the coordinator sends the message again with `load`.
@@ -353,9 +353,9 @@ class ControlAck(ControlMessage):
 
 
 class ControlCommit(ControlMessage):
-    """CONTROL_COMMIT, from coordinator to engines. Every engine has acknowledged, so each engine enters `state`.
+    """CONTROL_COMMIT, from coordinator to engines, after all acknowledgements. Each engine enters `state`.
 
-    With `discard`, an engine has failed, and the other engines discard the operation.
+    If `discard` is true, an engine has failed, and the other engines discard the operation.
     """
 
     header = Header.CONTROL_COMMIT
@@ -398,14 +398,14 @@ class EngineStatus(_Map):
     max_sequence_length: Count | None = None
     max_tokens: Count | None = None
     kv_cache_bytes: U64 | None = None
-    """Size of each rank's KV cache, in bytes. The engine's HELLO has it and the limits above. None if unknown."""
+    """Size of each rank's KV cache, in bytes, from the engine's HELLO. None if unknown."""
     weights_unavailable: Words | None = None
     """Reason why the engine waits for the weights of a trainer, from its HELLO. None if it does not wait."""
     role: Label | None = None
     """The `engine_role` in the engine's HELLO."""
     recomputes: Words | None = None
-    """Why the engine computes prompts that a prefill engine has already computed. None if it imports them, or if there
-    is no prefill engine.
+    """Why the engine cannot import the KV of prompts from any prefill engine. None if it can import KV, or if there is
+    no prefill engine.
     """
 
 
@@ -419,12 +419,14 @@ class AdapterStatus(_Map):
 
 
 class KeyReport(_Map):
-    """The public keys in use, in Z85. They show how far a key rotation has progressed."""
+    """The public keys that the coordinator, its engines and its clients use, in Z85. They show the progress of a key
+    rotation.
+    """
 
     server: Key
     """The coordinator's own public key, which it has used since its start."""
     admitted: list[Key] = Field(default_factory=list, max_length=1024)
-    """Keys that open any of the ports."""
+    """Keys that the coordinator accepts on at least one of its ports."""
     connected: list[Key] = Field(default_factory=list, max_length=1024)
     """Keys of the registered engines and clients, without duplicates."""
 
@@ -469,8 +471,8 @@ class StatusReply(ControlMessage):
     """Records of the last operations, oldest first."""
     rejected_frames: U64 = 0
     drained_all: bool = False
-    """Whether all engines were drained. No engine, registered now or later, then gets a request until UNPAUSE or
-    STOP.
+    """Whether all engines were drained. If True, no engine gets a request until UNPAUSE or STOP, not even an engine
+    that registers later.
     """
     keys: KeyReport | None = None
     """The keys in use. None if connections are not encrypted."""
@@ -520,7 +522,7 @@ class Reserve(ControlMessage):
 
     header = Header.RESERVE
     uid: Uid
-    """Id of the reservation. If it is sent again, it is counted once."""
+    """Id of the reservation. If several messages have the same id, the reservation is counted once."""
     tenant: TenantName
     requests_per_minute: PerMinute | None = None
     """Limit per minute. None means that there is no limit and nothing is counted."""
@@ -594,7 +596,8 @@ class Submit(NamedTuple):
 
     generated: tokens that the client already has, if it submits the request again.
     epochs:    epochs of the weights that sampled the tokens in `generated`.
-    handoff:   token from an earlier answer; it lets the request use the KV blocks of that answer's prompt.
+    handoff:   authentication token from an earlier answer, with which the request can use the KV blocks of the earlier
+               prompt.
     """
 
     uid: bytes
@@ -615,10 +618,10 @@ class Submit(NamedTuple):
 
 
 class Dispatch(NamedTuple):
-    """DISPATCH, from coordinator to engine. The bodies are those that the client sent in SUBMIT.
+    """DISPATCH, from coordinator to engine. The message contains the bodies that the client sent in SUBMIT.
 
-    `generated` can be longer than in SUBMIT, and `media` has all data. `epochs` covers all tokens in `generated`. If
-    the receiver is a translator, the prompt can also be PackedTokens.
+    `generated` can be longer than in SUBMIT, and `media` has all data. `epochs` covers all tokens in `generated`. In
+    a message for the translator of a plain engine (coordinator/plain), the prompt can also be PackedTokens.
     """
 
     dispatch_id: int
@@ -699,7 +702,7 @@ class Partial(NamedTuple):
 class Final(NamedTuple):
     """FINAL, the result of a request, with all generated tokens and the reply map.
 
-    The coordinator forwards both unchanged.
+    The coordinator forwards the tokens and the reply map unchanged.
     """
 
     dispatch_id: int
@@ -707,8 +710,8 @@ class Final(NamedTuple):
     tokens: bytes
     """All generated tokens, including the tokens that came with DISPATCH."""
     reply: Any
-    """A msgpack map in bytes; see docs/reference/protocol.md. Between two translators of a coordinator, the map itself,
-    as a plain engine sent it.
+    """A packed map; see docs/reference/protocol.md. In a message from the translator of a plain engine to the
+    translator of a plain client (coordinator/plain), the map is not packed.
     """
 
     def to_frames(self) -> Frames:
@@ -719,12 +722,12 @@ class Final(NamedTuple):
 class Exported(NamedTuple):
     """EXPORTED, from engine to coordinator, after PREFILL has ended.
 
-    The engine keeps the blocks until RELEASE or its deadline.
+    The engine keeps the blocks until RELEASE, or until the engine's deadline for exports.
 
     digests: digests of the kept blocks, 32 bytes each, in the order of the prompt; empty if the engine could not
              compute or keep any block.
-    weights: text that identifies the weights and the epoch that computed the blocks. Engines import only blocks that
-             their own weights computed.
+    weights: text that identifies the weights that computed the blocks, and the epoch of these weights. Engines import
+             only blocks that were computed with their current weights.
     """
 
     dispatch_id: int
@@ -761,8 +764,8 @@ class Transfer(NamedTuple):
 class Imported(NamedTuple):
     """IMPORTED, from engine to coordinator, after an import has ended.
 
-    ok:       whether the import succeeded. The engine then pins the blocks for the next request that begins with them,
-              until RELEASE or its deadline.
+    ok:       whether the import succeeded. If so, the engine keeps the blocks until it starts a request that begins
+              with these blocks, until RELEASE, or until the engine's deadline for imports.
     has_room: False if too few blocks were free, so that the engine requested no block.
     seconds:  time in which the blocks were received.
     """
@@ -781,8 +784,8 @@ class Imported(NamedTuple):
 class ReleaseBlocks(NamedTuple):
     """RELEASE, which drops kept KV blocks. The receiver ignores an unknown id.
 
-    From coordinator to engine, it drops the blocks of an export or an import. From client to coordinator, it drops the
-    blocks of a handoff.
+    From coordinator to engine, RELEASE drops the blocks of an export or an import. From client to coordinator, RELEASE
+    drops the blocks of a handoff.
     """
 
     dispatch_id: int
@@ -795,7 +798,8 @@ class ReleaseBlocks(NamedTuple):
 class Abort:
     """ABORT_REQUEST.
 
-    id: uid of the request, from a client; dispatch id, to an engine; or integer id of a request of a plain client.
+    id: uid of the request in a message from a client, dispatch id in a message to an engine, or integer id in a message
+        from a plain client.
     """
 
     id: bytes | int
@@ -992,7 +996,8 @@ RequestMessage: TypeAlias = Submit | Dispatch | StageMessage | Partial | Final |
 NativeMessage: TypeAlias = ControlMessage | RequestMessage
 Message: TypeAlias = NativeMessage | Plain
 Outgoing: TypeAlias = Frames | NativeMessage
-"""A message as frames, or a message object, which is encoded unless it goes to a translator."""
+"""A message as frames, or a message object. The object is encoded unless a translator (coordinator/plain) receives it.
+"""
 
 
 def frames_of(message: Outgoing) -> Frames:
@@ -1002,7 +1007,7 @@ def frames_of(message: Outgoing) -> Frames:
 def size_of(message: Outgoing) -> int:
     """Return the size of a message in bytes.
 
-    Returns 0 if the message cannot be encoded. Its translator then answers with an error.
+    Returns 0 if the message cannot be encoded. In this case, the translator that receives it answers with an error.
     """
     try:
         return sum(map(len, frames_of(message)))

@@ -36,7 +36,7 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """No reachable engine or trainer holds these weights and sends bytes that match their digests.
+    """No reachable engine or trainer sends the requested weights with bytes that match their digests.
 
     The message names the remedy.
     """
@@ -178,7 +178,8 @@ class OpenSession:
     """A message from an engine's rank to a trainer or to another engine's rank, which opens the session of a reference.
 
     session:     the session to open; empty in a query for the newest session.
-    is_question: only query whether the other side holds the tensors of the session.
+    is_question: whether the message is a query, which opens no session. With a session, the query is whether the
+                 receiver holds the tensors of this session.
     part:        text that describes which part of the model the rank stores, and how; empty for the whole tensors of a
                  trainer.
     """
@@ -205,7 +206,8 @@ class SessionOpened:
     """The answer to OpenSession. It describes how to receive the tensors, or why they are not available.
 
     token:  hexadecimal digits of the TOKEN_BYTES that the second connection sends first; usable once.
-    digest: from an engine, its weights digest. In the answer to a query, the newest session.
+    digest: weights digest of the engine that answers; empty from a trainer. In the answer to a query for the newest
+            session, this session.
     """
 
     error: str = ""

@@ -1,8 +1,8 @@
 """Classifies the engine arguments of vLLM, for the operator and the engine. Imports no module of vLLM.
 
 The names are the fields of vLLM's AsyncEngineArgs in the supported versions. A field of an object argument is named
-`ARGUMENT.FIELD`. The operator checks the classes before it changes a pod. The engine also checks names and types
-against the installed version of vLLM.
+`ARGUMENT.FIELD`. The operator checks the class of each argument before it changes a pod. The engine also checks names
+and types against the installed version of vLLM.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def problem_of(arguments: Mapping[str, object], *, allow_code: bool) -> str | No
 def names_draft_model(arguments: Mapping[str, object]) -> bool:
     """Return whether speculative_config.model names a model.
 
-    Returns False if speculative_config has a field that can load code, because its `model` can then be something else.
+    Returns False if speculative_config has a field that can load code. Such a field can change the meaning of `model`.
     """
     speculation = arguments.get("speculative_config")
     if not isinstance(speculation, Mapping) or "model" not in speculation:

@@ -1,4 +1,4 @@
-"""Streams of answers: a client of the coordinator adds items, and its caller iterates over the items."""
+"""Streams of answers. A client of the coordinator adds items, and the client's caller iterates over the items."""
 
 from __future__ import annotations
 

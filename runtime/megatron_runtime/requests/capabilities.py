@@ -135,10 +135,10 @@ def asks_for_pooling(needs: str) -> bool:
 
 
 def needs_of(params: SamplingParams, *, has_media: bool = False) -> str:
-    """Return the needs of a request in the format of RequestMeta.needs: names separated by spaces, often "".
+    """Return the needs of a request in the format of RequestMeta.needs, which is names separated by spaces.
 
     A need is the name of a capability that the request uses, or of a parameter in LATER_PARAMETERS whose value is not
-    the default.
+    the default. The need of a request with media is MEDIA_NEED. The result is "" for a request without needs.
     """
     names = [need.capability.name for need in NEEDS if need.is_used(params)]
     names += [name for name, default in LATER_PARAMETERS.items() if getattr(params, name) != default]

@@ -31,8 +31,9 @@ _SHA_MODULUS = (1 << 63) - 1
 ROOT_TAG = b"megatron prefix cache: root, v1\0"
 """Prefix of the hash input of d(-1). It has the length of a digest.
 
-The hash input of a block begins with a digest. With the tag, no salt can give d(-1) the hash input of a block. Without
-the tag, a salt that consists of a digest and the tokens of a block would give d(-1) the digest of this block.
+The hash input of a block begins with a digest. The hash input of d(-1) begins with the tag and therefore never equals
+the hash input of a block. Without the tag, if a salt consisted of a digest and the tokens of a block, d(-1) would equal
+the digest of this block.
 """
 _INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
@@ -102,7 +103,7 @@ def digests_after(
     *,
     media: Mapping[int, bytes] | None = None,
 ) -> list[bytes]:
-    """Return the digests of the complete blocks of `tokens`, which follow the block with the digest `digest`.
+    """Return the digests of the complete blocks of `tokens`. The first block follows the block with digest `digest`.
 
     media: for each block index, the joined digests of the images, audio and video that have tokens in the block.
     """

@@ -180,17 +180,17 @@ class DynamicInferenceRequest(InferenceRequest):
 
     prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
     uid:                    "chatcmpl-…", the same in all segments of a record.
-    policy_epoch, kv_cache_epoch: pairs `[first token, epoch]`, with the epochs of the weights that sampled the tokens,
-        and of the weights that computed their KV.
-    policy_staleness, kv_cache_staleness: for each token of prompt and answer, the number of epochs since it was
-        sampled, and since its KV was computed, int32 [n]. The value is a tensor in answers of MegatronLLM, and an array
+    policy_epoch, kv_cache_epoch: pairs `[first token, epoch]`. policy_epoch has the epochs of the weights that sampled
+        the tokens, kv_cache_epoch the epochs of the weights that computed the KV of the tokens.
+    policy_staleness, kv_cache_staleness: for each token of prompt and answer, the number of epochs since the token was
+        sampled, or since its KV was computed, int32 [n]. The value is a tensor in answers of MegatronLLM, and an array
         in answers of InferenceClient, which does not import torch.
     routing_indices:        [prompt + generated - 1, layers with experts, experts per token]: the experts of each token,
                             highest weight first. The last token is missing, because it was not computed. The value is a
                             tensor or an array, like policy_staleness. None unless the engine records experts
                             (moe_enable_routing_replay).
-    disaggregated_params:   request_id, block_ids and kv_meta of a request with `do_kv_handoff` whose engine keeps its
-                            KV.
+    disaggregated_params:   request_id, block_ids and kv_meta, if the request has `do_kv_handoff` and the engine keeps
+                            the request's KV; otherwise None.
     precomputed_block_hashes: hashes of the complete prompt blocks. The constructor computes the hashes if prefix
                               caching is enabled and no hashes are passed.
     """
@@ -389,7 +389,7 @@ class DynamicInferenceRequest(InferenceRequest):
         return self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
 
     def succeeded(self) -> bool:
-        """Return whether the request had no permanent error and its answer is not a failure."""
+        """Return whether the request has no permanent error, and its status is not FAILED."""
         return self.status is not Status.FAILED and all(
             event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events
         )
@@ -549,7 +549,7 @@ class DynamicInferenceRequestRecord:
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
         """Return the request with all segments joined, as if there had been no checkpoints. `tokenizer` is not used.
 
-        The prompt comes from the first segment, status and epochs come from the last segment. Generated values are
+        The prompt comes from the first segment. Status and epochs come from the last segment. Generated values are
         joined.
         """
         first, last = self.requests[0], self.requests[-1]

@@ -1,8 +1,9 @@
 """The grammar compiler, llguidance, and the trial process that compiles each grammar first.
 
-The compiler is native code. A grammar within its limits can still overflow the compiler's stack, run for minutes or
-take gigabytes. So a SacrificialProcess, which runs this module, compiles each grammar first on a smaller stack. The
-engine compiles the grammar itself only if the trial succeeds. This module imports neither torch nor NumPy.
+The compiler is native code. The compilation of a grammar within the limits of grammar_limits can overflow the stack,
+run for minutes or take gigabytes. So a SacrificialProcess, which runs this module, compiles each grammar first on a
+smaller stack. The engine compiles the grammar itself only if the trial succeeds. This module imports neither torch nor
+NumPy.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ def try_grammar(process: SacrificialProcess, structure: Mapping[str, Any]) -> tu
 
     Raises:
         InvalidGrammarError: the compiler rejects the grammar, or it takes more than MAX_COMPILED_BYTES.
-        ProcessLostError: the grammar has crashed the process, or takes more than COMPILE_SECONDS.
+        ProcessLostError: the grammar has crashed the process, or its compilation takes more than COMPILE_SECONDS.
         ProcessStartError: the process cannot be started.
     """
     reply = json.loads(process.call(json.dumps(structure).encode(), timeout_seconds=COMPILE_SECONDS))

@@ -1,9 +1,9 @@
 """Limits of the grammars that clients send. The checks read only the text, without the compiler.
 
 The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB, it
-overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. The limits are far lower, and reject most
-hostile grammars early. The limits cannot guarantee that the compiler survives. Therefore, a grammar within the limits
-is first compiled in a process that may crash (see grammar_compiler). This module does not import torch.
+overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. The limits are far below these numbers, and
+reject most hostile grammars early. The limits cannot guarantee that the compiler survives. Therefore, a grammar within
+the limits is first compiled in a process that may crash (see grammar_compiler). This module does not import torch.
 """
 
 from __future__ import annotations
@@ -240,8 +240,9 @@ def _check_values(kind: str, root: Any) -> None:
 
 
 def _states(multiple: float) -> Decimal:
-    """Return `multiple` without its decimal point, for example 9999 for 99.99, as an estimate of the number of
-    states.
+    """Return the estimated number of states that the compiler creates for a `multipleOf`.
+
+    The estimate is `multiple` without its decimal point, for example 9999 for 99.99.
     """
     if not math.isfinite(multiple):
         return Decimal(0)  # NaN and infinities are not JSON

@@ -79,8 +79,7 @@ class StepLogits(Protocol):
     def rows_not_finite(self) -> Int64:
         """Return the rows of the plan, int64 [n], that have several tokens and a hidden state with NaN or infinity.
 
-        The keys and values of such a row can be wrong, also at earlier tokens. Therefore, no other request may share
-        them.
+        The keys and values of all tokens of such a row can be wrong. Therefore, no other request may share them.
         """
 
 
@@ -90,7 +89,7 @@ class LogProbs:
 
     chosen_N:   float32, log-probability of the chosen token of each row.
     top_ids_NK: int32, the K most likely tokens of each row, by descending probability.
-    top_NK:     float32, their log-probabilities.
+    top_NK:     float32, the log-probabilities of `top_ids_NK`.
     """
 
     chosen_N: Float32

@@ -71,7 +71,7 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """The state of one answer in its grammar. One thread uses it; another thread computes the mask of the next token.
+    """The state of one answer in its grammar. Only one thread uses it. Another thread computes the next token's mask.
 
     No method raises an error. If the grammar fails, only its answer fails.
 
@@ -208,9 +208,9 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        """Cause of a rejection, and the time.monotonic() until which it is valid.
+        """Cause of a rejection, and the time.monotonic() until which the rejection is valid.
 
-        An entry expires because the process may have died for another reason.
+        A rejection expires, because the trial process may have died for a reason other than the grammar.
         """
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = (), *, tenant: str = "") -> GrammarState:
@@ -230,7 +230,7 @@ class GrammarCompiler:
         return GrammarState(matcher, self._vocab_size, generated=generated, masks=masks)
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
-        """Return whether the compiled grammar for `structure` is in the cache, so that begin() does not compile it."""
+        """Return whether begin() would compile no grammar, because the result is cached or `structure` is invalid."""
         try:
             key = _key(structure)
         except (RecursionError, TypeError, ValueError):  # check_structure() rejects it
@@ -296,7 +296,7 @@ def _thread_with_stack(stack_bytes: int) -> ThreadPoolExecutor:
 def _key(structure: Mapping[str, Any]) -> bytes:
     """Return the cache key of a structure.
 
-    The key depends on the order of properties, because this is also their order in the answer.
+    The key depends on the order of properties, because an answer has the properties in this order.
     """
     value = None if structure["type"] == "json_object" else structure.get("value")
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()

@@ -276,7 +276,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
     }
 
     def card(adapter: str) -> dict[str, Any]:
-        """Return the description of the base model or of `adapter`, which is described as a separate model."""
+        """Return the description of `adapter` as a separate model, or of the base model if `adapter` is empty."""
         described = {**shared, "tasks": service.client.tasks or None}
         return {"id": adapter, **described, "parent": base} if adapter else {"id": base, **described}
 
@@ -351,7 +351,7 @@ def _add_get_routes(app: FastAPI, service: Service) -> None:
 def _add_post_route(
     app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[ModelRequest] | None
 ) -> None:
-    """Add a POST route at /v1/PATH and, without an OpenAPI description, at /PATH and the other paths of the route."""
+    """Add a POST route at /v1/PATH, at /PATH and at its paths in _OTHER_PATHS. OpenAPI describes only /v1/PATH."""
     generates = path in _GENERATES
 
     async def endpoint(request: Request) -> Response:

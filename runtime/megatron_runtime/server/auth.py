@@ -62,7 +62,7 @@ class ApiKey:
     """The tenant of a request, and the permissions of its API key.
 
     tenant: opaque id of the tenant, from which the key cannot be computed. Empty: the server has no API keys.
-    name:   label of the key in metrics and logs. A key without a name in the file has the beginning of the tenant id.
+    name:   label of the key in metrics and logs. Without a name in the file, the beginning of the tenant id.
     requests_per_minute, tokens_per_minute: limits of the key's usage on all servers of a coordinator together; None: no
                                             limit.
     models: names of the models that the key can use; None: all models.

@@ -28,10 +28,11 @@ class MegatronLLM(_MegatronLLMBase):
     ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
         """Return the answer to one prompt, or the list of answers to prompts. A failed request has the status FAILED.
 
-        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts, whose answers
-                 are in the same order.
+        prompts: str or list[int] for one prompt, list[str] or list[list[int]] for several prompts. The answers are in
+                 the order of the prompts.
 
-        Raises RuntimeError on a worker rank, TypeError for prompts of another type, and RequestRejectedError.
+        Raises RuntimeError on a worker rank, and TypeError for prompts of another type. Raises RequestRejectedError if
+        the coordinator rejects a request for a reason other than its prompt.
         """
         listed, is_batch = self._prepare(prompts, multi_modal_data)
         if not listed:
@@ -77,10 +78,12 @@ class MegatronLLM(_MegatronLLMBase):
     def update_weights(self, source: Any, epoch: int | None = None) -> None:
         """Load the weights of `source`, and label them with `epoch`. Allowed if the engines are running or paused.
 
-        source: a model reference, a model in memory as for the argument `model` of the constructor, or a Trainer, whose
-                last published weights are loaded. The engines copy the current weights of a model in memory. Every rank
-                must make this call, and can continue training when the call returns.
-        epoch:  None means the current epoch plus one; for a Trainer, the epoch that it has published.
+        Every rank must make this call. Every rank can continue training when the call returns.
+
+        source: a model reference, a model in memory as in the constructor's argument `model`, or a Trainer. The engines
+                copy the weights of a model in memory. From a Trainer, they load the last published weights.
+        epoch:  must be None for a Trainer, which assigns the epochs of its weights. Otherwise, None means the current
+                epoch plus one.
         """
         self._manager().run_sync(self._lifecycle().update_weights(source, epoch))
 
@@ -91,7 +94,8 @@ class MegatronLLM(_MegatronLLMBase):
     def shutdown(self) -> None:
         """Stop the engines and the coordinator. Idempotent.
 
-        In direct mode, cancel open calls and stop their threads and processes. Later calls are allowed.
+        In direct mode, end all open calls and stop the engine's thread. The next call of generate() starts the thread
+        again.
         """
         if self._use_coordinator:
             self._shut_down()

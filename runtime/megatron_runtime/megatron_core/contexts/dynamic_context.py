@@ -31,11 +31,11 @@ __all__ = [
 
 
 class DynamicInferenceContext:
-    """The limits of an engine and, after the engine has been constructed with this object, the engine's state.
+    """The limits of an engine. After the construction of the engine with this object, also the engine's state.
 
     An attribute that this class does not define is read from the engine's native context.
 
-    model_config:     TransformerConfig of the model. The engine ignores it and reads the model's own configuration.
+    model_config:     TransformerConfig of the model. The engine ignores it and uses the configuration in the model.
     inference_config: InferenceConfig of this project or of Megatron-Core.
     """
 
@@ -54,7 +54,7 @@ class DynamicInferenceContext:
         self._core, self.config = core, core.config
 
     def restart_counters(self) -> None:
-        """Count steps and prompt tokens from 0 again. Called when the engine is reset."""
+        """Set the counters of steps and prompt tokens to 0. Called when the engine is reset."""
         stats = self._bound("a reset").stats()
         self._steps_before, self._prefill_before = stats.steps, stats.prompt_tokens
 
@@ -123,7 +123,7 @@ class KVBlockAllocator:
 
     @property
     def total_count(self) -> int:
-        """Total number of pages, including the dummy page."""
+        """Total number of pages, including the dummy page, which no request can use."""
         return self._cache.num_usable + 1
 
     @property
@@ -141,7 +141,7 @@ class KVBlockAllocator:
         return self._cache.num_free
 
     def get_total_used(self) -> int:
-        """Return the number of pages with content, including cached prefixes that no request uses."""
+        """Return the number of pages that hold KV, including cached prefixes that no request uses."""
         return self.active_count - self.total_avail
 
     def get_active_used(self) -> int:
@@ -160,7 +160,7 @@ class KVBlockAllocator:
 
 
 def config_of(source: Any) -> InferenceConfig:
-    """Return this project's InferenceConfig for `source`, which is one of Megatron-Core's or of this project's."""
+    """Return this project's InferenceConfig for `source`, an InferenceConfig of Megatron-Core or of this project."""
     if isinstance(source, InferenceConfig):
         return source
     names = (field.name for field in fields(InferenceConfig) if field.name not in IGNORED_FIELDS)

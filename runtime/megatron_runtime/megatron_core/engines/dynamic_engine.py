@@ -47,9 +47,9 @@ class DynamicInferenceEngine:
     Without a coordinator, all ranks of an engine must make the same calls of generate(). The first rank schedules the
     requests, and every rank returns the answers.
 
-    controller: an Executor, or a TextGenerationController of this project or of Megatron-Core, which has a model in
-                `inference_wrapped_model.model` and a `tokenizer`. If `inference_wrapped_model` is an instance of a
-                subclass of this project's GPTInferenceWrapper, it runs the model.
+    controller: an Executor, or a TextGenerationController of this project or of Megatron-Core. The controller has the
+                model in `inference_wrapped_model.model`, and a `tokenizer`. If the class of `inference_wrapped_model`
+                is a subclass of this project's GPTInferenceWrapper, `inference_wrapped_model` runs the model.
     context:    an InferenceConfig, or a DynamicInferenceContext from which the limits are read.
     follower:   set on all ranks except the first. If it is set, `controller` is the part of the model on this rank.
     """
@@ -209,8 +209,10 @@ class DynamicInferenceEngine:
         loop: event loop of the engine's connection; None: the caller's loop.
         name: name of this engine, unique at its coordinator.
 
-        The address has the form "tcp://host:port". Raises EngineFailedError or CoordinatorStartError after everything
-        that this call has started is stopped. Raises RuntimeError while direct calls are open.
+        The address has the form "tcp://host:port".
+
+        Raises RuntimeError while direct calls are open. If the start fails, this call stops everything that it has
+        started, and raises EngineFailedError or CoordinatorStartError.
         """
         if self._service is not None:
             raise RuntimeError("the engine serves a coordinator already: stop_listening() first")

@@ -25,7 +25,7 @@ class TextGenerationController:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer that the program passed if it has Megatron-Core's interface, otherwise a Tokenizer for it.
+        """The tokenizer that the program passed if it has Megatron-Core's interface, otherwise a Tokenizer.
 
         A Tokenizer also has Megatron-Core's interface.
         """

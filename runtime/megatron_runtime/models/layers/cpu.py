@@ -137,7 +137,7 @@ class Numbers:
     cache: torch.dtype
 
     def linears(self) -> LinearFactory:
-        """Return a factory for matrices in this format."""
+        """Return a factory for matrices in the format `weights`."""
         return PackedLinears(self.weights)
 
 

@@ -53,9 +53,9 @@ class LinearFactory:
     checks_values:   whether dense weights are checked for non-finite values while they are read. If False, the matrices
                      are checked after loading, as on a GPU.
 
-    The factory copies dense and quantized weights. Quantized weights can be a view of their file, whose rows need not
-    be contiguous. The caller overwrites dense weights after the call. Packed weights can be a view of their file; the
-    factory keeps this view.
+    The factory copies dense and quantized weights. Quantized weights can be a view of their file. The rows of this view
+    need not be contiguous. The caller overwrites dense weights after the call. Packed weights can be a view of their
+    file. The factory keeps a view of packed weights.
     """
 
     quantized_kinds: frozenset[int] = frozenset()

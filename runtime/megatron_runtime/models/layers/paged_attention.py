@@ -56,9 +56,9 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """The rotary embedding of all layers of one kind.
+    """The rotary embedding of all layers with a sliding window, or of all other layers.
 
-    magnitude: factor of cos and sin.
+    magnitude: factor by which cos and sin are multiplied.
     long_frequencies_F: frequencies for long sequences; None if the model has only one set of frequencies. With two
                         sets, a position is twice the index in the sequence, plus 1 if the sequence is long.
     """
@@ -121,7 +121,7 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
     """Return the scaled frequencies.
 
-    Unlike _scale_llama3(), this interpolates by the pair's index, not by its rotations.
+    Unlike _scale_llama3(), this function interpolates by the pair's index, not by the pair's number of rotations.
     """
     count = len(frequencies)
 
@@ -144,9 +144,9 @@ class SequenceRows:
     """The new tokens of one sequence.
 
     rows:    the rows of these tokens in the step.
-    pages:   int64; pages of the cached and the new tokens; None if no token was cached before.
-    mask_TS: 0 for each cached token to which a new token attends, -inf for others, starting with the first token of
-             `pages`. None means that the attention is causal.
+    pages:   int64; pages of the cached and the new tokens; None if no token was cached before this step.
+    mask_TS: 0 for each cached token to which a new token attends, -inf for each other cached token. The first column
+             is the first token in `pages`. None means that the attention is causal.
     """
 
     rows: slice
@@ -156,9 +156,9 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The cache rows of a step's tokens, and the tokens to which each attends.
+    """The cache rows of a step's tokens, and the tokens to which each token attends.
 
-    All layers of one kind share this object.
+    All layers share this object, except layers with a sliding window, which share `local`.
 
     cache_rows_T: row of each token's keys and values in the cache, page * X + offset.
     chunks: the new tokens of each sequence, in the order of the step's rows.

@@ -95,7 +95,10 @@ def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
 
 
 def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
-    """Return the Lark expression for a list of tool calls after its first call, and the rules that it uses."""
+    """Return the Lark expression for all calls after the first call, and the rules for all calls.
+
+    The expression is empty if only one call is allowed.
+    """
     calls = " | ".join(f'{quoted(f"{name}(")} arguments_{place} ")"' for place, name in enumerate(tools))
     rules = [f"call: {calls}"]
     for place, schema in enumerate(tools.values()):
@@ -305,7 +308,7 @@ class ToolParameter:
 
     @property
     def is_json(self) -> bool:
-        """Whether formats that write other values as plain text write this value as JSON."""
+        """Whether this value is written as JSON in a format that writes other values as plain text."""
         return self.kind in _OF_JSON
 
 
@@ -376,7 +379,7 @@ def _at_most_one(is_single: bool) -> dict[str, int]:
 
 
 def _referring(schema: Any, *, to: str) -> Any:
-    """Return a copy of a schema that can be inserted into another schema. Its references then begin with `to`."""
+    """Return a copy of a schema for insertion into another schema. Each reference of the copy begins with `to`."""
     if isinstance(schema, list):
         return [_referring(item, to=to) for item in schema]
     if not isinstance(schema, Mapping):
@@ -422,7 +425,7 @@ def written_with(special_tokens: Mapping[int, str]) -> Written:
 
 
 def written_head(head: Head, written: Written, **holes: str) -> str:
-    """Return the Lark expression of `head`. holes: Lark expression of each hole, by the name of the hole."""
+    """Return the Lark expression of `head`, a text with holes. holes: for each hole, its Lark expression."""
     expressions = {"text": written, "space": lambda _: "SPACE?", "hole": lambda name: holes[name]}
     return " ".join(expressions[kind](text) for kind, text in head.parts)
 

@@ -48,8 +48,8 @@ class AnswerRequest:
     tools:      JSON schema of the arguments of each tool that may be called, by tool name.
     forced:     what a grammar forces the answer to be. "*": a list of tool calls; the name of a tool: the arguments of
                 this tool; None: no grammar forces a tool call.
-    continues:  the answer continues the last message of the prompt.
-    is_thought: the continued message ends within its reasoning.
+    continues:  whether the answer continues the last message of the prompt.
+    is_thought: whether the continued message ends within its reasoning.
     earlier_calls: number of tool calls in the conversation.
     variables:  variables of the chat template.
     """
@@ -105,15 +105,15 @@ class AnswerFormat(Protocol):
         """Return a new parser for one choice, or None if the whole answer is text.
 
         The state of a parser depends only on the text that it has read, and not on how the text was split. If a parser
-        is lost, a new parser therefore reads the text so far to restore the state. Its events are dropped, because the
-        client has already received them.
+        is lost, a new parser therefore reads the text so far to restore the state. The events of this second reading
+        are dropped, because the client has already received the events.
         """
         ...
 
     def async_parser(self) -> AsyncAnswerParser | None:
         """Return a new parser for one choice that runs in another process, or None if the format has no such parser.
 
-        If the result is not None, its events of type Text are the only input of the parser that parser() returns.
+        If the result is not None, the parser that parser() returns gets only the Text events of this result as input.
         """
         ...
 
@@ -210,7 +210,7 @@ class NativeAnswerFormat:
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
-        """Return a parser for the text after the reasoning if a grammar forces it to be tool calls, otherwise None."""
+        """Return a parser for the text after the reasoning if a grammar forces tool calls, otherwise None."""
         if self.request.forced is None:
             return None
         if self.request.forced == ANY_CALLS:
