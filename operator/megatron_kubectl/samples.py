@@ -69,7 +69,7 @@ class PodMetrics:
 class EngineSample:
     """The metrics of one engine at one time.
 
-    A value is None if the metrics page lacks it, or if a rate has no earlier page to compare with.
+    A value is None if the metrics page lacks the metric. A rate is also None if there is no earlier page.
 
     queued_tokens:   number of prompt tokens that are neither computed nor in the prefix cache; only for native engines.
     prefix_hit_rate: fraction of the looked-up prompt tokens that were in the prefix cache, since the engine started.
@@ -90,7 +90,8 @@ class EngineSample:
 class Sample:
     """The metrics of a resource at one time.
 
-    Latencies are quantiles over the interval, in seconds. They are None if the interval has no requests.
+    Latencies are quantiles over the time since the previous sample, in seconds. They are None if the time since the
+    previous sample has no requests.
 
     at:     Unix time.
     queued: number of requests that wait in the coordinator.
@@ -165,7 +166,11 @@ def _increase(new: float, old: float) -> float:
 
 
 def _increases(pods: Iterable[tuple[PodMetrics | None, PodMetrics]], name: str) -> dict[float, float]:
-    """Return the increase of each bucket of a histogram, summed over the pods that have an earlier page."""
+    """Return the increase of each bucket of a histogram, summed over the pods that have an earlier page.
+
+    pods: metrics of each pod's earlier page, None without one, and metrics of its current page.
+    name: name of the histogram.
+    """
     total: defaultdict[float, float] = defaultdict(float)
     for old, new in pods:
         if old is None:

@@ -131,7 +131,7 @@ class KubeApi:
         return items
 
     async def pages(self, path: str, query: Mapping[str, Any], *, accept: str = JSON) -> AsyncIterator[Object]:
-        """Yield the pages of a collection, as lists with up to PAGE_OBJECTS objects.
+        """Yield the pages of a collection. Each page is a Kubernetes List with up to PAGE_OBJECTS objects.
 
         All pages have the same resource version.
         """
@@ -226,8 +226,8 @@ class KubeApi:
     ) -> Object:
         """Send one request, and return the JSON object in the response.
 
-        expect_continue: send the body only when the receiver requests it. If the request times out while the receiver
-            is stopped, the receiver then cannot execute the request later.
+        expect_continue: send the body only after the server has answered `100 Continue`. A server that hangs until the
+            timeout never receives the body, so it cannot execute the request later.
 
         Raises KubeApiError for every failure, including a timeout.
         """

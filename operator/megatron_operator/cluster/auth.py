@@ -34,10 +34,10 @@ class RedirectedError(aiohttp.ClientConnectionError):
 
 
 def rejects_redirects() -> aiohttp.TraceConfig:
-    """Return a trace configuration for a session, with which redirected requests fail with RedirectedError.
+    """Return an aiohttp trace configuration that makes redirected requests fail with RedirectedError.
 
-    A redirect of the API server may come from a pod to which the API server forwards a request. The pod could choose
-    the URL that is read with the user's credentials, or let the credentials be sent to another server.
+    A redirect may come from a pod to which the API server forwards a request. If the session followed this redirect,
+    the pod could choose the URL that the session reads, and the server that receives the credentials.
     """
 
     async def reject(_: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestRedirectParams) -> None:
