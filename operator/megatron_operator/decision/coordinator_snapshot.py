@@ -159,7 +159,10 @@ class CoordinatorSnapshot:
 
     @property
     def steady(self) -> CoordinatorState | None:
-        """The coordinator's state if it is settled and every serving engine has the same state; otherwise None."""
+        """The coordinator's state if every serving engine has the same state.
+
+        The value is None if the states differ, or if the coordinator is unreachable or is changing its state.
+        """
         if not self.reachable or self.state not in STEADY_ENGINE_STATES:
             return None
         agreeing = STEADY_ENGINE_STATES[self.state]

@@ -207,9 +207,9 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
 
 
 def _without_repetition(message: str) -> str:
-    """Return the message without sentences that repeat the end of an earlier sentence, as in `claim "a" not found.
+    """Return the message without sentences that only repeat the end of an earlier sentence.
 
-    not found`.
+    For example, `claim "a" not found. not found` becomes `claim "a" not found`.
     """
     kept: list[str] = []
     for part in message.split(". "):

@@ -60,10 +60,10 @@ class Losses:
         return known or world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
 
     def is_unknown(self, engine: EngineView) -> bool:
-        """Return whether it is unknown if an engine serves.
+        """Return True if the operator cannot determine whether an engine serves.
 
-        This is the case if the engine has served and its pods still run, but no coordinator has known the engine for a
-        while.
+        This is the case if the engine has served and its pods run, but no coordinator has reported the engines for
+        UNKNOWN_SECONDS.
         """
         if self.world.membership_known or engine.serving or self.engines.serves(engine) or not engine.whole:
             return False

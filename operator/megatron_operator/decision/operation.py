@@ -72,9 +72,9 @@ class Operation:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether the operation is this signal to this engine, and has ended.
+        """Return whether the operation is the signal `signal` to `engine`, and has ended without a rejection.
 
-        A rejected signal does not count.
+        engine: name of the engine; None for a signal to all engines.
         """
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
@@ -146,8 +146,8 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
     """Return the lists of adapters that SET_ADAPTERS may set now, by digest.
 
-    There are two lists: the list of the spec, and the same list without the adapters that have an error. If the
-    coordinator already has another source under the name of such an adapter, the second list keeps this source.
+    There are two lists. The first is the list of the spec. In the second list, each adapter that has an error is
+    replaced by the adapter of the same name in the coordinator, or omitted if the coordinator has none of this name.
 
     entries: `status.adapters`.
     """

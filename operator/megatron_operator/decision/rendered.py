@@ -195,7 +195,7 @@ class Rendered:
     def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
         """Return the manifest of an engine with the revision `revision`, as own_manifest() does.
 
-        Also returns None if the revision has no engines of this role.
+        Also returns None if the revision has no engines of the role of `engine`.
         """
         stored = self._stored_context(revision)
         if stored is None or engine.role not in stored.roles:

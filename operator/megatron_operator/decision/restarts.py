@@ -16,8 +16,9 @@ An engine with an exhausted budget has no pods. If the cause was in the infrastr
 again after a backoff. Otherwise the engine waits for other inputs or for `kubectl megatron restart`, which begin new
 budgets (see `Engines.attempt`). desiredState Stopped also begins new budgets.
 
-An incident starts with the first restart of a container of a component. It is reported after a few seconds, so that it
-includes the other ranks and engines that the same cause has ended. Later restarts within the window belong to it.
+An incident starts with the first restart of a container of a component. Its Event is written after a few seconds, so
+that the Event includes other ranks and engines that exited for the same cause. Later restarts within WINDOW_SECONDS
+belong to the same incident.
 """
 
 from __future__ import annotations
@@ -167,7 +168,7 @@ def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> Engine
 
 
 def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineBudget, incidents: int) -> EngineBudget:
-    """Return the budget after this number of further incidents."""
+    """Return `budget` after `incidents` further incidents of the engine `name`, whose current pods are `pods`."""
     limit, now = world.resource.spec.lifecycle.restart_budget, world.now
     forgiven_at = parse(budget.forgiven_at)
     fresh = forgiven_at is None or forgiven_at <= now

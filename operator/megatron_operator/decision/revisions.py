@@ -252,10 +252,10 @@ class RevisionCheck:
         return self.finding is None or self.finding[0] is not Reason.ACCESS_DENIED
 
     def retry_in(self, pod: PodView) -> float:
-        """Return the seconds until a failed check is repeated. The time between two checks doubles.
+        """Return the seconds until the failed check of `pod` is repeated.
 
-        The time between the checks is the time for which the rollout had waited when this check started, so the number
-        of checks need not be stored.
+        The repetition starts after a delay from the start of the failed check. The delay is as long as the rollout had
+        waited at the start of the failed check, within limits. It therefore doubles with each check.
         """
         if pod.created_at is None:
             return RETRY_MAX_SECONDS

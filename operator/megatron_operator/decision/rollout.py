@@ -229,12 +229,12 @@ class Situation:
 
     @cached_property
     def wrong(self) -> EngineFacts | None:
-        """An engine of the desired revision whose canary answer is wrong."""
+        """An engine of the desired revision whose canary answer is wrong, or None."""
         return next((engine for engine in self.every if engine.current and engine.canary is Canary.FAILED), None)
 
     @cached_property
     def unanswered(self) -> EngineFacts | None:
-        """An engine of the desired revision that serves and has not answered its canary."""
+        """An engine of the desired revision that serves and has not answered its canary, or None."""
         serving = (engine for engine in self.every if engine.current and engine.serving)
         return next((engine for engine in serving if engine.canary is Canary.PENDING), None)
 

@@ -107,7 +107,7 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
 
 
 def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
-    """Return the number of engines in `engines`. A role counts at most the number of engines that the spec requests."""
+    """Return the number of engines in `engines`. For each role, count at most as many engines as the spec requests."""
     counts = [sum(engine.role == role for engine in engines) for role in scene.ctx.roles]
     limits = map(scene.ctx.spec.engines_of, scene.ctx.roles)
     return sum(map(min, counts, limits))
@@ -127,9 +127,9 @@ def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
-    """Return the answer formats that the servers parse.
+    """Return `status.formats`, the formats of answers that the servers parse.
 
-    Before a coordinator reports them, return the recorded formats.
+    If the coordinator does not report the formats, return the recorded formats, or None without a record.
     """
     formats = scene.world.coordinator.formats
     if formats is None:
@@ -150,7 +150,10 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 
 def _loading(scene: Scene) -> dict[str, Any] | None:
-    """Return the progress of the first engine that loads its weights. Returns None when an engine serves."""
+    """Return the progress of the first engine that loads its weights.
+
+    Returns None if the progress is unknown, or if an engine serves.
+    """
     loading = scene.world.loading
     if loading is None or not scene.world.loads:
         return None
@@ -163,9 +166,9 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return each limit as the minimum over the serving engines.
+    """Return `status.limits`. Each limit is the minimum over the serving engines.
 
-    If no engine reports one, return the recorded limits.
+    If no engine reports a limit, return the recorded limits, or an empty mapping without a record.
     """
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
@@ -208,7 +211,7 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
 
 
 def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
-    """Return `status.weights`.
+    """Return `status.weights`, or None if no weights are recorded or the spec has no section `weights`.
 
     The weights are first recorded when the first engine serves. After that, only updates in place change them.
 
@@ -460,7 +463,8 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
     """Return the condition Ready.
 
-    If there is an error, the condition has its reason, because lists show this reason.
+    If the verdict reports no problem but the resource is degraded, the condition has the reason of the error. If no
+    server is ready, the condition says why. Tables of resources show only the reason of this condition.
     """
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):

@@ -128,10 +128,12 @@ def _waits_for_servers(scene: Scene, ref: ChildRef) -> bool:
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child may be applied.
 
-    A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
-    another model waits until no engine has or gets the old model, and until the check of the new model has passed. Of a
-    pair of coordinators, only one is replaced at a time, so the first waits until the second is ready. The objects by
-    which clients reach the servers wait for a ready server that matches the spec.
+    - If a Deployment differs only because this release of the operator renders it differently, the Deployment waits
+      until the resource is updated.
+    - A server for another model waits until no engine has or gets the old model, and until the check of the new model
+      has passed.
+    - Of a pair of coordinators, only one is replaced at a time, so the first waits until the second is ready.
+    - The objects by which clients reach the servers wait for a ready server that matches the spec.
     """
     ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby

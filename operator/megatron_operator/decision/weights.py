@@ -170,8 +170,9 @@ class Weights:
 
     @cached_property
     def _lost(self) -> Finding | None:
-        """The error if engines serve the weights of spec.model.source again although a trainer has published
-        weights.
+        """The error if engines serve the weights of spec.model.source although a trainer has published weights.
+
+        The value is None without such engines.
         """
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]

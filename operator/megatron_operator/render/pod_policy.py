@@ -269,7 +269,7 @@ def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -
 
 @dataclass(frozen=True)
 class Table:
-    """The rules of fields, by the path of the field, and all prefixes of these paths."""
+    """The rules of fields, by path. `inner` has all prefixes of the paths. `what` names the table in messages."""
 
     what: str
     rules: Mapping[Path, Rule]
@@ -428,9 +428,9 @@ def _literal(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterator[Violation]:
-    """Yield each change of fields that the operator itself sets and depends on.
+    """Yield a violation for each change of a field that the operator itself sets and depends on.
 
-    The profile `trusted` has no other limit.
+    The profile `trusted` limits nothing else in a podTemplate.
     """
     own = "the operator depends on it"
     for field in ("metadata", "spec"):
