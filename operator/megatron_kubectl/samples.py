@@ -192,15 +192,15 @@ def make_sample(
     servers: Mapping[str, PodMetrics],
     coordinators: Iterable[PodMetrics],
 ) -> Sample:
-    """Return the sample of one interval.
+    """Return the sample of the interval between the earlier pages and the current pages.
 
     Args:
-        at:           Unix time of the pages.
-        seconds:      time since the earlier pages.
+        at:           Unix time of the current pages.
+        seconds:      length of the interval.
         before:       earlier pages of engines and servers by name.
-        engines:      pages of engines by the engine's name.
-        servers:      pages of servers by the pod's name.
-        coordinators: pages of coordinators.
+        engines:      current pages of engines by the engine's name.
+        servers:      current pages of servers by the pod's name.
+        coordinators: current pages of coordinators.
     """
     rows = {name: _engine(page, before.get(name), seconds) for name, page in engines.items()}
     rates = [row.tokens_per_second for row in rows.values() if row.tokens_per_second is not None]
@@ -244,8 +244,9 @@ def sample_pods(
     """Return the sample of one interval, and the pages to pass as `before` for the next interval.
 
     Args:
+        at, seconds, before: see make_sample().
         pods:  component and name of each pod, from metrics_key(), by the pod's name.
-        pages: metrics page of each pod, by the pod's name.
+        pages: current metrics page of each pod, by the pod's name.
     """
     by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
     for pod, page in pages.items():

@@ -1,7 +1,7 @@
 """Client of the API server. Objects are plain data.
 
 Every request has a deadline. Errors are raised as `KubeApiError` with the server's status code, reason and message.
-This module does not decide whether a write is allowed; the module `writer` checks leadership and ownership.
+This module does not decide whether a write is allowed. The module `writer` checks leadership and ownership.
 """
 
 from __future__ import annotations
@@ -278,7 +278,10 @@ class KubeApi:
 
 
 def rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
-    """Return the error for a response with an error status, from its Status object or from the text of a proxy."""
+    """Return the error for a response with an error status.
+
+    The message is from the Status object in the response. If a proxy answered, the message is the proxy's text.
+    """
     seconds = headers.get("Retry-After", "")
     retry_after = min(float(seconds), MAX_RETRY_AFTER_SECONDS) if seconds.isdigit() else 0.0
     try:

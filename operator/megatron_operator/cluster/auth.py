@@ -1,4 +1,4 @@
-"""Login at the API server: in a pod with the service account, otherwise with a kubeconfig.
+"""Logs in to the API server with the service account of the pod, or outside a pod with a kubeconfig.
 
 `KubeApi`, which writes, and kopf, which watches, use the same configuration.
 """

@@ -71,8 +71,9 @@ class Writer:
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
         """Apply a child server-side, and return its new version.
 
-        The apply is forced only on the object `known`, which the resource must own or may adopt. If `known` is None,
-        the child is created if no object has its name.
+        The apply creates the child, or changes an object that the resource owns or may adopt.
+
+        known: last known version of the child; None if the child is not known.
 
         Raises:
             NotOwnedError: an object with another owner has the name.
@@ -151,7 +152,7 @@ class Writer:
         """Create an object, and return it.
 
         Raises:
-            KubeApiError: the server rejected the request; it reports a conflict if the object exists.
+            KubeApiError: the server rejected the request, with a conflict if the object exists.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         async with self._leading("create", kind.kind):

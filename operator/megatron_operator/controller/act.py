@@ -98,7 +98,7 @@ class Actor:
         Return True if the next pass should follow immediately, because an action changed something.
 
         Raises:
-            KubeApiError: a possibly transient failure; the caller repeats the pass after a backoff.
+            KubeApiError: a possibly transient failure. The caller repeats the pass after a backoff.
             LeadershipLostError: this process must exit.
         """
         changed = False

@@ -370,7 +370,7 @@ class Observer:
         return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
-        """Return the progress of the pod that downloads the model. Returns None if no pod downloads it.
+        """Return the progress of the pod that downloads the model. Returns None if no pod reports progress.
 
         The pod is queried every few seconds, because pods have no permission to write to the API server.
         """
@@ -391,8 +391,9 @@ class Observer:
         return await self._downloads.read("", read, seconds=DOWNLOAD_SECONDS)
 
     def _load(self) -> Loading | None:
-        """Return the last known progress of the first engine that loads its weights. Returns None once an engine is
-        ready.
+        """Return the last known progress of the first engine that loads its weights.
+
+        Returns None if no progress is known, or if an engine is ready.
 
         The progress is read outside the passes, so that a pod that does not answer delays no pass. The first read
         happens after some seconds, so that an engine that loads quickly is never read.

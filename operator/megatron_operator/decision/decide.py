@@ -256,8 +256,9 @@ def _unchanged(
     before: Mapping[str, Any],
     now: datetime,
 ) -> Decision:
-    """Return a decision that changes only the status. The conditions `values` report `finding`.
+    """Return a decision that changes only the status.
 
+    values: the new status of each condition that reports `finding`.
     step:   the current step, and what the step waits for.
     before: the stored status.
     """

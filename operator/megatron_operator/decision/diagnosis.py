@@ -89,8 +89,8 @@ _FIELDS = (
     ("secret", "server.apiKeysSecretRef", "name", "spec.{}"),
     ("priorityclass", "coordinator", "priorityClassName", "spec.{}.priorityClassName"),
 )
-"""For each kind of object, the section of the spec, its key that has the object's name, and the name of the field in
-messages.
+"""Fields of the spec that name an object. An entry has the object's kind in lower case, the path of a section of the
+spec, the key of the section that has the name, and the field's path in messages.
 """
 _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 """Volumes of pods, by the section of the spec that defines them."""

@@ -116,9 +116,9 @@ def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str |
 
 
 def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
-    """Return the persisted operation, updated from this snapshot.
+    """Return the persisted operation, updated from the World.
 
-    Returns None if the operation no longer serves the goal `desired`.
+    Returns None if there is no operation, or if the operation no longer serves the goal `desired`.
     """
     if operation is None:
         return None

@@ -103,7 +103,7 @@ def engine_budget(
 
     Args:
         revision: revision of the spec; every pod counts while the revision is unknown ("").
-        attempt: identifies the budgets; the status of another attempt does not count.
+        attempt: current attempt. Budgets that the status recorded in another attempt do not count.
         served: whether the engine serves, or served in the last pass.
     """
     if revision:
@@ -130,8 +130,9 @@ def engine_budget(
 
 
 def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """Return the EngineBudget fields with the nodes that an engine still avoids, from the engine's entry in the
-    status.
+    """Return the EngineBudget fields with the nodes that an engine avoids, from the engine's entry in the status.
+
+    Returns an empty dictionary if the engine avoids no node now.
     """
     until = parse(entry.get("avoidedUntil"))
     if until is None or until <= now:

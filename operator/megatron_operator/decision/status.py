@@ -516,7 +516,10 @@ def _without_engines(scene: Scene) -> ConditionFinding | None:
 
 
 def _role_missing(scene: Scene) -> ConditionFinding:
-    """Return the condition that no engine of a role serves, so engines of the other role must do its work."""
+    """Return the condition RoleMissing.
+
+    It is True if no engine of a role serves, so that engines of the other role must do the work of this role.
+    """
     absence = _without_engines(scene)
     if absence is not None:
         return absence

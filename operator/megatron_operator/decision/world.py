@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # explain() runs without pydantic
     from megatron_operator.resource.spec import MegatronInferenceSpec
 
 MAX_FENCE_JUMP = 1_000_000
-"""Maximum accepted amount by which a reported fence may exceed this leader's fence. A coordinator reports a higher fence
-if leaders of an earlier, deleted Lease had higher terms.
+"""Maximum accepted amount by which a reported fence may exceed this leader's fence. A coordinator reports a higher
+fence if leaders of an earlier, deleted Lease had higher terms.
 """
 
 LOST_SECONDS = 4.0

@@ -384,7 +384,8 @@ def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
 def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
     """Return `engine.podTemplate` with the values of one engine instead of placeholders.
 
-    Returns None if the spec has no `engine.podTemplate`. Placeholders are replaced in labels, annotations, claims of volumes and fields that affect placement.
+    Returns None if the spec has no `engine.podTemplate`. Placeholders are replaced in labels, annotations, claims of
+    volumes and fields that affect placement.
     """
     overlay = ctx.spec.engine.pod_template
     if overlay is None:
