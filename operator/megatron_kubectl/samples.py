@@ -90,8 +90,8 @@ class EngineSample:
 class Sample:
     """The metrics of a resource at one time.
 
-    Latencies are quantiles over the time since the previous sample, in seconds. They are None if the time since the
-    previous sample has no requests.
+    Latencies are quantiles over the time since the previous sample, in seconds. They are None if no latency was
+    measured in this time.
 
     at:     Unix time.
     queued: number of requests that wait in the coordinator.

@@ -58,8 +58,8 @@ NODE_RULES: list[Rule] = [
     _rule("scheduling.k8s.io", ["priorityclasses"], ["get"]),
     _rule("node.k8s.io", ["runtimeclasses"], ["get"]),
 ]
-"""Permissions in the whole cluster. With them the operator verifies that a node is lost before it force-deletes a pod
-on the node, and that the objects which pods name exist before it replaces pods.
+"""Permissions in the whole cluster. Before the operator force-deletes a pod, it verifies that the node of the pod is
+lost. Before it replaces pods, it verifies that the objects which the pods name exist.
 """
 
 VIEW_RULES: list[Rule] = [_rule(GROUP, [PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"], READ)]

@@ -285,8 +285,8 @@ class ResourceCache:
         """Record a full listing, which corrects what the watches missed while they were disconnected.
 
         before: the UIDs from uids(), called before the listing. If an object was known before the listing and is not
-                known now, it was deleted during the listing. If an object was not known before the listing, it may have
-                been created during the listing, so its absence from the listing does not prove that it was deleted.
+                known now, it was deleted during the listing. If an object was not known before the listing, its absence
+                from the listing does not prove its deletion, because it may have been created during the listing.
         """
         known = self._merged()
         listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}

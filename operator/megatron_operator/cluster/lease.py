@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TERM = 1 << 32
-"""Highest term that is accepted from a Lease. Counting acquisitions never reaches it."""
+"""Highest valid term of a Lease. Counting acquisitions never reaches this number."""
 
 
 class LeadershipLostError(RuntimeError):
@@ -44,8 +44,8 @@ class LeaseSettings:
     namespace: str
     name: str
     identity: str
-    """Identity of this process. The same identity means that the same pod has restarted and its previous process has
-    ended, so it may take over immediately.
+    """Identity of this process. If the Lease names the same identity, the same pod has restarted and its previous
+    process has ended, so this process may take over immediately.
     """
     duration: float = 10.0
     """Seconds without a renewal after which the lease is free."""
@@ -59,7 +59,7 @@ class LeaseSettings:
     Lease if an operator with another Lease name holds it.
     """
     successor: str = ""
-    """In the settings of the former Lease: name of the main Lease of the same operator. Empty in other settings."""
+    """Name of the operator's main Lease, if these are the settings of the former Lease; otherwise empty."""
 
     @property
     def renew_interval(self) -> float:
@@ -95,7 +95,7 @@ class Elector:
             self._former = Elector(api, former, clock=clock)
         self.term = 0
         self.waits_for: tuple[str, str] | None = None
-        """The Lease for which this process waits, and the identity of the Lease's holder; None if it does not wait."""
+        """The Lease for which this process waits, and the identity of the holder; None while this process leads."""
 
     @property
     def leading(self) -> bool:

@@ -7,9 +7,9 @@ kopf would make every start wait for every object in turn, even in namespaces th
 therefore watched by `cluster.informers`, and the resources are listed before kopf starts.
 
 kopf fails when a watched kind is deleted, and its shutdown may then hang. The cause is a watch that is renewing its
-login at that moment, because such a watch treats its cancellation as the end of a pause and continues. This module
-therefore stops kopf in an orderly way when a watched kind is gone, and abandons a run of kopf that does not stop in
-time.
+login at that moment. This watch treats its cancellation as the end of a pause and continues. This module therefore
+stops kopf in an orderly way when a watched kind is gone. If a run of kopf does not stop in time, this module abandons
+the run.
 """
 
 from __future__ import annotations

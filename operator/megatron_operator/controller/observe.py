@@ -151,9 +151,9 @@ class Registrations:
     The time starts when the coordinator has recovered.
 
     There is one exception. If a new coordinator answers while the pod of the old coordinator is still reported as
-    ready, the node of the old coordinator may be lost, with the engines on this node. Live engines register during the
-    recovery of the new coordinator. An engine that is not registered after the recovery then counts as missing for an
-    infinite time.
+    ready, the node of this pod may be lost. The engines on the node are then lost, too. Live engines register during
+    the recovery of the new coordinator. In this case, an engine that is not registered after the recovery counts as
+    missing for an infinite time.
     """
 
     def __init__(self) -> None:
@@ -456,8 +456,7 @@ class Observer:
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
         """Return `pods`. If a pod's status does not explain why the pod waits, its reason and message are from Events.
 
-        Each pass reads Events for at most one pod of each component. It is the pod whose Events were read least
-        recently.
+        Each pass reads Events for at most one pod of each component, the pod whose Events were read least recently.
         """
         waiting = {pod.uid: pod for pod in pods if pod.unexplained}
         self._pod_events.keep(waiting, wait=True)
@@ -554,7 +553,7 @@ class Observer:
     async def _read_object(self, ref: ChildRef, namespace: str) -> frozenset[str] | None:
         """Return the names of an object's data entries that are not empty. The contents never leave this function.
 
-        Returns None if the object does not exist, and ANY_KEY if the operator cannot read it.
+        Returns None if the object does not exist, and a set with only ANY_KEY if the operator may not read the object.
         """
         kind = kind_of(ref.api_version, ref.kind)
         try:

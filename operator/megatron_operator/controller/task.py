@@ -77,8 +77,8 @@ class UpdateLimit:
     def decided(self, uid: str, status: Mapping[str, object], *, wake: Callable[[], None]) -> None:
         """Record the status that was decided for a resource.
 
-        wake: wakes the resource's task. This object calls `wake` when a slot becomes free, if the resource waits for
-            a slot.
+        wake: wakes the resource's task. While the resource waits for a slot, UpdateLimit calls `wake` when a slot
+            becomes free.
         """
         phase = _phase(status)
         if phase == UpdatePhase.WAITING:

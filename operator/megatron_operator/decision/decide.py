@@ -287,8 +287,8 @@ def quotable(world: World) -> World:
     """Return the World without the messages of containers whose images may not be quoted.
 
     Only images of the repositories that the installation lists may be quoted. A container of any other image can read
-    Secrets and files, and write their contents to its termination message or send them to the coordinator as an error.
-    Without this filter, a user who may only read the status could read these contents.
+    Secrets and files. It can write the contents to its termination message, or send them to the coordinator as an
+    error. Without this filter, a user who may only read the status could read these contents.
     """
     quotes = world.settings.quotes
     pods = tuple(

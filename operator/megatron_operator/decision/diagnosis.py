@@ -134,7 +134,7 @@ _TERMINATION_MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class _Termination:
-    """A termination message. The project's processes write one line of JSON; other processes can write any text."""
+    """A termination message. The project's processes write one line of JSON. Other processes can write any text."""
 
     text: str
     reason: str = ""

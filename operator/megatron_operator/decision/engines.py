@@ -108,7 +108,7 @@ class Engines:
 
     @cached_property
     def empty(self) -> bool:
-        """Whether no engine has a pod, and no engine will get a pod unless the operator writes to the API server."""
+        """Whether the engines have no pods, and will get pods only if the operator writes to the API server."""
         return all(engine.empty for engine in self.all)
 
     @cached_property

@@ -48,7 +48,7 @@ class Losses:
     engines: Engines
 
     def is_lost(self, engine: EngineView) -> bool:
-        """Return whether an engine is lost: it is no longer registered although none of its pods is being replaced."""
+        """Return whether an engine is lost. A lost engine is no longer registered although no pod of it is replaced."""
         world = self.world
         if not world.membership_known or engine.report is not None or self.desired.state is DesiredState.STOPPED:
             return False

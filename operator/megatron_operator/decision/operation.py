@@ -146,8 +146,9 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
     """Return the lists of adapters that SET_ADAPTERS may set now, by digest.
 
-    There are two lists. The first is the list of the spec. In the second list, each adapter that has an error is
-    replaced by the adapter of the same name in the coordinator, or omitted if the coordinator has none of this name.
+    There are two lists. The first is the list of the spec. The second list replaces each adapter that has an error by
+    the coordinator's adapter of the same name. If the coordinator has no adapter of this name, the second list omits
+    the adapter.
 
     entries: `status.adapters`.
     """

@@ -42,10 +42,10 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The children that all engines share: a list of the rendered manifests, and the errors of the other children
-        by name.
+        """The manifests of the children that all engines share, and the errors of children that cannot be rendered.
 
-        If a child cannot be rendered, the operator leaves the existing child unchanged.
+        The errors are by name of the child. If a child cannot be rendered, the operator leaves the existing child
+        unchanged.
         """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
@@ -137,7 +137,7 @@ class Rendered:
     def standby(self) -> Manifest | None:
         """The Deployment of the second coordinator.
 
-        The value is None if the spec has no second coordinator or it cannot be rendered.
+        The value is None if the spec has no second coordinator, or if the Deployment cannot be rendered.
         """
         return self._deployment(self.ctx.standby_name)
 

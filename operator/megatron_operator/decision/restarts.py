@@ -4,10 +4,10 @@ The operator replaces pods and never restarts their containers, so every restart
 
 An engine's budget limits its restarts. When it is exhausted, the operator removes the engine's pods. The containers of
 all its pods restart together, so the highest restart count of a pod is the number of restarts. Each restart is forgiven
-after windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. If an engine has
-not served since its restarts, time alone forgives none of them, because a kubelet's backoff can take longer. Restarts
-from before the budget do not count. Restarts of pods of a revision other than the spec's do not count either, so that a
-reverted change costs nothing.
+after windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Restarts are
+forgiven only after the engine has served again, because a kubelet's backoff can take longer than the window. When a
+budget begins, earlier restarts do not count. Restarts of pods of a revision other than the spec's do not count either,
+so that a reverted change costs nothing.
 
 A failed device exhausts the budget immediately, because a container that restarts keeps its devices. The new pods of
 the engine avoid the node of the device for AVOID_SECONDS, counted from their creation.

@@ -1,4 +1,4 @@
-"""Engine revisions: the desired and the former revision, a rollout's surge engines, and the check of a new revision.
+"""Determines the desired and the former revision of engines, surge engines, and the result of a revision's check.
 
 A rollout waits for the result of the check, which the check's pod reports (see `render.check`).
 """
@@ -254,8 +254,8 @@ class RevisionCheck:
     def retry_in(self, pod: PodView) -> float:
         """Return the seconds until the failed check of `pod` is repeated.
 
-        The repetition starts after a delay from the start of the failed check. The delay is as long as the rollout had
-        waited at the start of the failed check, within limits. It therefore doubles with each check.
+        The time from the start of the failed check to its repetition equals the time for which the rollout had waited
+        when the failed check started. This time doubles with each check, up to RETRY_MAX_SECONDS.
         """
         if pod.created_at is None:
             return RETRY_MAX_SECONDS

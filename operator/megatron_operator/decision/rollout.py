@@ -7,11 +7,11 @@ Invariants, which a test verifies in every reachable state (tests/unit/operator/
   `maxSurge`. They are removed when all other engines have the desired revision and serve, or when another revision is
   desired, unless their capacity is needed.
 - An engine loses its pods only if it has another revision and either does not serve or was drained.
-- Until the desired revision is proven, at most `maxUnavailable` engines (at least one) get it. A bad revision then does
-  not spread, and does not replace engines that restart. A revision is proven when an engine of this revision serves and
-  has passed its canary.
-- If engines of another revision serve, no engine is drained for the desired revision or gets it before the check of
-  the desired revision has passed.
+- Until the desired revision is proven, at most `maxUnavailable` engines (at least one) get it. A bad revision therefore
+  does not spread, and does not replace engines that restart. A revision is proven when an engine of this revision
+  serves and has passed its canary.
+- While engines of another revision serve, the desired revision must pass its check. Before that, no engine is drained
+  for the desired revision, and no engine gets it.
 - Engines that do not serve are replaced first, because their replacement costs no capacity.
 - An engine of the desired revision is never changed, whatever revisions were desired in between. Several edits
   therefore collapse into the last one, and a revert keeps engines of the old revision.

@@ -450,8 +450,8 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
     """Return whether the desired state is reached and a server is ready.
 
     If the desired state is Running, an engine must also respond. Otherwise, the coordinator must have no error. A
-    resource that is paused on request is therefore ready, so that tools such as kstatus, which derive a health from the
-    condition Ready, do not wait for it.
+    resource that is paused on request is therefore ready. Tools such as kstatus derive a health from the condition
+    Ready, and do not wait for a paused resource.
     """
     if not _is_reached(scene, state) or scene.blockers.server() is not None:
         return False
@@ -463,8 +463,8 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
     """Return the condition Ready.
 
-    If the verdict reports no problem but the resource is degraded, the condition has the reason of the error. If no
-    server is ready, the condition says why. Tables of resources show only the reason of this condition.
+    If the verdict reports no problem, the condition reports the error of a degraded resource, or why no server is
+    ready. Tables of resources show only the reason of this condition.
     """
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):

@@ -188,9 +188,9 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
 
     If the engine has the desired revision or has no pods, it gets the template and number of pods of the desired
     revision. Otherwise, or if the desired template is not allowed or cannot be merged, the engine keeps its own
-    revision. Special rules apply before the desired revision has passed its check, and while its rollout is paused. An
-    engine that loses its pods then keeps its revision, and an engine that gets pods gets the revision of the other
-    engines.
+    revision. Special rules apply before the desired revision has passed its check, and while its rollout is paused. In
+    these cases, an engine that loses its pods keeps its revision, and an engine that gets pods gets the revision of the
+    other engines.
     """
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:

@@ -52,7 +52,7 @@ class ConfirmedWeights:
     def revision(self) -> str | None:
         """Revision of the weights that engines serve.
 
-        The value is None with a trainer. It is also None before the first engine has served; pods then load the
+        The value is None with a trainer. It is also None until the first engine has served. Until then, pods load the
         revision of the spec.
         """
         if self.world.resource.spec.has_trainer:
@@ -172,7 +172,7 @@ class Weights:
     def _lost(self) -> Finding | None:
         """The error if engines serve the weights of spec.model.source although a trainer has published weights.
 
-        The value is None without such engines.
+        The value is None if no engine serves these weights, or if no trainer has published weights.
         """
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]

@@ -406,7 +406,7 @@ class World:
 
     @property
     def fence(self) -> int:
-        """Fence of this leader's signals to this resource: the leader's term plus the resource's offset.
+        """Fence of this leader's signals to this resource, which is the leader term plus the resource's offset.
 
         A later leader has a higher term. The offset never decreases, because it is written with the status before a
         signal is sent, with the resource version that was read as a precondition. The fences of successive leaders are

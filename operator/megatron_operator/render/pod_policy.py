@@ -48,7 +48,7 @@ OWN_KEYS = (f"{GROUP}/", *OWN_LABELS)
 FRAME = (("metadata",), ("spec",), *(("spec", field) for field in ("containers", "initContainers", "volumes")))
 """Fields of a podTemplate that are merged in both profiles and must not be removed."""
 OWN_FIELDS = ("args", "envFrom")
-"""Fields of its own containers that the operator sets, in both profiles."""
+"""Fields of rendered containers that only the operator may set, in both profiles."""
 OWN_MOUNTS = ("/etc/megatron", "/cache", "/model", "/model-cache")
 """Mount paths of the operator's volumes, in both profiles."""
 MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev/hugepages")
