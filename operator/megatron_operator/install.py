@@ -1,4 +1,4 @@
-"""The operator's own manifests, for an installation without Helm (`manifests/install.yaml`). Pure.
+"""The operator's own manifests, for an installation without Helm (`manifests/install.yaml`).
 
 The rules of the operator's roles are defined here. The Helm chart reads them from the generated `files/rules.yaml`.
 """

@@ -1,4 +1,4 @@
-"""Determines from Leases which operators manage a namespace. Pure."""
+"""Determines from Leases which operators manage a namespace. All functions are pure."""
 
 from __future__ import annotations
 

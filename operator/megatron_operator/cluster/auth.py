@@ -30,7 +30,7 @@ def in_cluster() -> bool:
 
 
 class RedirectedError(aiohttp.ClientConnectionError):
-    """A server answered with a redirect. This is a connection error, so that watches are retried after it."""
+    """A server answered with a redirect. This is a connection error, so that a redirected watch is retried."""
 
 
 def rejects_redirects() -> aiohttp.TraceConfig:

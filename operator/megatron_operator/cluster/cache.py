@@ -26,7 +26,7 @@ WATCH_LAG_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """The objects that the watches have shown, as live views of the stores."""
+    """The objects that the watches have shown. The mappings are live views of the stores of `Informers`."""
 
     children: Mapping[Key, Iterable[SeenChild]]
     pods: Mapping[Key, Iterable[PodView]]
@@ -64,7 +64,7 @@ class _Written:
 
 
 class ResourceCache:
-    """The custom resource and its children and pods. Only the task of the resource uses this cache."""
+    """Cache of the custom resource, its children and its pods. Only the task of the resource uses this cache."""
 
     def __init__(self, *, uid: str, key: Key, index: Index, clock: Callable[[], float] = time.monotonic) -> None:
         self._uid = uid

@@ -47,7 +47,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class OperationReport:
-    """State of an operation id in the coordinator."""
+    """State of one operation, as the coordinator reports it."""
 
     outcome: OperationOutcome
     message: str = ""
@@ -87,7 +87,7 @@ class KeysInUse:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequestReport:
-    """A request that the coordinator failed because it crashes engines."""
+    """A request that the coordinator failed because the request crashes engines."""
 
     id: str
     """Uid of the request, in hexadecimal digits."""

@@ -1,4 +1,4 @@
-"""The engines of a resource. Combines StatefulSets, pods and the coordinator's reports, and computes a common state."""
+"""The engines of a resource, from StatefulSets, pods and the coordinator's reports, and the state of the resource."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detects lost engines, coordinators and nodes, and replaces pods earlier than Kubernetes would. Pure functions.
+"""Detects lost engines, coordinators and nodes, and replaces pods earlier than Kubernetes would.
 
 Kubernetes marks a node as lost after 50 s, and servers on this node count as ready for 30 s. The operator deletes the
 pod of a lost coordinator earlier, so that its Deployment creates another pod. If the node is alive, its kubelet ends
@@ -48,7 +48,7 @@ class Losses:
     engines: Engines
 
     def is_lost(self, engine: EngineView) -> bool:
-        """Return whether an engine is lost. A lost engine is no longer registered although no pod of it is replaced."""
+        """Return whether an engine is lost. A lost engine is not registered although none of its pods is replaced."""
         world = self.world
         if not world.membership_known or engine.report is not None or self.desired.state is DesiredState.STOPPED:
             return False

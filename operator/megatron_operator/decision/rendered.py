@@ -80,7 +80,10 @@ class Rendered:
         return any(differs(offer) for offer in _offers(self.world))
 
     def missing(self, manifest: Manifest) -> Finding | None:
-        """Return an error if the pods of a manifest need an object, or a key of an object, that does not exist."""
+        """Return an error if the pods of a manifest need an object, or a key of an object, that does not exist.
+
+        Returns None if nothing is missing.
+        """
         labels, name = manifest["metadata"]["labels"], manifest["metadata"]["name"]
         component, role = labels[LABEL_COMPONENT], labels.get(LABEL_ROLE, DECODE)
         index = int(name.rpartition("-")[2]) if component == ENGINE and engines_differ(self.ctx) else 0
@@ -184,8 +187,10 @@ class Rendered:
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
         """Return the manifest of an engine with its current revision, rendered from the revision's recorded inputs.
 
-        The manifest has either no pods, or all pods of that revision. Returns None if the inputs are unknown, or if
-        this operator renders them to another revision. The caller then leaves the engine unchanged.
+        Returns None if the inputs are unknown, or if this operator renders them to another revision. The caller then
+        leaves the engine unchanged.
+
+        pods: 0 for a StatefulSet without pods. Any other value stands for all pods of the revision.
         """
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()

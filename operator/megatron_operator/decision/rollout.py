@@ -1,4 +1,4 @@
-"""The rollout planner. It returns the next single step from the observed state of each engine. Pure and stateless.
+"""The rollout planner. It returns the next single step from the observed state of each engine, and keeps no state.
 
 Invariants, which a test verifies in every reachable state (tests/unit/operator/test_rollout_model.py):
 

@@ -114,7 +114,7 @@ def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
 
 
 def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Return the numbers of engines of each role. Returns an empty list if the spec has no roles."""
+    """Return the number of desired, ready and updated engines of each role. Returns an empty list without roles."""
     return [
         {
             "name": role,
@@ -199,9 +199,9 @@ def _has_release(scene: Scene) -> bool:
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
-    """Return the recorded and the reported failed requests. The records outlive the coordinator.
+    """Return the failed requests that the status has recorded or the coordinator reports.
 
-    They are sorted by time, so that equal reports give equal bytes.
+    The requests are sorted by time, so that equal reports give equal bytes.
     """
     entries = {entry["id"]: entry for entry in scene.world.resource.status.get("failedRequests") or ()}
     for failed in scene.world.coordinator.failed_requests:
@@ -305,9 +305,9 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 
 
 def _engines(scene: Scene) -> list[dict[str, Any]]:
-    """Return the entries of all engines.
+    """Return `status.engines`, which has one entry per engine.
 
-    The length of their texts is limited, because etcd limits objects to 1.5 MiB.
+    The length of the texts in the entries is limited, because etcd limits objects to 1.5 MiB.
     """
     entries = [_engine(scene, engine) for engine in scene.engines.all]
     texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]

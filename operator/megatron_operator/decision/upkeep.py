@@ -1,8 +1,8 @@
 """Upkeep of children. It creates missing children, applies changes and deletes obsolete children.
 
-An engine's template is the exception. It changes only in a rollout (`policies.rollout`), or while the engine has no
-pods. Until then the engine's missing or changed objects are rendered from its current revision. Upkeep never restarts
-an engine that has pods.
+Upkeep never restarts an engine that has pods. An engine's template changes only in a rollout (`policies.rollout`), or
+while the engine has no pods. At other times, missing or changed objects of the engine are rendered from its current
+revision.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ The link polls STATUS, sends the signals that a pass decides on, and calls `on_c
 decision: the coordinator was reached or lost, its status changed, or it answered a signal. The link itself decides
 nothing.
 
-The coordinator may run any image. The link limits the size and number of its messages, and drops malformed messages.
-Nothing blocks. A signal is passed to the socket or rejected immediately, and the link never sends a signal again.
+The coordinator may run any image. The link therefore limits the size and number of the coordinator's messages, and
+drops malformed messages. Nothing blocks. A signal is passed to the socket or rejected immediately, and the link never
+sends a signal again.
 """
 
 from __future__ import annotations

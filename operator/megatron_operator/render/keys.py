@@ -1,4 +1,4 @@
-"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations. Pure.
+"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations.
 
 A file has one key per line. A port accepts every key of its `.pub` file. A process uses the first line of its own
 `.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in stages. Each stage is

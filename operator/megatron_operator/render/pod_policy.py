@@ -1,4 +1,4 @@
-"""Limits what the author of a custom resource can set, with two profiles. Pure.
+"""Limits what the author of a custom resource can set, with two profiles.
 
 The profile `restricted` is an allow list. It consists of tables from the path of a field to its rule, and of tables of
 allowed names of variables, labels and annotations. A field outside the tables is rejected whatever its value is. Values
