@@ -69,7 +69,7 @@ class PodMetrics:
 class EngineSample:
     """The metrics of one engine at one time.
 
-    A value is None if the metrics page lacks it, or if a rate has no earlier page to compare with.
+    A value is None if the metrics page lacks the metric. A rate is also None if there is no earlier page.
 
     queued_tokens:   number of prompt tokens that are neither computed nor in the prefix cache; only for native engines.
     prefix_hit_rate: fraction of the looked-up prompt tokens that were in the prefix cache, since the engine started.
@@ -90,7 +90,8 @@ class EngineSample:
 class Sample:
     """The metrics of a resource at one time.
 
-    Latencies are quantiles over the interval, in seconds. They are None if the interval has no requests.
+    Latencies are quantiles over the time since the previous sample, in seconds. They are None if no latency was
+    measured in this time.
 
     at:     Unix time.
     queued: number of requests that wait in the coordinator.
@@ -165,7 +166,11 @@ def _increase(new: float, old: float) -> float:
 
 
 def _increases(pods: Iterable[tuple[PodMetrics | None, PodMetrics]], name: str) -> dict[float, float]:
-    """Return the increase of each bucket of a histogram, summed over the pods that have an earlier page."""
+    """Return the increase of each bucket of a histogram, summed over the pods that have an earlier page.
+
+    pods: metrics of each pod's earlier page, None without one, and metrics of its current page.
+    name: name of the histogram.
+    """
     total: defaultdict[float, float] = defaultdict(float)
     for old, new in pods:
         if old is None:
@@ -187,15 +192,15 @@ def make_sample(
     servers: Mapping[str, PodMetrics],
     coordinators: Iterable[PodMetrics],
 ) -> Sample:
-    """Return the sample of one interval.
+    """Return the sample of the interval between the earlier pages and the current pages.
 
     Args:
-        at:           Unix time of the pages.
-        seconds:      time since the earlier pages.
+        at:           Unix time of the current pages.
+        seconds:      length of the interval.
         before:       earlier pages of engines and servers by name.
-        engines:      pages of engines by the engine's name.
-        servers:      pages of servers by the pod's name.
-        coordinators: pages of coordinators.
+        engines:      current pages of engines by the engine's name.
+        servers:      current pages of servers by the pod's name.
+        coordinators: current pages of coordinators.
     """
     rows = {name: _engine(page, before.get(name), seconds) for name, page in engines.items()}
     rates = [row.tokens_per_second for row in rows.values() if row.tokens_per_second is not None]
@@ -239,8 +244,9 @@ def sample_pods(
     """Return the sample of one interval, and the pages to pass as `before` for the next interval.
 
     Args:
+        at, seconds, before: see make_sample().
         pods:  component and name of each pod, from metrics_key(), by the pod's name.
-        pages: metrics page of each pod, by the pod's name.
+        pages: current metrics page of each pod, by the pod's name.
     """
     by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
     for pod, page in pages.items():

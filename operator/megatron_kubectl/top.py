@@ -38,7 +38,7 @@ HEADERS = (
 
 
 class Sampler:
-    """A reader of samples. Each sample combines the status of a resource and the metrics of its pods."""
+    """Reads the status of one resource and the metrics of its pods."""
 
     def __init__(self, client: ResourceClient, name: str) -> None:
         self._client = client

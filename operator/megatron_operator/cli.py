@@ -399,10 +399,11 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, given: Collection[str]) -> Preview:
     """Return the changes that applying the resource `new` over the resource `old` would cause.
 
-    The resource keeps the images of its release unless the command line names other images.
+    If `old` is None, the preview shows the creation of `new`. Otherwise `new` keeps the images with which `old` runs,
+    unless the command line names other images.
 
-    If the pod policy of the command line rejects the resource `old`, the resource's operator runs with another policy.
-    The preview then ignores the pod policy.
+    If the pod policy of the command line rejects `old`, the operator in the cluster uses another policy. In this case,
+    the preview ignores the pod policy.
 
     fixed: settings from the command line.
     given: names of the settings that the command line sets.
@@ -465,8 +466,8 @@ def plan(command: click.Context, path: Path, against: str | None, context: str |
 @image_pull_secrets
 @egress_policies
 def prefetch(path: Path, claim: str, **settings: Any) -> None:
-    """Print a Job that downloads a model to a claim. The Job downloads the Hugging Face repository of the resource. The
-    command also prints the spec that uses the claim."""
+    """Print a Job that downloads the Hugging Face repository of a resource to a claim. The command also prints the spec
+    that uses the claim."""
     try:
         context = read_resource(path).context(_settings(**settings)[0])
         job, source = prefetch_job(context, claim), claim_source(context, claim)

@@ -1,4 +1,4 @@
-"""Explains a resource's status as text. Pure."""
+"""Explains a resource's status as text. All functions are pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operator's own manifests, for an installation without Helm (`manifests/install.yaml`). Pure.
+"""The operator's own manifests, for an installation without Helm (`manifests/install.yaml`).
 
 The rules of the operator's roles are defined here. The Helm chart reads them from the generated `files/rules.yaml`.
 """
@@ -58,8 +58,8 @@ NODE_RULES: list[Rule] = [
     _rule("scheduling.k8s.io", ["priorityclasses"], ["get"]),
     _rule("node.k8s.io", ["runtimeclasses"], ["get"]),
 ]
-"""Permissions in the whole cluster. With them the operator verifies that a node is lost before it force-deletes a pod
-on the node, and that the objects which pods name exist before it replaces pods.
+"""Permissions in the whole cluster. Before the operator force-deletes a pod, it verifies that the node of the pod is
+lost. Before it replaces pods, it verifies that the objects which the pods name exist.
 """
 
 VIEW_RULES: list[Rule] = [_rule(GROUP, [PLURAL, f"{PLURAL}/status", f"{PLURAL}/scale"], READ)]
@@ -124,7 +124,7 @@ def _cluster_name(namespace: str) -> str:
 
 
 def _aggregated_role(name: str, namespace: str) -> Manifest:
-    """Return a ClusterRole whose rules Kubernetes adds to its built-in roles of these names."""
+    """Return a ClusterRole whose rules Kubernetes adds to built-in roles such as `view`. name: key of AGGREGATED."""
     rules, into = AGGREGATED[name]
     role = _role("ClusterRole", f"{_cluster_name(namespace)}:{name}", None, rules)
     role["metadata"]["labels"] |= {f"rbac.authorization.k8s.io/aggregate-to-{each}": "true" for each in into}

@@ -1,4 +1,4 @@
-"""Reads resources from files for `render` and `plan`, with the API server's validation messages."""
+"""Reads resources from files for `render` and `plan`, and validates them like the API server."""
 
 from __future__ import annotations
 

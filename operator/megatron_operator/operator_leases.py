@@ -1,4 +1,4 @@
-"""Determines from Leases which operators manage a namespace. Pure."""
+"""Determines from Leases which operators manage a namespace. All functions are pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from megatron_operator.resource.names import NAMESPACES_ANNOTATION, TERM_ANNOTATION
 
 EXPIRED_DURATIONS = 2
-"""Number of its durations without a renewal after which a Lease has no working holder."""
+"""A Lease has no working holder if it was not renewed for its duration times this factor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Client of the API server. Objects are plain data.
 
 Every request has a deadline. Errors are raised as `KubeApiError` with the server's status code, reason and message.
-This module does not decide whether a write is allowed; the module `writer` checks leadership and ownership.
+This module does not decide whether a write is allowed. The module `writer` checks leadership and ownership.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class KubeApi:
         return items
 
     async def pages(self, path: str, query: Mapping[str, Any], *, accept: str = JSON) -> AsyncIterator[Object]:
-        """Yield the pages of a collection, as lists with up to PAGE_OBJECTS objects.
+        """Yield the pages of a collection. Each page is a Kubernetes List with up to PAGE_OBJECTS objects.
 
         All pages have the same resource version.
         """
@@ -226,8 +226,8 @@ class KubeApi:
     ) -> Object:
         """Send one request, and return the JSON object in the response.
 
-        expect_continue: send the body only when the receiver requests it. If the request times out while the receiver
-            is stopped, the receiver then cannot execute the request later.
+        expect_continue: send the body only after the server has answered `100 Continue`. A server that hangs until the
+            timeout never receives the body, so it cannot execute the request later.
 
         Raises KubeApiError for every failure, including a timeout.
         """
@@ -278,7 +278,10 @@ class KubeApi:
 
 
 def rejection(code: int, text: bytes, headers: Mapping[str, str]) -> KubeApiError:
-    """Return the error for a response with an error status, from its Status object or from the text of a proxy."""
+    """Return the error for a response with an error status.
+
+    The message is from the Status object in the response. If a proxy answered, the message is the proxy's text.
+    """
     seconds = headers.get("Retry-After", "")
     retry_after = min(float(seconds), MAX_RETRY_AFTER_SECONDS) if seconds.isdigit() else 0.0
     try:

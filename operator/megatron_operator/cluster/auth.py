@@ -1,4 +1,4 @@
-"""Login at the API server: in a pod with the service account, otherwise with a kubeconfig.
+"""Logs in to the API server with the service account of the pod, or outside a pod with a kubeconfig.
 
 `KubeApi`, which writes, and kopf, which watches, use the same configuration.
 """
@@ -30,14 +30,14 @@ def in_cluster() -> bool:
 
 
 class RedirectedError(aiohttp.ClientConnectionError):
-    """A server answered with a redirect. This is a connection error, so that watches are retried after it."""
+    """A server answered with a redirect. This is a connection error, so that a redirected watch is retried."""
 
 
 def rejects_redirects() -> aiohttp.TraceConfig:
-    """Return a trace configuration for a session, with which redirected requests fail with RedirectedError.
+    """Return an aiohttp trace configuration that makes redirected requests fail with RedirectedError.
 
-    A redirect of the API server may come from a pod to which the API server forwards a request. The pod could choose
-    the URL that is read with the user's credentials, or let the credentials be sent to another server.
+    A redirect may come from a pod to which the API server forwards a request. If the session followed this redirect,
+    the pod could choose the URL that the session reads, and the server that receives the credentials.
     """
 
     async def reject(_: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestRedirectParams) -> None:

@@ -26,7 +26,7 @@ WATCH_LAG_SECONDS = 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """The objects that the watches have shown, as live views of the stores."""
+    """The objects that the watches have shown. The mappings are live views of the stores of `Informers`."""
 
     children: Mapping[Key, Iterable[SeenChild]]
     pods: Mapping[Key, Iterable[PodView]]
@@ -35,11 +35,11 @@ class Index:
 
 
 FIGHT_APPLIES = 3
-"""Number of applies of one manifest to one object after which further applies wait, if another program has changed the
-object after each of them.
-"""
+"""Number of applies of one manifest, each undone by another program, after which an object is contested."""
 FIGHT_SECONDS = 60.0
-"""Time between two applies in a fight. The fight is over when the object has kept the manifest for twice this time."""
+"""Time between two applies to a contested object. The contest ends when the object has kept the manifest for twice this
+time.
+"""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class _Written:
 
 
 class ResourceCache:
-    """The custom resource and its children and pods. Only the task of the resource uses this cache."""
+    """Cache of the custom resource, its children and its pods. Only the task of the resource uses this cache."""
 
     def __init__(self, *, uid: str, key: Key, index: Index, clock: Callable[[], float] = time.monotonic) -> None:
         self._uid = uid
@@ -130,7 +130,7 @@ class ResourceCache:
         return applied is not None and (applied.uid, applied.owned_fields) == (seen.uid, seen.view.owned_fields)
 
     def contests(self) -> dict[ChildRef, Contest]:
-        """Return the children for which another program reverts each apply of the operator."""
+        """Return the contested children. Another program reverts each apply of the operator to such a child."""
         now = self._clock()
         return {
             ref: Contest(
@@ -175,7 +175,7 @@ class ResourceCache:
 
     @property
     def behind_seconds(self) -> float:
-        """How long an object that exists has been missing in the watch, in seconds; 0 if no object is missing."""
+        """Longest time in seconds for which the watch has not shown an existing object; 0 if it shows all objects."""
         self._merged()
         self.resource()
         since = [written.since for written in self._written.values()]
@@ -213,8 +213,8 @@ class ResourceCache:
     def applied(self, child: SeenChild) -> None:
         """Record the response to an apply.
 
-        The response is the current version of the child. The child counts as verified as long as the operator owns the
-        same fields.
+        The response is the current version of the child. The child counts as verified until the set of fields that the
+        operator owns changes.
         """
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
@@ -246,8 +246,9 @@ class ResourceCache:
             self.gone(before.uid)
 
     def read_unwatched(self, ref: ChildRef, child: SeenChild | None) -> None:
-        """Record that a child of a kind that is not watched (the keys Secret, OPTIONAL_KINDS) was read or created
-        now.
+        """Record the current version of a child whose kind is not watched (the keys Secret, OPTIONAL_KINDS).
+
+        child: None if the child does not exist.
         """
         if child is None:
             self._unwatched.pop(ref, None)
@@ -284,8 +285,8 @@ class ResourceCache:
         """Record a full listing, which corrects what the watches missed while they were disconnected.
 
         before: the UIDs from uids(), called before the listing. If an object was known before the listing and is not
-                known now, it was deleted during the listing. If an object was not known before the listing, it may have
-                been created during the listing, so its absence from the listing does not prove that it was deleted.
+                known now, it was deleted during the listing. If an object was not known before the listing, its absence
+                from the listing does not prove its deletion, because it may have been created during the listing.
         """
         known = self._merged()
         listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}
@@ -313,9 +314,9 @@ class ResourceCache:
         return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
 
     def _forget(self, living: set[str]) -> None:
-        """Remove the records of objects that are neither in the watch nor in the store.
+        """Remove the records of deleted objects that the watch no longer shows.
 
-        living: UIDs of the objects in the watch or in the store.
+        living: UIDs of the objects in the full listing. Accepted deletions of these objects stay recorded.
         """
         indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed

@@ -20,8 +20,8 @@ from megatron_operator.cluster.kinds import LEASE
 logger = logging.getLogger(__name__)
 
 ABANDONED_DURATIONS = 3
-"""Number of its durations without a renewal after which a Lease is abandoned. The holder's own standby leads after one
-duration.
+"""A Lease is abandoned if it was not renewed for its duration times this factor. The holder's own standby leads after
+one duration.
 """
 READ_SECONDS = 3.0
 """Interval at which the Lease of another operator is read. The read serves all resources of that operator."""

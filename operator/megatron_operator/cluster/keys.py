@@ -88,7 +88,11 @@ def new_resource_keys(admin: KeyPair, *, has_trainer: bool = False) -> dict[str,
 
 
 def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Manifest:
-    """Return a new Secret `NAME-keys` with its seal (see seal()). generation: number of its set of keys."""
+    """Return a new Secret `NAME-keys` with its seal (see seal()).
+
+    generation: generation of the keys.
+    since:      time at which the keys are created.
+    """
     files = new_resource_keys(admin, has_trainer=ctx.spec.has_trainer)
     manifest = keys_secret(ctx, files, generation=generation, since=since)
     metadata = manifest["metadata"]
@@ -97,9 +101,9 @@ def new_keys_secret(ctx: RenderContext, admin: KeyPair, *, generation: int, sinc
 
 
 def repair_patch(secret: Object, ctx: RenderContext, admin: KeyPair, *, generation: int, since: str) -> Object | None:
-    """Return the merge patch, with preconditions, that replaces keys that cannot be read by new keys.
+    """Return the merge patch, with preconditions, that replaces invalid keys with new keys.
 
-    Returns None if the keys can be read.
+    Returns None if keys_view() can read the keys.
     """
     try:
         keys_view(secret, admin)

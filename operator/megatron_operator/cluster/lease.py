@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TERM = 1 << 32
-"""A higher term cannot come from counting acquisitions; counting restarts."""
+"""Highest valid term of a Lease. Counting acquisitions never reaches this number."""
 
 
 class LeadershipLostError(RuntimeError):
@@ -44,8 +44,8 @@ class LeaseSettings:
     namespace: str
     name: str
     identity: str
-    """Identity of this process. The same identity means that the same pod has restarted and its previous process has
-    ended, so it may take over immediately.
+    """Identity of this process. If the Lease names the same identity, the same pod has restarted and its previous
+    process has ended, so this process may take over immediately.
     """
     duration: float = 10.0
     """Seconds without a renewal after which the lease is free."""
@@ -54,11 +54,12 @@ class LeaseSettings:
     """Namespaces that the holder serves; empty means all. Only readers of the Lease use this field."""
 
     former: str = ""
-    """Lease of earlier releases, which this operator also holds while it exists, so that an operator of an earlier
-    release does not lead at the same time. It is not needed if the operator of another release holds it.
+    """Name of the Lease that earlier releases used; empty if there is none. If this Lease exists, the operator holds it
+    too, so that an operator of an earlier release does not lead at the same time. The operator leads without the former
+    Lease if an operator with another Lease name holds it.
     """
     successor: str = ""
-    """For a former Lease, the Lease together with which it is held."""
+    """Name of the operator's main Lease, if these are the settings of the former Lease; otherwise empty."""
 
     @property
     def renew_interval(self) -> float:
@@ -94,7 +95,7 @@ class Elector:
             self._former = Elector(api, former, clock=clock)
         self.term = 0
         self.waits_for: tuple[str, str] | None = None
-        """While another process leads, the Lease that it holds and its identity."""
+        """The Lease for which this process waits, and the identity of the holder; None while this process leads."""
 
     @property
     def leading(self) -> bool:
@@ -127,7 +128,7 @@ class Elector:
         return self.seconds_left + self._settings.duration - self._settings.renew_deadline
 
     async def acquire(self) -> int:
-        """Wait until this process leads. Return its term."""
+        """Wait until this process leads. Return the leader term."""
         while True:
             try:
                 if await self._holds_former() and await self._try_acquire():
@@ -172,10 +173,10 @@ class Elector:
             raise KubeApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
 
     async def _holds_former(self) -> bool:
-        """Acquire or renew the Lease that earlier releases used, if this Lease exists.
+        """Acquire or renew the former Lease, which earlier releases used.
 
-        Return whether this process may lead. It may lead if it holds the earlier Lease. It may also lead if the earlier
-        Lease is held by an operator whose own Lease has another name.
+        Return whether this process may lead. It may lead if it holds the former Lease, or if this Lease does not exist.
+        It may also lead if an operator with another Lease name holds the former Lease.
         """
         former = self._former
         if former is None:

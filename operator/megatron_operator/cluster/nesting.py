@@ -53,7 +53,10 @@ def _is_deep(text: bytes) -> bool:
 
 
 def decode(text: bytes | str) -> Any:
-    """Return the value of a JSON text, whatever its depth is. Raises ValueError if the text is not JSON."""
+    """Return the value of a JSON text. Raises ValueError if the text is not JSON.
+
+    If the text is nested too deeply for Python's decoder, values deeper than `MAX_LEVELS` become None.
+    """
     try:
         return json.loads(text)
     except RecursionError:

@@ -115,7 +115,7 @@ def project_resource(obj: Object) -> SeenResource:
 
 
 def _changed_by(metadata: Object) -> str:
-    """Return the field manager that owns `spec.desiredState`. If there are several, return the latest one."""
+    """Return the latest field manager that owns `spec.desiredState`, or an empty string if none owns it."""
     owners = _owners(metadata, "f:desiredState")
     latest = max(owners, key=lambda entry: str(entry.get("time") or ""), default=None)
     return str(latest.get("manager", "")) if latest else ""

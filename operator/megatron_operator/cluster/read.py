@@ -1,5 +1,6 @@
-"""Reads one custom resource and the objects that explain its status, for the commands, with the user's or pod's
-login.
+"""Reads a custom resource and the objects that explain its status, for command-line programs.
+
+In a pod, a program reads with the pod's service account, otherwise with the user's kubeconfig.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ async def find_resource(name: str, *, namespace: str | None, context: str | None
 
 
 async def explain_resource(name: str, *, namespace: str | None, context: str | None) -> list[str]:
-    """Return the causes for which a custom resource waits, one per line, as `explain.causes` does.
+    """Return what a custom resource waits for, one cause per line (see `explain.causes`).
 
     namespace: None means the namespace of the context.
 
@@ -63,8 +64,10 @@ async def explain_resource(name: str, *, namespace: str | None, context: str | N
 async def problem_of_operators(api: KubeApi, namespace: str) -> str | None:
     """Return the problem if no operator runs for a namespace, or if several do. Returns None if exactly one runs.
 
+    If the user may not list Leases, the result reports this.
+
     Raises:
-        KubeApiError: the Leases could not be read for a reason other than missing permission.
+        KubeApiError: the Leases could not be read for another reason.
     """
     try:
         leases = operator_leases(await api.list(LEASE, None))

@@ -39,7 +39,7 @@ class CollectionChange:
 async def stream(
     api: KubeApi, path: str, *, query: Mapping[str, Any], silence_seconds: float, accept: str = JSON
 ) -> AsyncIterator[aiohttp.ClientResponse]:
-    """Send a GET request, and yield its response, whose body is read while it arrives, such as a watch or a log.
+    """Send a GET request for a stream, such as a watch or a log. Yield the response before its body is read.
 
     silence_seconds: time without a received byte after which the connection counts as broken.
 

@@ -1,8 +1,8 @@
 """All writes to the API server. Only the leader writes, only to objects that its resources own, and only on known
 versions.
 
-Events of the custom resource are the exception. An Event with the same text as an earlier Event increases the count of
-the earlier Event.
+Events of the custom resource have no owner, and are written without a known version. If an Event has the same text as
+an earlier Event, only the count of the earlier Event increases.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Writer:
 
     @asynccontextmanager
     async def _leading(self, verb: str | None, kind: str) -> AsyncIterator[None]:
-        """Return a context manager whose block, a request, is cancelled when another process may lead.
+        """Cancel the request in the `async with` block when another process may lead. Count the request if it succeeds.
 
-        A request that succeeds is counted. verb: None for a dry run, which is not counted.
+        verb: API verb of the request; None for a dry run, which is not counted.
         """
         try:
             async with asyncio.timeout(self._guard()):
@@ -71,8 +71,9 @@ class Writer:
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
         """Apply a child server-side, and return its new version.
 
-        The apply is forced only on the object `known`, which the resource must own or may adopt. If `known` is None,
-        the child is created if no object has its name.
+        The apply creates the child, or changes an object that the resource owns or may adopt.
+
+        known: last known version of the child; None if the child is not known.
 
         Raises:
             NotOwnedError: an object with another owner has the name.
@@ -127,7 +128,7 @@ class Writer:
             await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
-        """Replace `.status`, with the version of the resource on which the decision was based as a precondition.
+        """Replace `.status`, and return the new version of the resource. The version of `resource` is a precondition.
 
         Raises:
             KubeApiError: conflict if the resource has changed or was replaced; 404 if it does not exist.
@@ -151,7 +152,7 @@ class Writer:
         """Create an object, and return it.
 
         Raises:
-            KubeApiError: the server rejected the request; it reports a conflict if the object exists.
+            KubeApiError: the server rejected the request, with a conflict if the object exists.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
         async with self._leading("create", kind.kind):

@@ -98,7 +98,7 @@ class Actor:
         Return True if the next pass should follow immediately, because an action changed something.
 
         Raises:
-            KubeApiError: a possibly transient failure; the caller repeats the pass after a backoff.
+            KubeApiError: a possibly transient failure. The caller repeats the pass after a backoff.
             LeadershipLostError: this process must exit.
         """
         changed = False
@@ -158,7 +158,9 @@ class Actor:
     async def _accepted(self, write: Awaitable[bool], ref: ChildRef, manifest_hash: str = "") -> bool:
         """Await a write. Return whether the write took place.
 
-        If the write fails with a permanent error, record the error as the child's rejection.
+        If the write fails with a permanent error, record the error as the child's rejection and return False.
+
+        manifest_hash: hash of the written manifest; empty for the keys Secret.
         """
         try:
             done = await write
@@ -252,7 +254,10 @@ class Actor:
         return await self._patch_keys(patch, action.name, resource)
 
     async def _patch_keys(self, patch: Object | None, name: str, resource: SeenResource) -> bool:
-        """Apply a patch of the keys Secret. Return whether the Secret has the data that the patch sets."""
+        """Apply a patch to the keys Secret. Return False if the Secret has changed or does not exist, otherwise True.
+
+        patch: None if the Secret needs no change.
+        """
         if patch is None:
             return True
         logger.info("changing keys", extra={"secret": name})

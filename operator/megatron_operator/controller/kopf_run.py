@@ -7,9 +7,9 @@ kopf would make every start wait for every object in turn, even in namespaces th
 therefore watched by `cluster.informers`, and the resources are listed before kopf starts.
 
 kopf fails when a watched kind is deleted, and its shutdown may then hang. The cause is a watch that is renewing its
-login at that moment, because such a watch treats its cancellation as the end of a pause and continues. This module
-therefore stops kopf in an orderly way when a watched kind is gone, and abandons a run of kopf that does not stop in
-time.
+login at that moment. This watch treats its cancellation as the end of a pause and continues. This module therefore
+stops kopf in an orderly way when a watched kind is gone. If a run of kopf does not stop in time, this module abandons
+the run.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def build_registry(
 class _NoDifferences(kopf.DiffBaseStorage):
     """A storage that disables kopf's computation of differences between versions of an object.
 
-    For a difference, kopf would copy each object twice per event.
+    To compute the differences, kopf would copy each object twice per event.
     """
 
     def build(self, **_: Any) -> kopf.BodyEssence:
@@ -65,7 +65,7 @@ class _NoDifferences(kopf.DiffBaseStorage):
         return None
 
     def store(self, **_: Any) -> None:
-        """Store no progress in the cluster."""
+        """Write nothing to the cluster."""
 
 
 def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
@@ -162,8 +162,8 @@ class KopfRun:
 
         @kopf.on.cleanup(registry=registry)
         async def cleanup(**_: Any) -> None:
-            # kopf treats every task created since its start as its own and would wait for it; its own waiter
-            # for the stop flag is among them.
+            # kopf waits for every task that was created since kopf started. One of them is kopf's own task that
+            # waits for the stop flag. It ends only when the flag is set.
             self._stop.set()
             await self._supervisor.stop()
 

@@ -318,7 +318,7 @@ class OperatorProcess:
         """List and then watch the resources, and run their tasks, until the process is stopped.
 
         listing: coroutine that reads all children and resources (see _list()). kopf starts when it has completed.
-        others:  tasks whose end ends this process.
+        others:  further tasks of this process. If one of them ends, this method returns or raises the task's error.
 
         Raises:
             WatchesEndedError: kopf has ended and can be restarted.

@@ -82,7 +82,7 @@ class Metrics:
         """Register the metrics that are read at each scrape.
 
         readings: returns the readings of the resources.
-        denied:   returns API resource and namespace of each watch that the server rejects.
+        denied:   returns the reason for each watch that the server rejects, by API resource and namespace.
         standby:  returns the Lease that this process waits for, and its holder; None if this process leads.
         """
         self.registry.register(_Resources(readings))

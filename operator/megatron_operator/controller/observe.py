@@ -77,7 +77,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 MISSING_SECRET = ("FailedMount", UNCONFIGURED)
-"""Reasons for waiting of pods whose Secret may be missing."""
+"""Reasons for which a pod waits if its Secret may be missing."""
 _SELECTORS = {**dict.fromkeys(CHILD_KINDS, CHILD_SELECTOR), POD: POD_SELECTOR}
 MAX_DOWNLOADS = 4
 """Maximum number of pods that are queried at the same time."""
@@ -148,15 +148,17 @@ class Cached(Generic[K, T]):
 class Registrations:
     """A clock that measures for how long engines with pods have not been registered with their coordinator.
 
-    The time starts when the coordinator has recovered. If a coordinator replaced another one, the pod of the old
-    coordinator may still exist and be reported as ready. The node of that pod, and engines on this node, may then be
-    lost. Live engines register during the recovery. Engines that have not registered by the end of the recovery
-    therefore count as missing for an infinite time.
+    The time starts when the coordinator has recovered.
+
+    There is one exception. If a new coordinator answers while the pod of the old coordinator is still reported as
+    ready, the node of this pod may be lost. The engines on the node are then lost, too. Live engines register during
+    the recovery of the new coordinator. In this case, an engine that is not registered after the recovery counts as
+    missing for an infinite time.
     """
 
     def __init__(self) -> None:
         self._since: dict[tuple[str, frozenset[str]], float] = {}
-        """Start of the time by name of the engine and UIDs of its pods."""
+        """Time from which an engine counts as missing, by name of the engine and UIDs of its pods."""
         self._incarnation = ""
         self._processes: frozenset[tuple[str, int]] = frozenset()
         """UIDs and restart counts of the pods among which the current coordinator is. These pods were not being deleted
@@ -166,6 +168,8 @@ class Registrations:
 
     def missing(self, coordinator: CoordinatorSnapshot, pods: Sequence[PodView], *, now: float) -> Mapping[str, float]:
         """Return the seconds for which engines have not been registered, by engine name.
+
+        Returns an empty mapping if the coordinator is unreachable or recovers.
 
         now: seconds on a monotonic clock, which all calls must share.
         """
@@ -366,7 +370,7 @@ class Observer:
         return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
-        """Return the progress of the pod that downloads the model. Returns None if no pod downloads it.
+        """Return the progress of the pod that downloads the model. Returns None if no pod reports progress.
 
         The pod is queried every few seconds, because pods have no permission to write to the API server.
         """
@@ -387,8 +391,9 @@ class Observer:
         return await self._downloads.read("", read, seconds=DOWNLOAD_SECONDS)
 
     def _load(self) -> Loading | None:
-        """Return the last known progress of the first engine that loads its weights. Returns None once an engine is
-        ready.
+        """Return the last known progress of the first engine that loads its weights.
+
+        Returns None if no progress is known, or if an engine is ready.
 
         The progress is read outside the passes, so that a pod that does not answer delays no pass. The first read
         happens after some seconds, so that an engine that loads quickly is never read.
@@ -449,9 +454,9 @@ class Observer:
             return []
 
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
-        """Return `pods`, in which pods without a reason have a reason from Events.
+        """Return `pods`. If a pod's status does not explain why the pod waits, its reason and message are from Events.
 
-        Each pass reads Events for at most one pod of each component, the pod that has waited longest.
+        Each pass reads Events for at most one pod of each component, the pod whose Events were read least recently.
         """
         waiting = {pod.uid: pod for pod in pods if pod.unexplained}
         self._pod_events.keep(waiting, wait=True)
@@ -546,9 +551,9 @@ class Observer:
         return dict(zip(refs, await asyncio.gather(*reads), strict=True))
 
     async def _read_object(self, ref: ChildRef, namespace: str) -> frozenset[str] | None:
-        """Return the names of the data entries of an object that are not empty. Only these names leave this function.
+        """Return the names of an object's data entries that are not empty. The contents never leave this function.
 
-        Returns None if the object does not exist.
+        Returns None if the object does not exist, and a set with only ANY_KEY if the operator may not read the object.
         """
         kind = kind_of(ref.api_version, ref.kind)
         try:

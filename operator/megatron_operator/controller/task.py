@@ -77,7 +77,8 @@ class UpdateLimit:
     def decided(self, uid: str, status: Mapping[str, object], *, wake: Callable[[], None]) -> None:
         """Record the status that was decided for a resource.
 
-        wake: wakes the resource's task. If the resource waits for a slot, it is called when a slot becomes free.
+        wake: wakes the resource's task. While the resource waits for a slot, UpdateLimit calls `wake` when a slot
+            becomes free.
         """
         phase = _phase(status)
         if phase == UpdatePhase.WAITING:
@@ -163,14 +164,14 @@ class ResourceTask:
 
     @property
     def coordinator(self) -> tuple[bool | None, frozenset[str]]:
-        """A pair: the value of CoordinatorLink.silent, and the nodes of the coordinator's pods."""
+        """The value of CoordinatorLink.silent, and the names of the nodes of the coordinator's pods."""
         pods = self._parts.cache.pods()
         nodes = frozenset(pod.node for pod in pods if pod.component in (COORDINATOR, STANDBY) and not pod.deleting)
         return self._parts.link.silent, nodes
 
     @property
     def behind_seconds(self) -> float:
-        """How long an object that exists has been missing in the watch, in seconds; 0 if no object is missing."""
+        """See ResourceCache.behind_seconds."""
         return self._parts.cache.behind_seconds
 
     async def run(self) -> None:
@@ -287,7 +288,7 @@ class ResourceTask:
         return decision
 
     async def _persisted_or_healed(self, resource: SeenResource, decision: Decision) -> bool:
-        """Persist the status of a decision. If this fails, create the missing objects, which is safe without it.
+        """Persist the status of a decision. If the write fails, execute only the actions in `decision.healing`.
 
         Return whether the other actions of the decision may follow.
 
@@ -381,7 +382,7 @@ def _canonical(status: object) -> str:
 class TaskSupervisor:
     """The supervisor, which starts and stops one task per resource.
 
-    make_task: creates a task. Its argument is the event that wakes the task.
+    make_task: creates a task from the UID and key of a resource, and the event that wakes the task.
     """
 
     def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:
@@ -402,9 +403,7 @@ class TaskSupervisor:
 
     @property
     def behind_seconds(self) -> float:
-        """How long an object that exists has been missing in the watch of any resource, in seconds; 0 if none is
-        missing.
-        """
+        """Maximum of ResourceTask.behind_seconds over all tasks; 0 without tasks."""
         return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
 
     @property
@@ -422,7 +421,7 @@ class TaskSupervisor:
     def wake_resource(self, uid: str, key: Key, *, exists: bool = True) -> None:
         """Wake the task of a resource that was created, changed or deleted. If the resource is new, start its task.
 
-        After the deletion of the resource, its task ends without further calls.
+        exists: False if the resource was deleted. Its task then ends automatically.
         """
         if uid not in self._tasks and not exists:
             return

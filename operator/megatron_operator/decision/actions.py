@@ -114,8 +114,8 @@ class DeletePods:
 class Signal:
     """An action that sends one control signal.
 
-    A coordinator executes each operation id once, so the signal can safely be sent again. If the signal was already
-    sent on this process's link and the answer is missing, the action does nothing.
+    A coordinator executes each operation id once, so the signal can safely be sent again. If this process has sent the
+    signal and is waiting for the answer, the action does nothing.
     """
 
     kind: SignalKind

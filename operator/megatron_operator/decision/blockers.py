@@ -50,7 +50,10 @@ class Blockers:
         return self.rendered.engine_manifest(engine.index, role=engine.role, pods=self.engines.pods_for(engine))
 
     def component(self, component: str) -> Finding | None:
-        """Return why the pods of the coordinator, its standby or the servers fail or cannot be created, or None."""
+        """Return why the pods of a component fail or cannot be created. Returns None if there is no such error.
+
+        component: COORDINATOR, STANDBY or SERVER.
+        """
         pods = self.world.component_pods(component)
         diagnosis = first_diagnosis(pods, self.references)
         if diagnosis is not None:

@@ -47,7 +47,7 @@ class EngineReport:
 
 @dataclass(frozen=True, slots=True)
 class OperationReport:
-    """State of an operation id in the coordinator."""
+    """State of one operation, as the coordinator reports it."""
 
     outcome: OperationOutcome
     message: str = ""
@@ -87,7 +87,7 @@ class KeysInUse:
 
 @dataclass(frozen=True, slots=True)
 class FailedRequestReport:
-    """A request that the coordinator failed because it crashes engines."""
+    """A request that the coordinator failed because the request crashes engines."""
 
     id: str
     """Uid of the request, in hexadecimal digits."""
@@ -159,7 +159,10 @@ class CoordinatorSnapshot:
 
     @property
     def steady(self) -> CoordinatorState | None:
-        """The coordinator's state if it is settled and every serving engine has the same state; otherwise None."""
+        """The coordinator's state if every serving engine has the same state.
+
+        The value is None if the states differ, or if the coordinator is unreachable or is changing its state.
+        """
         if not self.reachable or self.state not in STEADY_ENGINE_STATES:
             return None
         agreeing = STEADY_ENGINE_STATES[self.state]

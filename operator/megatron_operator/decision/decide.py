@@ -1,4 +1,8 @@
-"""Turns a World into a Decision, from the upkeep, the first policy that applies, the status, and Events for changes."""
+"""Turns a World into a Decision, which has a status and actions.
+
+The actions are the upkeep of children, the actions of the first policy that applies, the replacement of lost pods, and
+Events.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +40,8 @@ CONNECT_SECONDS = 10.0
 """Time after the creation of a coordinator's pod within which the operator connects to it."""
 Report = TypeVar("Report", OperationReport, CanaryReport)
 OBSERVED_KINDS = ("Deployment", "Pod", "Secret", "Service", "StatefulSet")
-"""Kinds without whose objects no decision is made. Objects of other kinds are only applied, and are not changed if
-unknown.
+"""Kinds that every decision needs. If the operator cannot watch one of them, the decision only reports this error.
+Objects of other kinds are not changed while they are unknown.
 """
 NOT_QUOTED = "(not quoted: the chart's podPolicy.quotedImageRepositories does not list the image)"
 MAX_TEXT = 2048
@@ -171,8 +175,8 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any], *, replaced: bo
     """Return one Event for each state transition, each new error, and each request that crashes engines.
 
     before, after: the stored status and the new status.
-    replaced: whether the coordinator's pod is being replaced, so that its absence is expected. Its crash has an Event
-              of its own.
+    replaced: whether the coordinator's pod is being replaced or has just started. In this case, the Event of the state
+              Unknown has type Normal.
     """
     events: list[EmitEvent] = []
     if before.get("state") != after["state"]:
@@ -252,8 +256,9 @@ def _unchanged(
     before: Mapping[str, Any],
     now: datetime,
 ) -> Decision:
-    """Return a decision that changes only the status. The conditions `values` report `finding`.
+    """Return a decision that changes only the status.
 
+    values: the new status of each condition that reports `finding`.
     step:   the current step, and what the step waits for.
     before: the stored status.
     """
@@ -282,8 +287,8 @@ def quotable(world: World) -> World:
     """Return the World without the messages of containers whose images may not be quoted.
 
     Only images of the repositories that the installation lists may be quoted. A container of any other image can read
-    Secrets and files, and write their contents to its termination message or send them to the coordinator as an error.
-    Without this filter, a user who may only read the status could read these contents.
+    Secrets and files. It can write the contents to its termination message, or send them to the coordinator as an
+    error. Without this filter, a user who may only read the status could read these contents.
     """
     quotes = world.settings.quotes
     pods = tuple(

@@ -42,8 +42,9 @@ class Desired:
     def woken(self) -> bool:
         """Whether a request has woken the suspended resource, and the resource has not been idle since then.
 
-        Before the resource is idle, only changes of desiredState, zero replicas and wakeOnRequest set this value to
-        False. Other changes of the spec do not, because an autoscaler also changes the spec.
+        Before the resource is idle, the value becomes False only if `desiredState` changes, `wakeOnRequest` becomes
+        false, or the number of engines becomes 0. Other changes of the spec have no effect, because an autoscaler also
+        changes the spec.
         """
         spec, coordinator = self.world.resource.spec, self.world.coordinator
         if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
@@ -66,7 +67,7 @@ class Desired:
     def idle_in(self) -> float | None:
         """Seconds until a woken resource is suspended again if no request arrives.
 
-        The value is None while it is unknown.
+        The value is None if the coordinator is unreachable.
         """
         coordinator, limit = self.world.coordinator, self.world.resource.spec.lifecycle.suspend.idle_seconds
         if not coordinator.reachable:
@@ -114,7 +115,7 @@ class Desired:
 
     @cached_property
     def drained(self) -> bool:
-        """Whether a DRAIN of all engines for this state is complete."""
+        """Whether the last operation is a DRAIN of all engines towards the effective desired state, and has ended."""
         return self._over(SignalKind.DRAIN)
 
     @cached_property

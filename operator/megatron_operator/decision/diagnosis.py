@@ -89,8 +89,8 @@ _FIELDS = (
     ("secret", "server.apiKeysSecretRef", "name", "spec.{}"),
     ("priorityclass", "coordinator", "priorityClassName", "spec.{}.priorityClassName"),
 )
-"""For each kind of object, the section of the spec, its key that has the object's name, and the name of the field in
-messages.
+"""Fields of the spec that name an object. An entry has the object's kind in lower case, the path of a section of the
+spec, the key of the section that has the name, and the field's path in messages.
 """
 _VOLUMES = {"server.tls": "tls", "server.apiKeysSecretRef": "api-keys"}
 """Volumes of pods, by the section of the spec that defines them."""
@@ -134,7 +134,7 @@ _TERMINATION_MESSAGE = 400
 
 @dataclass(frozen=True, slots=True)
 class _Termination:
-    """A termination message. The project's processes write one line of JSON; other processes can write any text."""
+    """A termination message. The project's processes write one line of JSON. Other processes can write any text."""
 
     text: str
     reason: str = ""
@@ -207,9 +207,9 @@ def diagnose(pod: PodView, references: References = NO_REFERENCES) -> tuple[Reas
 
 
 def _without_repetition(message: str) -> str:
-    """Return the message without sentences that repeat the end of an earlier sentence, as in `claim "a" not found.
+    """Return the message without sentences that only repeat the end of an earlier sentence.
 
-    not found`.
+    For example, `claim "a" not found. not found` becomes `claim "a" not found`.
     """
     kept: list[str] = []
     for part in message.split(". "):

@@ -76,9 +76,7 @@ class EngineView:
 
     @property
     def starting(self) -> bool:
-        """Whether the engine is starting: it has pods or will get pods, some of them are not ready, and it does not
-        serve.
-        """
+        """Whether the engine should have pods, some of its pods are missing or not ready, and it does not serve."""
         found = self.statefulset
         return found is not None and found.replicas > 0 and not self.serving and found.ready_replicas < found.replicas
 

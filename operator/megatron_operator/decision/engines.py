@@ -1,4 +1,4 @@
-"""The engines of a resource. Combines StatefulSets, pods and the coordinator's reports, and computes a common state."""
+"""The engines of a resource, from StatefulSets, pods and the coordinator's reports, and the state of the resource."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Engines:
 
     @cached_property
     def empty(self) -> bool:
-        """Whether no engine has a pod, and no engine will get a pod unless the operator writes to the API server."""
+        """Whether the engines have no pods, and will get pods only if the operator writes to the API server."""
         return all(engine.empty for engine in self.all)
 
     @cached_property
@@ -163,7 +163,7 @@ class Engines:
     def events_due_in(self) -> float | None:
         """Seconds until Events are read again.
 
-        The value is None unless only an Event can explain why a pod is missing.
+        The value is None if no StatefulSet lacks a pod and the status of every pod explains the state of the pod.
         """
         incomplete = any(engine.incomplete for engine in self.all)
         return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None
@@ -297,7 +297,10 @@ class Observed:
 
     @cached_property
     def state(self) -> ResourceState:
-        """The common state of coordinator, engines and pods, as every rank reports it."""
+        """The observed state of the resource.
+
+        The value is Running, Paused or Suspended only if the coordinator and all serving engines report this state.
+        """
         engines, steady = self.engines, self.world.coordinator.steady
         if engines.wanted and all(engine.budget.exhausted for engine in engines.wanted):
             return ResourceState.FAILED

@@ -1,4 +1,4 @@
-"""Detects lost engines, coordinators and nodes, and replaces pods earlier than Kubernetes would. Pure functions.
+"""Detects lost engines, coordinators and nodes, and replaces pods earlier than Kubernetes would.
 
 Kubernetes marks a node as lost after 50 s, and servers on this node count as ready for 30 s. The operator deletes the
 pod of a lost coordinator earlier, so that its Deployment creates another pod. If the node is alive, its kubelet ends
@@ -48,7 +48,7 @@ class Losses:
     engines: Engines
 
     def is_lost(self, engine: EngineView) -> bool:
-        """Return whether an engine is lost: it is no longer registered although none of its pods is being replaced."""
+        """Return whether an engine is lost. A lost engine is not registered although none of its pods is replaced."""
         world = self.world
         if not world.membership_known or engine.report is not None or self.desired.state is DesiredState.STOPPED:
             return False
@@ -60,10 +60,10 @@ class Losses:
         return known or world.unregistered_seconds.get(engine.name, 0.0) >= LOST_SECONDS
 
     def is_unknown(self, engine: EngineView) -> bool:
-        """Return whether it is unknown if an engine serves.
+        """Return True if the operator cannot determine whether an engine serves.
 
-        This is the case if the engine has served and its pods still run, but no coordinator has known the engine for a
-        while.
+        This is the case if the engine has served and its pods run, but no coordinator has reported the engines for
+        UNKNOWN_SECONDS.
         """
         if self.world.membership_known or engine.serving or self.engines.serves(engine) or not engine.whole:
             return False

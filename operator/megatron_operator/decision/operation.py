@@ -72,9 +72,9 @@ class Operation:
         return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
-        """Return whether the operation is this signal to this engine, and has ended.
+        """Return whether the operation is the signal `signal` to `engine`, and has ended without a rejection.
 
-        A rejected signal does not count.
+        engine: name of the engine; None for a signal to all engines.
         """
         done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
@@ -116,9 +116,9 @@ def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str |
 
 
 def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
-    """Return the persisted operation, updated from this snapshot.
+    """Return the persisted operation, updated from the World.
 
-    Returns None if the operation no longer serves the goal `desired`.
+    Returns None if there is no operation, or if the operation no longer serves the goal `desired`.
     """
     if operation is None:
         return None
@@ -146,8 +146,9 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
 def adapter_lists(world: World, entries: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Adapter, ...]]:
     """Return the lists of adapters that SET_ADAPTERS may set now, by digest.
 
-    There are two lists: the list of the spec, and the same list without the adapters that have an error. If the
-    coordinator already has another source under the name of such an adapter, the second list keeps this source.
+    There are two lists. The first is the list of the spec. The second list replaces each adapter that has an error by
+    the coordinator's adapter of the same name. If the coordinator has no adapter of this name, the second list omits
+    the adapter.
 
     entries: `status.adapters`.
     """

@@ -1,4 +1,4 @@
-"""Determines if server-side apply would change a child, from the child's fields that the operator owns. Pure.
+"""Determines if server-side apply would change a child, from the child's fields that the operator owns.
 
 If another program changes or removes a field, the field is no longer in the operator's entry in `managedFields`. A
 child therefore needs no apply if its hash is current and the owned fields include all fields of the manifest.

@@ -233,7 +233,7 @@ def _succeeded(container: Object) -> bool:
 def _last_end(status: Object) -> Object | None:
     """Return the most recent termination of a container, or None if no container has terminated.
 
-    Terminations of init containers that have succeeded later are ignored.
+    If an init container has succeeded, all its terminations are ignored.
     """
     ends: list[Object] = []
     # Init containers end normally; after their success, earlier terminations are irrelevant.

@@ -42,10 +42,10 @@ class Rendered:
 
     @cached_property
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
-        """The children that all engines share: a list of the rendered manifests, and the errors of the other children
-        by name.
+        """The manifests of the children that all engines share, and the errors of children that cannot be rendered.
 
-        If a child cannot be rendered, the operator leaves the existing child unchanged.
+        The errors are by name of the child. If a child cannot be rendered, the operator leaves the existing child
+        unchanged.
         """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
@@ -80,7 +80,10 @@ class Rendered:
         return any(differs(offer) for offer in _offers(self.world))
 
     def missing(self, manifest: Manifest) -> Finding | None:
-        """Return an error if the pods of a manifest need an object, or a key of an object, that does not exist."""
+        """Return an error if the pods of a manifest need an object, or a key of an object, that does not exist.
+
+        Returns None if nothing is missing.
+        """
         labels, name = manifest["metadata"]["labels"], manifest["metadata"]["name"]
         component, role = labels[LABEL_COMPONENT], labels.get(LABEL_ROLE, DECODE)
         index = int(name.rpartition("-")[2]) if component == ENGINE and engines_differ(self.ctx) else 0
@@ -137,7 +140,7 @@ class Rendered:
     def standby(self) -> Manifest | None:
         """The Deployment of the second coordinator.
 
-        The value is None if the spec has no second coordinator or it cannot be rendered.
+        The value is None if the spec has no second coordinator, or if the Deployment cannot be rendered.
         """
         return self._deployment(self.ctx.standby_name)
 
@@ -184,8 +187,10 @@ class Rendered:
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
         """Return the manifest of an engine with its current revision, rendered from the revision's recorded inputs.
 
-        The manifest has either no pods, or all pods of that revision. Returns None if the inputs are unknown, or if
-        this operator renders them to another revision. The caller then leaves the engine unchanged.
+        Returns None if the inputs are unknown, or if this operator renders them to another revision. The caller then
+        leaves the engine unchanged.
+
+        pods: 0 for a StatefulSet without pods. Any other value stands for all pods of the revision.
         """
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
@@ -195,7 +200,7 @@ class Rendered:
     def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
         """Return the manifest of an engine with the revision `revision`, as own_manifest() does.
 
-        Also returns None if the revision has no engines of this role.
+        Also returns None if the revision has no engines of the role of `engine`.
         """
         stored = self._stored_context(revision)
         if stored is None or engine.role not in stored.roles:

@@ -4,10 +4,10 @@ The operator replaces pods and never restarts their containers, so every restart
 
 An engine's budget limits its restarts. When it is exhausted, the operator removes the engine's pods. The containers of
 all its pods restart together, so the highest restart count of a pod is the number of restarts. Each restart is forgiven
-after windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. If an engine has
-not served since its restarts, time alone forgives none of them, because a kubelet's backoff can take longer. Restarts
-from before the budget do not count. Restarts of pods of a revision other than the spec's do not count either, so that a
-reverted change costs nothing.
+after windowSeconds / restarts. The budget is exhausted while more than `restarts` are not forgiven. Restarts are
+forgiven only after the engine has served again, because a kubelet's backoff can take longer than the window. When a
+budget begins, earlier restarts do not count. Restarts of pods of a revision other than the spec's do not count either,
+so that a reverted change costs nothing.
 
 A failed device exhausts the budget immediately, because a container that restarts keeps its devices. The new pods of
 the engine avoid the node of the device for AVOID_SECONDS, counted from their creation.
@@ -16,8 +16,9 @@ An engine with an exhausted budget has no pods. If the cause was in the infrastr
 again after a backoff. Otherwise the engine waits for other inputs or for `kubectl megatron restart`, which begin new
 budgets (see `Engines.attempt`). desiredState Stopped also begins new budgets.
 
-An incident starts with the first restart of a container of a component. It is reported after a few seconds, so that it
-includes the other ranks and engines that the same cause has ended. Later restarts within the window belong to it.
+An incident starts with the first restart of a container of a component. Its Event is written after a few seconds, so
+that the Event includes other ranks and engines that exited for the same cause. Later restarts within WINDOW_SECONDS
+belong to the same incident.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def engine_budget(
 
     Args:
         revision: revision of the spec; every pod counts while the revision is unknown ("").
-        attempt: identifies the budgets; the status of another attempt does not count.
+        attempt: current attempt. Budgets that the status recorded in another attempt do not count.
         served: whether the engine serves, or served in the last pass.
     """
     if revision:
@@ -129,8 +130,9 @@ def engine_budget(
 
 
 def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
-    """Return the EngineBudget fields with the nodes that an engine still avoids, from the engine's entry in the
-    status.
+    """Return the EngineBudget fields with the nodes that an engine avoids, from the engine's entry in the status.
+
+    Returns an empty dictionary if the engine avoids no node now.
     """
     until = parse(entry.get("avoidedUntil"))
     if until is None or until <= now:
@@ -167,7 +169,7 @@ def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> Engine
 
 
 def _charged(world: World, name: str, pods: tuple[PodView, ...], budget: EngineBudget, incidents: int) -> EngineBudget:
-    """Return the budget after this number of further incidents."""
+    """Return `budget` after `incidents` further incidents of the engine `name`, whose current pods are `pods`."""
     limit, now = world.resource.spec.lifecycle.restart_budget, world.now
     forgiven_at = parse(budget.forgiven_at)
     fresh = forgiven_at is None or forgiven_at <= now

@@ -1,4 +1,4 @@
-"""Engine revisions: the desired and the former revision, a rollout's surge engines, and the check of a new revision.
+"""Determines the desired and the former revision of engines, surge engines, and the result of a revision's check.
 
 A rollout waits for the result of the check, which the check's pod reports (see `render.check`).
 """
@@ -252,10 +252,10 @@ class RevisionCheck:
         return self.finding is None or self.finding[0] is not Reason.ACCESS_DENIED
 
     def retry_in(self, pod: PodView) -> float:
-        """Return the seconds until a failed check is repeated. The time between two checks doubles.
+        """Return the seconds until the failed check of `pod` is repeated.
 
-        The time between the checks is the time for which the rollout had waited when this check started, so the number
-        of checks need not be stored.
+        The time from the start of the failed check to its repetition equals the time for which the rollout had waited
+        when the failed check started. This time doubles with each check, up to RETRY_MAX_SECONDS.
         """
         if pod.created_at is None:
             return RETRY_MAX_SECONDS

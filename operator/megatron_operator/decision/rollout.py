@@ -1,4 +1,4 @@
-"""The rollout planner. It returns the next single step from the observed state of each engine. Pure and stateless.
+"""The rollout planner. It returns the next single step from the observed state of each engine, and keeps no state.
 
 Invariants, which a test verifies in every reachable state (tests/unit/operator/test_rollout_model.py):
 
@@ -7,11 +7,11 @@ Invariants, which a test verifies in every reachable state (tests/unit/operator/
   `maxSurge`. They are removed when all other engines have the desired revision and serve, or when another revision is
   desired, unless their capacity is needed.
 - An engine loses its pods only if it has another revision and either does not serve or was drained.
-- Until the desired revision is proven, at most `maxUnavailable` engines (at least one) get it. A bad revision then does
-  not spread, and does not replace engines that restart. A revision is proven when an engine of this revision serves and
-  has passed its canary.
-- If engines of another revision serve, no engine is drained for the desired revision or gets it before the check of
-  the desired revision has passed.
+- Until the desired revision is proven, at most `maxUnavailable` engines (at least one) get it. A bad revision therefore
+  does not spread, and does not replace engines that restart. A revision is proven when an engine of this revision
+  serves and has passed its canary.
+- While engines of another revision serve, the desired revision must pass its check. Before that, no engine is drained
+  for the desired revision, and no engine gets it.
 - Engines that do not serve are replaced first, because their replacement costs no capacity.
 - An engine of the desired revision is never changed, whatever revisions were desired in between. Several edits
   therefore collapse into the last one, and a revert keeps engines of the old revision.
@@ -229,12 +229,12 @@ class Situation:
 
     @cached_property
     def wrong(self) -> EngineFacts | None:
-        """An engine of the desired revision whose canary answer is wrong."""
+        """An engine of the desired revision whose canary answer is wrong, or None."""
         return next((engine for engine in self.every if engine.current and engine.canary is Canary.FAILED), None)
 
     @cached_property
     def unanswered(self) -> EngineFacts | None:
-        """An engine of the desired revision that serves and has not answered its canary."""
+        """An engine of the desired revision that serves and has not answered its canary, or None."""
         serving = (engine for engine in self.every if engine.current and engine.serving)
         return next((engine for engine in serving if engine.canary is Canary.PENDING), None)
 

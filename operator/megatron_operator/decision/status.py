@@ -107,14 +107,14 @@ def compose(scene: Scene, verdict: Verdict, operation: Operation | None, *, chan
 
 
 def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
-    """Return the number of engines in `engines`. A role counts at most the number of engines that the spec requests."""
+    """Return the number of engines in `engines`. For each role, count at most as many engines as the spec requests."""
     counts = [sum(engine.role == role for engine in engines) for role in scene.ctx.roles]
     limits = map(scene.ctx.spec.engines_of, scene.ctx.roles)
     return sum(map(min, counts, limits))
 
 
 def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Return the numbers of engines of each role. Returns an empty list if the spec has no roles."""
+    """Return the number of desired, ready and updated engines of each role. Returns an empty list without roles."""
     return [
         {
             "name": role,
@@ -127,9 +127,9 @@ def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
 
 
 def _formats(scene: Scene) -> Mapping[str, str] | None:
-    """Return the answer formats that the servers parse.
+    """Return `status.formats`, the formats of answers that the servers parse.
 
-    Before a coordinator reports them, return the recorded formats.
+    If the coordinator does not report the formats, return the recorded formats, or None without a record.
     """
     formats = scene.world.coordinator.formats
     if formats is None:
@@ -150,7 +150,10 @@ def _download(scene: Scene) -> dict[str, Any] | None:
 
 
 def _loading(scene: Scene) -> dict[str, Any] | None:
-    """Return the progress of the first engine that loads its weights. Returns None when an engine serves."""
+    """Return the progress of the first engine that loads its weights.
+
+    Returns None if the progress is unknown, or if an engine serves.
+    """
     loading = scene.world.loading
     if loading is None or not scene.world.loads:
         return None
@@ -163,9 +166,9 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 
 
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
-    """Return each limit as the minimum over the serving engines.
+    """Return `status.limits`. Each limit is the minimum over the serving engines.
 
-    If no engine reports one, return the recorded limits.
+    If no engine reports a limit, return the recorded limits, or an empty mapping without a record.
     """
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
@@ -196,9 +199,9 @@ def _has_release(scene: Scene) -> bool:
 
 
 def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
-    """Return the recorded and the reported failed requests. The records outlive the coordinator.
+    """Return the failed requests that the status has recorded or the coordinator reports.
 
-    They are sorted by time, so that equal reports give equal bytes.
+    The requests are sorted by time, so that equal reports give equal bytes.
     """
     entries = {entry["id"]: entry for entry in scene.world.resource.status.get("failedRequests") or ()}
     for failed in scene.world.coordinator.failed_requests:
@@ -208,7 +211,7 @@ def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
 
 
 def _weights(scene: Scene, *, serving: list[EngineView]) -> Mapping[str, Any] | None:
-    """Return `status.weights`.
+    """Return `status.weights`, or None if no weights are recorded or the spec has no section `weights`.
 
     The weights are first recorded when the first engine serves. After that, only updates in place change them.
 
@@ -302,9 +305,9 @@ def _last_revision(scene: Scene, engine: EngineView) -> str:
 
 
 def _engines(scene: Scene) -> list[dict[str, Any]]:
-    """Return the entries of all engines.
+    """Return `status.engines`, which has one entry per engine.
 
-    The length of their texts is limited, because etcd limits objects to 1.5 MiB.
+    The length of the texts in the entries is limited, because etcd limits objects to 1.5 MiB.
     """
     entries = [_engine(scene, engine) for engine in scene.engines.all]
     texts = [(entry, name) for entry in entries for name in ("diagnosis", "canaryMessage") if name in entry]
@@ -447,8 +450,8 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
     """Return whether the desired state is reached and a server is ready.
 
     If the desired state is Running, an engine must also respond. Otherwise, the coordinator must have no error. A
-    resource that is paused on request is therefore ready, so that tools such as kstatus, which derive a health from the
-    condition Ready, do not wait for it.
+    resource that is paused on request is therefore ready. Tools such as kstatus derive a health from the condition
+    Ready, and do not wait for a paused resource.
     """
     if not _is_reached(scene, state) or scene.blockers.server() is not None:
         return False
@@ -460,7 +463,8 @@ def _is_ready(scene: Scene, state: ResourceState) -> bool:
 def _ready(scene: Scene, verdict: Verdict, state: ResourceState, degraded: ConditionFinding) -> ConditionFinding:
     """Return the condition Ready.
 
-    If there is an error, the condition has its reason, because lists show this reason.
+    If the verdict reports no problem, the condition reports the error of a degraded resource, or why no server is
+    ready. Tables of resources show only the reason of this condition.
     """
     reason, message = verdict.reason, verdict.message
     if reason in (Reason.SERVING, *(reason for reason, _ in QUIET.values())):
@@ -512,7 +516,10 @@ def _without_engines(scene: Scene) -> ConditionFinding | None:
 
 
 def _role_missing(scene: Scene) -> ConditionFinding:
-    """Return the condition that no engine of a role serves, so engines of the other role must do its work."""
+    """Return the condition RoleMissing.
+
+    It is True if no engine of a role serves, so that engines of the other role must do the work of this role.
+    """
     absence = _without_engines(scene)
     if absence is not None:
         return absence

@@ -65,7 +65,7 @@ class Update:
     def deferred(self) -> bool:
         """Whether engines cannot be replaced now.
 
-        The resource is paused or suspended and has pods of engines, or its rollout is paused.
+        This is the case if the rollout is paused, or if the resource is paused or suspended and has engine pods.
         """
         quiet = self.desired in (DesiredState.PAUSED, DesiredState.SUSPENDED)
         pods = any(pod.component == ENGINE for pod in self.world.pods)

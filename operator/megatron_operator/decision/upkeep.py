@@ -1,8 +1,8 @@
 """Upkeep of children. It creates missing children, applies changes and deletes obsolete children.
 
-An engine's template is the exception. It changes only in a rollout (`policies.rollout`), or while the engine has no
-pods. Until then the engine's missing or changed objects are rendered from its current revision. Upkeep never restarts
-an engine that has pods.
+Upkeep never restarts an engine that has pods. An engine's template changes only in a rollout (`policies.rollout`), or
+while the engine has no pods. At other times, missing or changed objects of the engine are rendered from its current
+revision.
 """
 
 from __future__ import annotations
@@ -128,10 +128,12 @@ def _waits_for_servers(scene: Scene, ref: ChildRef) -> bool:
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     """Return whether a child may be applied.
 
-    A Deployment that only this operator's release renders differently waits until the resource is updated. A server for
-    another model waits until no engine has or gets the old model, and until the check of the new model has passed. Of a
-    pair of coordinators, only one is replaced at a time, so the first waits until the second is ready. The objects by
-    which clients reach the servers wait for a ready server that matches the spec.
+    - If a Deployment differs only because this release of the operator renders it differently, the Deployment waits
+      until the resource is updated.
+    - A server for another model waits until no engine has or gets the old model, and until the check of the new model
+      has passed.
+    - Of a pair of coordinators, only one is replaced at a time, so the first waits until the second is ready.
+    - The objects by which clients reach the servers wait for a ready server that matches the spec.
     """
     ref = ChildRef.of(manifest)
     view, standby = scene.world.children.get(ref), scene.rendered.standby
@@ -186,9 +188,9 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
 
     If the engine has the desired revision or has no pods, it gets the template and number of pods of the desired
     revision. Otherwise, or if the desired template is not allowed or cannot be merged, the engine keeps its own
-    revision. Special rules apply before the desired revision has passed its check, and while its rollout is paused. An
-    engine that loses its pods then keeps its revision, and an engine that gets pods gets the revision of the other
-    engines.
+    revision. Special rules apply before the desired revision has passed its check, and while its rollout is paused. In
+    these cases, an engine that loses its pods keeps its revision, and an engine that gets pods gets the revision of the
+    other engines.
     """
     found = engine.statefulset
     if engine.held and engine.scaled > 0 and pods > 0:

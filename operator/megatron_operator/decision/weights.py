@@ -52,7 +52,7 @@ class ConfirmedWeights:
     def revision(self) -> str | None:
         """Revision of the weights that engines serve.
 
-        The value is None with a trainer. It is also None before the first engine has served; pods then load the
+        The value is None with a trainer. It is also None until the first engine has served. Until then, pods load the
         revision of the spec.
         """
         if self.world.resource.spec.has_trainer:
@@ -95,8 +95,8 @@ class Weights:
         unknown.
 
         Returns "" if the engine reports another source than the source of the spec. An engine that was not updated in
-        place has the weights for which its pod was created. The same is true if its container restarts while no
-        coordinator remembers the update.
+        place has the weights for which its pod was created. An engine also has these weights if its container restarts
+        while no coordinator remembers the update.
         """
         report, revision = engine.report, self.confirmed.revision
         if report is None or not report.serving or revision is None:
@@ -117,10 +117,10 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Weights digests that differ although the engines have the same revision, because they loaded different files.
+        """Digests of weights that differ between engines of the same revision; empty if there are none.
 
-        With a trainer, only engines of the same epoch are compared, because an update reaches their reports at
-        different times.
+        Such engines have loaded different files. With a trainer, only engines of the same epoch are compared, because
+        not all engines report an update at the same time.
         """
         has_trainer = self.world.resource.spec.has_trainer
         digests: dict[tuple[str, int], set[str]] = {}
@@ -170,8 +170,9 @@ class Weights:
 
     @cached_property
     def _lost(self) -> Finding | None:
-        """The error if engines serve the weights of spec.model.source again although a trainer has published
-        weights.
+        """The error if engines serve the weights of spec.model.source although a trainer has published weights.
+
+        The value is None if no engine serves these weights, or if no trainer has published weights.
         """
         epoch = self.published.get("epoch", 0)
         reports = [engine.report for engine in self.engines.serving if engine.report is not None]

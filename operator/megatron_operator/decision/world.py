@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # explain() runs without pydantic
     from megatron_operator.resource.spec import MegatronInferenceSpec
 
 MAX_FENCE_JUMP = 1_000_000
-"""Maximum accepted amount by which a reported fence may exceed this leader's fence. Leaders of an earlier Lease have
-sent such a fence.
+"""Maximum accepted amount by which a reported fence may exceed this leader's fence. A coordinator reports a higher
+fence if leaders of an earlier, deleted Lease had higher terms.
 """
 
 LOST_SECONDS = 4.0
@@ -38,8 +38,8 @@ the end of a container, and an engine registers with a restarted coordinator.
 """
 UNKNOWN_SECONDS = 4.0
 """Time without a coordinator that knows its engines, after which the engines no longer keep their last state. A
-restarted coordinator knows them earlier. It is shorter than a takeover by a standby, which takes 3 s of silence and 1.5
-s of recovery.
+restarted coordinator knows the engines earlier. A takeover by a standby takes longer, with 3 s of silence and 1.5 s of
+recovery.
 """
 POD_EVENTS = frozenset({"FailedMount", "FailedAttachVolume", "FailedMapVolume", "FailedCreatePodSandBox"})
 """Reasons of Events that explain why the containers of a pod are not created."""
@@ -131,8 +131,8 @@ class ChildView:
     Other objects are never written or deleted.
     """
     orphan: bool = False
-    """Whether the child has no owner but has the operator's label. Its resource was deleted without it, or it is from a
-    backup.
+    """Whether the child has no owner but has the operator's label. Either the resource was deleted without the child,
+    or the child was restored from a backup.
     """
     deleting: bool = False
     hash: str = ""
@@ -406,7 +406,7 @@ class World:
 
     @property
     def fence(self) -> int:
-        """Fence of this leader's signals to this resource: the leader's term plus the resource's offset.
+        """Fence of this leader's signals to this resource, which is the leader term plus the resource's offset.
 
         A later leader has a higher term. The offset never decreases, because it is written with the status before a
         signal is sent, with the resource version that was read as a precondition. The fences of successive leaders are

@@ -143,8 +143,8 @@ class CanaryBook:
     def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
         """Handle the answer to a canary. Return whether it led to a verdict.
 
-        uid: uid of the answered canary. None for an ERROR without a uid, by which a coordinator that does not support
-             canaries rejects them.
+        uid: uid of the answered canary; None for an ERROR without a uid. A coordinator that does not support canaries
+             rejects each canary with such an ERROR.
         """
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
         if engine is None:

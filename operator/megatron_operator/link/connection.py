@@ -4,8 +4,9 @@ The link polls STATUS, sends the signals that a pass decides on, and calls `on_c
 decision: the coordinator was reached or lost, its status changed, or it answered a signal. The link itself decides
 nothing.
 
-The coordinator may run any image. The link limits the size and number of its messages, and drops malformed messages.
-Nothing blocks. A signal is passed to the socket or rejected immediately, and the link never sends a signal again.
+The coordinator may run any image. The link therefore limits the size and number of the coordinator's messages, and
+drops malformed messages. Nothing blocks. A signal is passed to the socket or rejected immediately, and the link never
+sends a signal again.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class LinkTimings:
     answer_timeout: float = 3.0
     """Time without an answer to STATUS after which the coordinator is lost and a new socket is opened."""
     refresh_timeout: float = 3.0
-    """Maximum time that a pass waits for a new STATUS. The end of its connection shows that a coordinator is dead. If
-    the coordinator is only busy, waiting for it keeps the status stable on a loaded machine.
+    """Maximum time that a pass waits for a new STATUS. If the coordinator is dead, the wait ends with the connection.
+    If the coordinator is only busy, the wait keeps the status of the resource stable.
     """
     first_contact: float = 3.0
     """Maximum time that a pass waits for an expected connection, counted from the assignment of the address."""
@@ -80,9 +81,9 @@ class LinkTimings:
     there is one.
     """
     silence: float = 3.0
-    """Time without any message after which the coordinator is lost, and a new socket is opened, to the other
-    coordinator of a pair. Coordinators send heartbeats every 0.5 s, so a loss is detected before the next STATUS is
-    unanswered. It is longer than `status_interval`.
+    """Time without any message after which the coordinator is lost. The link then opens a new socket, to the other
+    coordinator if there is a pair. Coordinators send heartbeats every 0.5 s, so a loss is detected before the next
+    STATUS is unanswered. This time is longer than `status_interval`.
     """
     ack_margin: float = 5.0
     """Time that is added to the deadline of a signal before it counts as unanswered."""
@@ -118,8 +119,8 @@ class CoordinatorLink:
         self._task: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
         self._lost_at: float | None = None
-        """Time when the registration was lost without a cause on this side; None while registered, and before the first
-        registration.
+        """Time when the coordinator was lost. None while it is registered, before the first registration, and after
+        this link itself has disconnected.
         """
         self._answered = asyncio.Event()
         self._asked = 0
@@ -132,7 +133,7 @@ class CoordinatorLink:
         self._busy_at: float | None = None
         """Time when a request was last reported; None before the first answer."""
         self._known_at = clock()
-        """Time of the last message from a coordinator that knew its engines. Before the first, the time of creation."""
+        """Time of the last message from a coordinator that knew its engines, or of the creation of this link."""
         self._canaries = CanaryBook(clock)
         self._error = "no address yet"
         self._pointed_at = 0.0
@@ -204,7 +205,7 @@ class CoordinatorLink:
 
     @property
     def silent(self) -> bool | None:
-        """Whether a coordinator was connected and is lost. The value is None if none was ever connected."""
+        """True if the coordinator was connected and is lost, False while it is connected, otherwise None."""
         return False if self._registered.is_set() else True if self._lost_at is not None else None
 
     def _unreachable(self, error: str) -> CoordinatorSnapshot:
@@ -220,9 +221,8 @@ class CoordinatorLink:
 
         If no answer arrives in time, the snapshot reports an unreachable coordinator.
 
-        expected: whether the coordinator should be reachable. If so, the call waits for a connection that has just
-            begun. A
-            coordinator is therefore not reported as unreachable only because it, or this operator, has just started.
+        expected: whether the coordinator should be reachable. If so, the call waits up to `first_contact` for a new
+            connection. A coordinator is therefore not reported as unreachable if it or this operator has just started.
         """
         came_up, self._expected = expected and not self._expected, expected
         if expected and not self._registered.is_set():
@@ -321,9 +321,11 @@ class CoordinatorLink:
         self._forget_registration(error)
 
     def _forget_registration(self, error: str) -> None:
-        """Forget the unanswered messages of the old connection.
+        """Forget the registration and the unanswered messages of the old connection.
 
-        A signal can then be sent again. Its operation id prevents a second execution.
+        An unanswered signal can then be sent again. Its operation id prevents a second execution.
+
+        error: why the connection ended.
         """
         was = self._registered.is_set()
         self._registered.clear()

@@ -50,7 +50,7 @@ def snapshot_of(
 
     rejections: signals that the coordinator rejected immediately and may not remember. If `reply` has the same
                 operation, `reply` takes precedence.
-    canaries, idle_seconds, unknown_seconds: measured by the link.
+    canaries, idle_seconds, unknown_seconds: values that the link measures, for the fields of the same names.
     """
     operations = dict(rejections)
     operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})

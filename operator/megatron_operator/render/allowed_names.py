@@ -16,7 +16,7 @@ class Group:
     names: tuple[str, ...]
     """A name that ends in `*` matches every name with that prefix."""
     value: str | None = None
-    """Pattern that the value must match; the variable must then have its value in the spec. None allows any value."""
+    """Pattern that the value of a variable must match, which excludes `valueFrom`. None allows any value."""
 
 
 def _group(reason: str, names: str, *, prefix: str = "", value: str | None = None) -> Group:

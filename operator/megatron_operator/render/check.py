@@ -80,8 +80,8 @@ def check_pod(ctx: RenderContext) -> Manifest:
 def _grouping_keys(ctx: RenderContext) -> set[str]:
     """Return the keys of the engine's pod labels and annotations that the check pod must not copy.
 
-    These are the keys of Kueue, because its queue may have quota only for GPUs, and keys whose value contains a
-    placeholder for an engine, because the check pod belongs to no engine.
+    Keys of Kueue are not copied, because the queue may have quota only for GPUs. Keys whose value contains a
+    placeholder for an engine are not copied, because the check pod belongs to no engine.
     """
     metadata = (ctx.spec.engine.pod_template or {}).get("metadata") or {}
     found = [*(metadata.get("labels") or {}).items(), *(metadata.get("annotations") or {}).items()]

@@ -107,8 +107,8 @@ def coordinator_deployment(ctx: RenderContext, component: str = COORDINATOR) -> 
         extra_labels={LABEL_COMPONENT: component},
     )
     pod = template["spec"]
-    # The pod of a lost node is still there, terminating: the new one prefers another node, but that of the other one
-    # of a pair still less.
+    # On a lost node, the old pod of this coordinator still exists and is terminating. The new pod should avoid this
+    # node. If there is a pair, avoiding the node of the other coordinator is more important.
     other = selector(ctx, STANDBY if component == COORDINATOR else COORDINATOR) if ctx.has_standby else None
     pod["affinity"] = {**anti_affinity(selector(ctx, component), other), **(pod.get("affinity") or {})}
     pod["tolerations"] = lost_node_tolerations(pod.get("tolerations") or [])

@@ -382,9 +382,10 @@ def _packed(ctx: RenderContext, index: int, affinity: Any) -> Any:
 
 
 def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
-    """Return `engine.podTemplate`, in which the placeholders have the values of this engine.
+    """Return `engine.podTemplate` with the values of one engine instead of placeholders.
 
-    Placeholders are replaced in labels, annotations, claims of volumes and fields that affect placement.
+    Returns None if the spec has no `engine.podTemplate`. Placeholders are replaced in labels, annotations, claims of
+    volumes and fields that affect placement.
     """
     overlay = ctx.spec.engine.pod_template
     if overlay is None:

@@ -1,4 +1,4 @@
-"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations. Pure.
+"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations.
 
 A file has one key per line. A port accepts every key of its `.pub` file. A process uses the first line of its own
 `.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in stages. Each stage is
@@ -45,7 +45,8 @@ Files = Mapping[str, str]
 def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
     """Return a new Secret `NAME-keys`.
 
-    data: files for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer.
+    data:  files for all KEY_NAMES, and for TRAINER_KEY_NAMES if there is a trainer.
+    since: time at which the keys were created; empty if unknown.
     """
     manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
     manifest["metadata"]["annotations"] = stage_annotations(
@@ -60,7 +61,11 @@ def encode(data: Files) -> dict[str, str]:
 
 
 def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: str) -> dict[str, str]:
-    """Return the annotations of the keys Secret at `stage`. server: generation of the coordinator's own key."""
+    """Return the annotations of the keys Secret at `stage`.
+
+    server: generation of the coordinator's own key.
+    since:  time at which the keys of `generation` were created.
+    """
     return {
         ANNOTATION_GENERATION: str(generation),
         ANNOTATION_STAGE: stage.value,

@@ -213,11 +213,11 @@ def http_probe(path: str, **timing: int) -> dict[str, Any]:
 
 
 def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return an affinity that prefers nodes that run no pods with these labels.
+    """Return an affinity that prefers nodes that run no pods with the labels `own` or `other`.
 
-    own:   labels of the replicas of the component itself.
-    other: labels of a component that must not be lost together with it. Avoiding these pods has a higher weight,
-           because a pod of the component itself may be terminating on the node that its successor should use.
+    own:   labels of the component's own pods.
+    other: labels of another component's pods, which must not be lost together with the own pods. `other` has a higher
+           weight than `own`, because an own pod may be terminating on the node that its successor should use.
     """
     weighted = [
         {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}

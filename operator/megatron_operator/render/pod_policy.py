@@ -1,4 +1,4 @@
-"""Limits what the author of a custom resource can set, with two profiles. Pure.
+"""Limits what the author of a custom resource can set, with two profiles.
 
 The profile `restricted` is an allow list. It consists of tables from the path of a field to its rule, and of tables of
 allowed names of variables, labels and annotations. A field outside the tables is rejected whatever its value is. Values
@@ -48,7 +48,7 @@ OWN_KEYS = (f"{GROUP}/", *OWN_LABELS)
 FRAME = (("metadata",), ("spec",), *(("spec", field) for field in ("containers", "initContainers", "volumes")))
 """Fields of a podTemplate that are merged in both profiles and must not be removed."""
 OWN_FIELDS = ("args", "envFrom")
-"""Fields of its own containers that the operator sets, in both profiles."""
+"""Fields of rendered containers that only the operator may set, in both profiles."""
 OWN_MOUNTS = ("/etc/megatron", "/cache", "/model", "/model-cache")
 """Mount paths of the operator's volumes, in both profiles."""
 MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev/hugepages")
@@ -269,7 +269,7 @@ def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -
 
 @dataclass(frozen=True)
 class Table:
-    """The rules of fields, by the path of the field, and all prefixes of these paths."""
+    """The rules of fields, by path. `inner` has all prefixes of the paths. `what` names the table in messages."""
 
     what: str
     rules: Mapping[Path, Rule]
@@ -428,9 +428,9 @@ def _literal(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 
 def _depended_on(overlay: dict[str, Any], path: str, request: Request) -> Iterator[Violation]:
-    """Yield each change of fields that the operator itself sets and depends on.
+    """Yield a violation for each change of a field that the operator itself sets and depends on.
 
-    The profile `trusted` has no other limit.
+    The profile `trusted` limits nothing else in a podTemplate.
     """
     own = "the operator depends on it"
     for field in ("metadata", "spec"):

@@ -33,9 +33,9 @@ def undrain(
 ) -> Verdict | None:
     """Return a drained engine to service if the change for which it was drained will not take place now.
 
-    The change may have been reverted or paused, or a later change replaced it whose check failed. A drained engine gets
-    requests again only after a new registration, so its pods are replaced. The coordinator reports a process for some
-    time after its pod has ended. The process of a new pod is not drained.
+    The change may have been reverted or paused. It may also have been replaced by a later change whose check failed.
+
+    A drained engine gets requests again only after it has registered again, so its pods are replaced.
     """
     if not observed.running or rollout.all_draining or world.coordinator.drained_all:
         return None

@@ -78,7 +78,10 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
 
 
 def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict | None:
-    """Stop if the coordinator reports a fence that no leader can have sent, so that it would reject every signal."""
+    """Stop if the coordinator reports a fence that no leader can have sent.
+
+    This coordinator would reject every signal, because the fence of this leader is lower.
+    """
     seen, own = world.rejected_fence, world.fence
     if seen is None or desired.stopped:
         return None

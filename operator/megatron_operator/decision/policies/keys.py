@@ -63,7 +63,10 @@ def _step(generation: int) -> str:
 
 
 def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
-    """Return the verdict that writes the Secret of a stage. If the API server has just rejected it, only wait."""
+    """Return the verdict that writes the Secret of a stage.
+
+    If the API server has just rejected the Secret, the verdict only waits.
+    """
     name = ctx.keys_name
     rejection = rendered.just_rejected(ChildRef("Secret", name))
     if rejection is not None:

@@ -196,7 +196,10 @@ class _Carrier:
         return waiting(Reason.ROLLING_OUT, self._title, on, actions=deletions, operation=None)
 
     def _surge(self, step: Surge) -> Verdict:
-        """Add a surge engine: one above the configured number of engines of its role, at the lowest free index."""
+        """Return the verdict that adds a surge engine, with the lowest free index after the configured engines.
+
+        If no index is free, the verdict waits until an earlier surge engine is deleted.
+        """
         unvetted = self._vetted(step.name)
         if unvetted is not None:
             return unvetted

@@ -12,7 +12,7 @@ from megatron_operator.resource.conditions import Reason
 
 
 class Recorded(Enum):
-    """What a verdict records as the operation if it neither starts nor completes an operation."""
+    """The operation to record for a verdict that neither starts nor completes an operation."""
 
     UNCHANGED = "unchanged"
 

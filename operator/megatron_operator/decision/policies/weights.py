@@ -57,7 +57,7 @@ def refresh_weights(
 
 
 def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """Replace pods that were created with weights that are now obsolete, and that have never served."""
+    """Replace the pods of engines that do not serve, if the pods were created with weights that are now obsolete."""
     template = ctx.spec.weights_revision
     found = [
         engine
