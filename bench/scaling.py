@@ -2,11 +2,11 @@
 
     python bench/scaling.py --dtype int4 --json build/scaling.json
 
-One engine runs in this process. The figure of a cell is the median time of --steps steps. All tokens of the cell's KV
-cache are written before. Linear fits determine the cost of one more sequence and of one more cached token. The lower
-bound of a step is the time to read weights and cache at the memory bandwidth that the same run measures. A table (.md)
-and a plot (.svg) are written next to the figures. Cells with more than --max-tokens tokens are skipped. A token of the
-built-in model takes 23 KB.
+One engine runs in this process. The figure of a cell is the median time of --steps steps. Before these steps, all
+tokens of the cell's KV cache are written. Linear fits determine the cost of one more sequence and of one more cached
+token. The lower bound of a step is the time to read weights and cache at the memory bandwidth that the same run
+measures. A table (.md) and a plot (.svg) are written next to the figures. Cells with more than --max-tokens tokens are
+skipped. A cached token of the built-in model takes 23 KB.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Bench:
     def write_cache(self, tokens: int) -> None:
         """Write the pages of `tokens` tokens.
 
-        Without this, all reads would hit one page of zeros, with which the kernel backs memory that was never written.
+        Linux maps memory that was never written to a single page of zeros, so all reads would hit this page.
         """
         pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE
@@ -110,7 +110,7 @@ def _rss_mib() -> float:
 
 
 def decode_plan(batch: int, context: int, vocabulary: int) -> StepPlan:
-    """Return the plan of a step with one token per sequence, which is the last token of its context."""
+    """Return the plan of a step that computes the last of the `context` tokens of each sequence."""
     pages = -(-context // PAGE)
     tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
     return StepPlan(

@@ -133,7 +133,9 @@ EARLIER: dict[str, tuple[str, dict[str, Any]]] = {
     "get_forecast": ("Is it warm in Bern today?", {"city": "Bern", "days": 1, "unit": "celsius"}),
     "set_light": ("Make the office blue.", {"room": "office", "color": {"name": "blue", "level": 2}}),
 }
-"""An earlier question and the arguments of its tool call, by tool. A prompt has the entry of another tool."""
+"""An earlier question and the arguments of its tool call, by tool. A prompt has the entry of a tool that the prompt's
+last question does not require.
+"""
 
 
 def prompts(count: int) -> list[list[Message]]:

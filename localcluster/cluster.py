@@ -152,7 +152,10 @@ class LocalCluster:
             self._load(image)
 
     def load_image(self, reference: str) -> None:
-        """Load the image `reference` from the launcher's image store into the nodes, so that pods can use it."""
+        """Load the image `reference` from the store of build_images() into the nodes, so that pods can use the image.
+
+        Raises ClusterError if the store does not contain the image, or if no node runs.
+        """
         image = store.find(reference)
         if image is None:
             raise ClusterError(f"image {reference!r} is not in the store: run `python -m localcluster build-images`")

@@ -253,7 +253,7 @@ def _scratch() -> Path:
 def _exclusive(steps: Steps) -> Iterator[None]:
     """Return a context that holds the lock of the image store.
 
-    At its begin and end, it unmounts mounts that killed builds have left.
+    On entry and on exit, the context removes the working containers and mounts of interrupted builds.
     """
     with locked(_scratch() / ".lock", steps, reason="another image build"):
         try:

@@ -115,8 +115,8 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
             env=environment(os.environ),
             start_new_session=True,
         )
-    # Before exec, the kernel shows nsenter's command line; right after it an empty one, as for a process that has
-    # exited.
+    # Before exec, the kernel shows nsenter's command line. Right after exec, it shows an empty command line, as for a
+    # process that has exited.
     while not belongs(command_line(process.pid), layout.state) and process.poll() is None:
         time.sleep(0.001)
     partial = layout.run / f"{component.name}.json.partial"

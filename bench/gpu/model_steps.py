@@ -135,7 +135,11 @@ class Engine:
         return cls(core, executor, model, config)
 
     def add(self, count: int, prompt: int, new: int, *, first: int = 0, seed: int = 1, **params: Any) -> None:
-        """Add `count` requests with random prompts of `prompt` tokens, which generate `new` tokens."""
+        """Add `count` requests with random prompts of `prompt` tokens. Each request generates `new` tokens.
+
+        first:  number of the first request.
+        params: sampling parameters.
+        """
         random, nothing = np.random.default_rng(seed), np.empty(0, dtype=np.int32)
         values = {"temperature": 0.0, "top_k": 1, **params}
         for number in range(first, first + count):

@@ -74,7 +74,7 @@ _HIDDEN = ("step", "name", "time", "text", "processes", "entry")
 _KERNELS = "us_of_a_step"
 """The figure that is a list of (kernel, launches, microseconds)."""
 _MIN_KERNEL_US = 5
-"""A page leaves out kernels that take fewer microseconds."""
+"""Minimum microseconds of the kernels that a page shows."""
 _BATCH = re.compile(r"(.+?) (b\d+|\d+ rows|\d+)(| of \d+)")
 """Name of a cell that is measured by number of rows of a step or by number of clients."""
 
@@ -162,7 +162,8 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 def _groups(cells: Sequence[tuple[str, dict[str, str]]]) -> list[list[tuple[str, dict[str, str]]]]:
     """Divide the cells of a step into groups, one per table.
 
-    A group is one measurement at several batches, or consecutive cells with the same figures.
+    First, the cells of one measurement at several batches are made adjacent. A group then consists of adjacent cells
+    with the same figure names, except that a cell can lack some names or have additional names.
     """
     kinds = {_kind(name): index for index, (name, _) in reversed(list(enumerate(cells)))}
     groups: list[list[tuple[str, dict[str, str]]]] = []

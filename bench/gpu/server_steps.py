@@ -333,7 +333,10 @@ class ServerRun:
         campaign.emit("equal to float32 answers of a CPU", equal=equal)
 
     async def case(self, name: str, act: Callable[[Streams], Awaitable[dict[str, Any]]]) -> None:
-        """Run streams, call `act` when a quarter of their tokens has arrived, and compare the streams' answers."""
+        """Run streams, and call `act` when a quarter of their tokens has arrived.
+
+        Compare the answers of the streams with the undisturbed answers.
+        """
         with self.campaign.part(name):
             count, tokens = self.campaign.sizes.streams, self.campaign.sizes.stream_tokens
             async with asyncio.timeout(CASE_SECONDS):
