@@ -168,7 +168,10 @@ def _choose(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
-    """Replace each block's number of pairs per expert by the index in `order` at which these pairs begin."""
+    """Write the number of pairs and the start of each expert.
+
+    Also replace each block's number of pairs per expert by the index in `order` at which these pairs begin.
+    """
     columns = tl.arange(0, EXPERTS)
     inside = columns < num_experts
     total = tl.zeros((EXPERTS,), tl.int32)

@@ -16,7 +16,7 @@ _LETTER = re.compile(r"[yYnN]$")
 
 
 class ReadableGroup(click.Group):
-    """A group of commands. It reports a missing package, and a connection that the other end closed, in one line."""
+    """A group of commands that reports a missing package or a broken connection in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -1,7 +1,8 @@
 """ControllerRevision `NAME-rev-HASH`, which records the inputs from which the engines of one revision are rendered.
 
-HASH is the revision, a digest of the rendered pod template with the resolved image. Until a rollout replaces an engine,
-its missing objects are rendered from this record, never from the current spec.
+HASH is the revision, a digest of the rendered pod template with the resolved image. If an object of an engine is
+missing, the operator renders the object from this record. The current spec applies to an engine only after a rollout
+has replaced the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SPEC_FIELDS: dict[str, Any] = {
     "engine": True,
     "lifecycle": {"drain_seconds"},
 }
-"""Inputs of an engine's template."""
+"""Fields of the spec that are inputs of an engine's pod template."""
 _NOT_IN_TEMPLATE: dict[str, Any] = {
     "model": {"adapters"},
     "engine": {"roles": {"prefill": {"replicas", "per_decode"}}},
@@ -62,9 +63,7 @@ def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
 
 
 def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:
-    """Return whether a stored revision has the same inputs as the current spec, even if they are rendered
-    differently.
-    """
+    """Return whether a stored revision has the same inputs as the current spec. Rendered templates are not compared."""
     try:
         same_security = data["settings"]["security"] == ctx.settings.security
         return same_security and _inputs(parse_stored_spec(data["spec"])[0]) == _inputs(ctx.spec)

@@ -84,10 +84,10 @@ class ApiModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Annotation of a string field with its pattern. An invalid value is reported with a sentence.
+    """Annotation that requires a string field to match a pattern. The error describes valid values in words.
 
-    A `pattern` in the schema would report the regular expression. This annotation is a rule in CEL instead, and a
-    validator for the offline commands.
+    An error for a `pattern` in the schema would show only the regular expression. So this annotation adds a CEL rule to
+    the schema, and a validator for the offline commands (`render`, `plan`).
 
     pattern: regular expression that must match the whole value.
     want:    description of valid values, which follows "must be" in the error.
