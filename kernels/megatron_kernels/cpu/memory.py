@@ -57,8 +57,8 @@ class WeightMemory:
 
     Matrices share large mappings. A mapping is released when its last matrix is released.
 
-    take() populates pages in bulk. It uses pages of 2 MiB while Linux provides them quickly (11 GB/s on AMD Zen 4). On a
-    virtual machine whose host reclaims free memory, Linux provides them slowly (0.5 GB/s). Then take() uses pages of
+    take() populates pages in bulk. It uses pages of 2 MiB while Linux provides them quickly (11 GB/s on AMD Zen 4). On
+    a virtual machine whose host reclaims free memory, Linux provides them slowly (0.5 GB/s). Then take() uses pages of
     4 KiB (1.5 GB/s), and join_pages() joins these small pages later.
     """
 
