@@ -14,10 +14,15 @@ The simulation compares four layouts:
 - cells of --cell engines with one coordinator each, and a router that selects the cell by the prefix
 - the same cells, and a router that selects the cells in rotation
 
-The figures of a layout are CPU time of the core per Submit and per Final, resident memory per engine, the share of
-requests that went to an engine that had received their prefix before, and the maximum number of requests of one engine
-at a time. The simulation also measures the router's memory per cached block of an engine. A table (.md) and a plot
-(.svg) are written next to the figures.
+The figures of a layout are:
+
+- CPU time of the core per Submit and per Final
+- resident memory per engine
+- share of requests that went to an engine that had received their prefix before
+- maximum number of requests of one engine at a time
+
+The simulation also measures the router's memory per cached block of an engine. A table (.md) and a plot (.svg) are
+written next to the figures.
 """
 
 from __future__ import annotations

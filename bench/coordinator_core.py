@@ -3,9 +3,9 @@
     python bench/coordinator_core.py --engines 4 --json coordinator_core.json
 
 A request has a prompt of 1,000 tokens, half of which is one of eight shared prefixes. Batches of requests of all
-policies alternate in this process. The benchmark measures the CPU time of the thread, which other processes hardly
-affect, and the number of Python instructions, which other processes do not affect. `megatron bench coordinator`
-measures the whole coordinator.
+policies alternate in this process. The benchmark measures the CPU time of the thread and the number of Python
+instructions. Other processes hardly affect the CPU time, and do not affect the number of instructions. `megatron bench
+coordinator` measures the whole coordinator.
 """
 
 from __future__ import annotations

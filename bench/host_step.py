@@ -4,7 +4,8 @@
 
 The device computes nothing. A replay of a graph leaves the output of its capture unchanged. So only the work of the
 host is measured: the scheduler, the copies of the plan, sampling, log-probabilities and answers. Operations that a GPU
-would execute run on the CPU with a small vocabulary, so that each takes little more time than a launch on a GPU.
+would execute run on the CPU. The vocabulary is small, so each of these operations takes little more time than a launch
+on a GPU.
 """
 
 from __future__ import annotations

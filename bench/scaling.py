@@ -44,7 +44,7 @@ class Cell:
 
     bound_ms:  time to read the weights and the cache once.
     rss_mib:   resident memory of the process, including the largest cache so far.
-    bound_mib: sum of the memory of the process before the load, the weights and the cache.
+    bound_mib: memory of the process before it loads the model, plus the sizes of the weights and the cache.
     """
 
     batch: int

@@ -56,8 +56,8 @@ class LocalCluster:
 
     Args:
         name:               name of the state folder `build/<name>`. Clusters with different names can run at the same
-                            time, but only one of these clusters can have nodes, because the iptables rules of node 1
-                            are the machine's rules.
+                            time. Only one of these clusters can have nodes, because node 1 uses the iptables rules of
+                            the machine.
         control_plane_only: whether to start only etcd, API server and controller manager, without nodes. The API server
                             accepts pods, which never run. No root permissions are needed if etcd and openssl are
                             installed.

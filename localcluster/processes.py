@@ -153,7 +153,7 @@ def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
     """Send SIGTERM to processes, and SIGKILL after `grace` seconds. Return when all processes have exited.
 
     The function opens the processes as pidfds before it sends signals, so that no signal reaches another process that
-    reuses a pid.
+    reuses a pid. Raises ClusterError if a process does not exit after SIGKILL.
     """
     handles: dict[int, int] = {}
     for pid in pids:

@@ -91,7 +91,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a cluster, which do not change while it exists.
+    """The settings of a cluster. They do not change while the cluster exists.
 
     The first `up` writes the settings to `cluster.json`, and `down` removes them.
     """

@@ -1,8 +1,8 @@
 """Checks the chart and all manifests: `python tools/check_chart.py`, or `make lint-chart`.
 
 `helm lint --strict` checks the chart. kubeconform checks the output of helm, the install manifest, the samples and the
-children that the operator renders, against the schemas of the API server. The check needs Go and its module proxy, but
-no cluster, because the schemas come from the OpenAPI document of Kubernetes' Go module and from CRDs.
+children that the operator renders, against the schemas of the API server. The schemas come from CRDs, and from the
+OpenAPI document in Kubernetes' Go module. So the check needs Go and its module proxy, but no cluster.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def page(rows: Sequence[Row], *, commit: str) -> str:
-    """Return a page in Markdown. rows: the lines of the results."""
+    """Return a page in Markdown. rows: the results of the campaign."""
     ends = unfinished(rows)
     named = {(row["step"], row["name"]): row for row in rows}
     rows = list(named.values())
@@ -182,7 +182,7 @@ def _kind(name: str) -> str:
 
 
 def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
-    """Return a table with one column per batch, for cells with one figure each."""
+    """Return a table with one column per batch, for cells with one figure each. key: name of the figure."""
     matches = {name: _BATCH.fullmatch(name) for name, _ in group}
     batches = list(dict.fromkeys(match[2] for match in matches.values() if match is not None))
     lines: dict[str, dict[str, str]] = {}

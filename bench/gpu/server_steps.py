@@ -58,7 +58,7 @@ class Process(Protocol):
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """Start `python command…`. A dry run of the tests replaces this function with a faster function."""
+    """Start `python command…`. Unit tests replace this function with a faster function."""
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *command], env=dict(environment), stdout=output, stderr=subprocess.STDOUT, cwd=ROOT

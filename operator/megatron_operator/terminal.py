@@ -84,6 +84,6 @@ def fail(error: Exception, *, lines: bool = False) -> NoReturn:
     """Raise the exception that ends the command with exit code 1 and prints the error's message.
 
     Args:
-        lines: the message has several lines that this program has composed.
+        lines: whether the message may have several lines. True requires that this program has composed the message.
     """
     raise click.ClickException(printable(str(error), lines=lines)) from error

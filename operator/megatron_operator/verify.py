@@ -112,7 +112,9 @@ async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -
 
 
 async def _json(response: aiohttp.ClientResponse, *, expect: int | None = None) -> dict[str, Any]:
-    """Return the JSON object of a response. Raises VerificationError for another status or content.
+    """Return the JSON object of a response.
+
+    Raises VerificationError if the body is not a JSON object, or if the HTTP status is not `expect`.
 
     expect: expected HTTP status; None accepts every status.
     """

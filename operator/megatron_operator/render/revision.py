@@ -85,10 +85,10 @@ def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:
 
 
 def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) -> RenderContext | None:
-    """Return the context of a stored revision, or None if this operator renders its inputs differently.
+    """Return the render context of a stored revision.
 
-    The rendering differs, for example, after an upgrade that changed the template. Engines of such a revision are left
-    unchanged until a rollout replaces them.
+    Return None if `data` is invalid, or if this operator renders `data` to another revision, for example because an
+    upgrade changed the template. Engines of such a revision do not change until a rollout replaces them.
     """
     try:
         stored, _ = parse_stored_spec(data["spec"])

@@ -116,7 +116,7 @@ class Matches:
 
 
 def section(model: type[T], description: str) -> Any:
-    """Return a field for a nested object that has defaults of its own, in Python and in the CRD (`default: {}`)."""
+    """Return a field for a nested object. If the object is missing, its defaults apply (`default: {}` in the CRD)."""
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 
