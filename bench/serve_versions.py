@@ -13,8 +13,8 @@ several times.
 First, the servers have no API keys. Then they have one key with limits that the load does not reach. Then `megatron
 bench coordinator` runs in both checkouts, in alternation. Figures are compared within a round.
 
-With --instructions, server and coordinator run under valgrind's callgrind. The figures are then instructions in user
-space in place of CPU time. These figures repeat within 1 %, whatever other load the machine has.
+With --instructions, server and coordinator run under valgrind's callgrind. The figures are then numbers of instructions
+in user space instead of CPU times. They vary by less than 1 %, independently of other load on the machine.
 
 With --tools, the requests are chats with tools that the model of --model may call.
 """

@@ -45,7 +45,7 @@ def folders(cgroup: str) -> list[Path]:
 
 
 def create(cgroup: str) -> None:
-    """Create a cgroup in every hierarchy. Call this before the kubelet starts, because it needs an existing cgroup."""
+    """Create a cgroup in every hierarchy. The kubelet needs an existing cgroup, so call this before it starts."""
     if is_v2():
         _delegate()
     for folder in folders(cgroup):

@@ -59,7 +59,7 @@ def is_same_component(argv: Sequence[str], other: Sequence[str], state: Path) ->
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a running process. The result is empty if it has exited."""
+    """Return the arguments of a running process. The result is empty if the process has exited."""
     try:
         return [part.decode(errors="replace") for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
     except (FileNotFoundError, ProcessLookupError, PermissionError):

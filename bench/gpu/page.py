@@ -114,7 +114,7 @@ def page(rows: Sequence[Row], *, commit: str) -> str:
 
 
 def unfinished(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the steps whose last run did not succeed, as a map from the step to the way in which it ended."""
+    """Return the outcome of the last run, such as "reached its time limit", of each step that did not succeed."""
     ends: dict[str, str] = {}
     for row in rows:
         match row:

@@ -47,7 +47,7 @@ def _arguments(ctx: RenderContext, _name: str) -> str | None:
     """Return the engine arguments of vLLM as JSON, or None for native engines.
 
     Raises:
-        UnsupportedByBackend: an argument is not allowed; the message has the first such argument.
+        UnsupportedByBackend: an argument is not allowed, or the JSON is too long. The message names one argument.
     """
     if ctx.spec.engine.backend is Backend.NATIVE:
         return None

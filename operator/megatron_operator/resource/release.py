@@ -41,7 +41,7 @@ class Release(ApiModel):
 
     @classmethod
     def from_status(cls, stored: Any) -> Release | None:
-        """Return the release that a status records. Returns None if it has no release or an invalid one.
+        """Return the release that a status records. Returns None if the status has no valid release.
 
         Fields of later operators are ignored.
         """
@@ -96,7 +96,7 @@ class Release(ApiModel):
 
 
 def is_older(version: str, than: str) -> bool:
-    """Return whether `version` is older than `than`. Both are compared by the numbers at their beginning."""
+    """Return whether `version` is older than `than`. Only the numbers at the beginning of versions are compared."""
     return _numbers(version) < _numbers(than)
 
 
