@@ -42,7 +42,7 @@ CLIENT = int(Role.CLIENT), b"client"
 
 
 class Pool:
-    """A core with running engines and one client."""
+    """The core of a coordinator, with running engines and one client."""
 
     def __init__(self, policy: str, engines: int) -> None:
         never = 1e9
@@ -86,7 +86,7 @@ class Pool:
         ]
 
     def run(self, messages: list[Frames]) -> None:
-        """Handle requests. If OPEN_REQUESTS requests are open, each new request ends the oldest of them."""
+        """Handle requests. If more than OPEN_REQUESTS requests are open, answer the oldest request."""
         core, effects = self.core, self.core.context.effects
         for message in messages:
             core.received(2.0, CLIENT, message)

@@ -81,7 +81,8 @@ class Bench:
     def write_cache(self, tokens: int) -> None:
         """Write the pages of `tokens` tokens.
 
-        Linux maps memory that was never written to a single page of zeros, so all reads would hit this page.
+        Linux maps memory that was never written to a single page of zeros. Without this function, all reads would hit
+        the page of zeros.
         """
         pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE
@@ -93,7 +94,7 @@ class Bench:
             self._written = pages
 
     def milliseconds(self, batch: int, context: int, *, steps: int) -> float:
-        """Return the median milliseconds of a step for one token of each of `batch` sequences of `context` tokens."""
+        """Return the median milliseconds of a step with `batch` sequences, which have `context` tokens each."""
         plan = decode_plan(batch, context, self.executor.vocab_size)
         taken = []
         for _ in range(steps + 1):
@@ -151,7 +152,7 @@ def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: fl
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return a Markdown table of milliseconds and memory by batch and context, and of the slopes."""
+    """Return Markdown tables of milliseconds and memory by batch and context, and of the fitted costs."""
     fitted, which = document["fitted"], f"{document['model']}, {document['dtype']}"
     shortest = min(cell["context"] for cell in document["cells"])
     lines = [

@@ -209,7 +209,7 @@ def answer(server: Server, messages: list[Message], max_tokens: int) -> Message:
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
 )
 def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens: int, json_file: Path | None) -> None:
-    """Compare the validity of the tool calls that a model makes with both checkouts."""
+    """Compare the validity of a model's tool calls between both checkouts."""
     checkouts = {THIS: REPOSITORY, **({} if against is None else {OTHER: against.absolute()})}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     servers: dict[str, Server] = {}

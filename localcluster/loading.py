@@ -32,7 +32,7 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 def chain_ids(digests: Iterable[str]) -> list[str]:
     """Return the name of each layer's snapshot. digests: digests of the layers, lowest layer first.
 
-    The name is a digest of this layer and all layers below it (ChainID of the OCI image format).
+    A name is a digest of the layer and all layers below the layer (ChainID of the OCI image format).
     """
     chain: list[str] = []
     for digest in digests:

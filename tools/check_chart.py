@@ -78,7 +78,7 @@ def _module(path: str) -> Path:
 
 
 def write_schemas(folder: Path) -> None:
-    """Write a JSON schema for each Kubernetes kind, to a file `kind-group-version.json` with its name in lower case."""
+    """Write the JSON schema of each Kubernetes kind to the file `kind-group-version.json` (in lower case)."""
     kubernetes = _module(f"k8s.io/kubernetes@{programs.KUBERNETES_VERSION}")
     document = json.loads((kubernetes / "api/openapi-spec/swagger.json").read_text())
     definitions = {name: _closed(schema) for name, schema in document["definitions"].items()}

@@ -105,7 +105,7 @@ def disagreements(version: str, *, tag: str | None, owner: str | None) -> list[s
 
 
 def krew_manifest(*, version: str, repository: str, archive: str, digest: str) -> dict[str, Any]:
-    """Return the krew manifest of the kubectl plugin, which needs python3."""
+    """Return the krew manifest of the kubectl plugin."""
     home = f"https://github.com/{repository}"
     return {
         "apiVersion": "krew.googlecontainertools.github.com/v1alpha2",

@@ -162,8 +162,8 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 def _groups(cells: Sequence[tuple[str, dict[str, str]]]) -> list[list[tuple[str, dict[str, str]]]]:
     """Divide the cells of a step into groups, one per table.
 
-    First, the cells of one measurement at several batches are made adjacent. A group then consists of adjacent cells
-    with the same figure names, except that a cell can lack some names or have additional names.
+    The cells of one measurement at several batches are first sorted together. A cell then joins the previous group if
+    the names of its figures are a subset or a superset of the names in the group's first cell.
     """
     kinds = {_kind(name): index for index, (name, _) in reversed(list(enumerate(cells)))}
     groups: list[list[tuple[str, dict[str, str]]]] = []

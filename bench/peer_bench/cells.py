@@ -108,7 +108,7 @@ class Engine:
 def engines(
     weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Engine]:
-    """Return the engines that support the weights."""
+    """Return the engines that support the weights. Engines whose virtual environment is None are left out."""
     dtype, count = DTYPES[weights], str(threads)
     commands = {OURS: [sys.executable, "ours.py", files[f"packed-{weights}"], dtype, count]}
     if venv is not None:

@@ -75,7 +75,7 @@ class Report:
         self.path.with_suffix(".svg").write_text(plot(document["rows"]))
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return the rows of this run."""
+        """Return the rows of this run as text, for a table in the terminal."""
         keys = ("weights", "cell", "ours", "best_peer", "peer", "ratio")
         rows = [row for part in self.parts for row in self._rows(part)]
         return [tuple("" if row[key] is None else str(row[key]) for key in keys) for row in rows]

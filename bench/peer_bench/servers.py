@@ -124,7 +124,7 @@ class Server:
 def servers(
     weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Server]:
-    """Return the servers that support the weights."""
+    """Return the servers that support the weights. Servers whose virtual environment is None are left out."""
     dtype, count = DTYPES[weights], str(threads)
     model = ["--model", files[f"packed-{weights}"], "--dtype", dtype, "--threads", count, "--port", "{port}"]
     ours = [sys.executable, "-P", "-m", "megatron_runtime.cli", "serve", *model]

@@ -142,7 +142,7 @@ def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
 def routing_rows(tokens: int) -> int | None:
     """Return the number of rows of a single program that computes the whole expert routing.
 
-    Return None for too many tokens.
+    Return None if there are too many tokens for a single program.
     """
     return next((rows for rows in (16, 64) if tokens <= rows), None)
 

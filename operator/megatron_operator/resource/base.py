@@ -55,7 +55,7 @@ def require(rules: Iterable[SpecRule], value: Any) -> None:
 
 
 class ApiModel(BaseModel):
-    """A part of the custom resource. It is frozen, has camelCase keys in JSON, and rejects unknown keys."""
+    """Base class of the custom resource's objects, which are frozen, have camelCase keys and reject unknown keys."""
 
     RULES: ClassVar[tuple[SpecRule, ...]] = ()
 

@@ -369,7 +369,7 @@ def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
 
 @lru_cache(maxsize=1024)
 def _parse_spec(text: str) -> MegatronInferenceSpec:
-    """Return the spec that a JSON text describes. The result is cached, because most passes parse an unchanged spec.
+    """Return the spec that a JSON text describes. The result is cached, because specs rarely change.
 
     Strict JSON mode rejects what the API server's schema rejects, such as "yes" for a boolean.
     """
