@@ -3,16 +3,26 @@
     python bench/cells.py --json build/cells.json
 
 This is a simulation without sockets. Each coordinator is the real core (`megatron_runtime.coordinator.core`) with
-longest-prefix routing. The simulation passes it the messages of engines and of one client, and reads the effects that
-the core returns. The first half of each prompt is one of (number of engines / 2) shared prefixes, or the same prefix
-for all prompts. A layout is one coordinator for all engines, or cells of --cell engines with one coordinator each. A
-router selects the cell by the prefix (second layout) or in rotation (third layout). If there are more engines than a
-coordinator accepts, the simulation raises the coordinator's limit.
+longest-prefix routing. The simulation passes messages of engines and of one client to the core, and reads the effects
+that the core returns. The first half of each prompt is one of (number of engines / 2) shared prefixes. If there are
+more engines than a coordinator accepts, the simulation raises the coordinator's limit.
 
-The figures of a layout are: CPU time of the core from Submit to Dispatch and for a Final, resident memory per engine,
-    the share of requests that went to an engine that had received their prefix before, and the maximum number of
-    requests of one engine at a time. A table (.md) and a plot (.svg) are written next to the figures. To measure the
-    memory of one known block, one engine gets the maximum number of blocks that the router stores.
+The simulation compares four layouts:
+
+- one coordinator for all engines
+- one coordinator for all engines, with the same prefix in all prompts
+- cells of --cell engines with one coordinator each, and a router that selects the cell by the prefix
+- the same cells, and a router that selects the cells in rotation
+
+The figures of a layout are:
+
+- CPU time of the core per Submit and per Final
+- resident memory per engine
+- share of requests that went to an engine that had received their prefix before
+- maximum number of requests of one engine at a time
+
+The simulation also measures the router's memory per cached block of an engine. A table (.md) and a plot (.svg) are
+written next to the figures.
 """
 
 from __future__ import annotations
@@ -67,7 +77,7 @@ class Result:
     submit_us, final_us: median CPU time of a coordinator per message, in microseconds.
     kib_per_engine: growth of the process's resident memory by the creation of the coordinators, per engine.
     hits:           share of requests that went to an engine that had received their prefix before, 0 to 1.
-    max_open:       maximum number of requests of one engine at a time; the mean is 0.5.
+    max_open:       maximum number of requests of one engine at a time. The mean over all engines is 0.5.
     """
 
     layout: str
@@ -182,7 +192,7 @@ def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int
 
 
 def bytes_per_block() -> float:
-    """Return how many bytes the resident memory grows for each block of an engine that the router records."""
+    """Return the bytes of memory that the router uses for each block that it records for an engine."""
     router = EngineRouter(RoutingPolicy.LONGEST_PREFIX, block_size_tokens=BLOCK_TOKENS)
     engine = Engine("engine-0", (Role.ENGINE, b"0"), 1, 0, 0.0)
     hashes = [random.Random(1).getrandbits(63) + number for number in range(MAX_KNOWN_BLOCKS)]

@@ -3,9 +3,9 @@
     python bench/coordinator_core.py --engines 4 --json coordinator_core.json
 
 A request has a prompt of 1,000 tokens, half of which is one of eight shared prefixes. Batches of requests of all
-policies alternate in this process. The benchmark measures the CPU time of the thread, which other processes hardly
-affect, and the number of Python instructions, which other processes do not affect. `megatron bench coordinator`
-measures the whole coordinator.
+policies alternate in this process. The benchmark measures the CPU time of the thread and the number of Python
+instructions. Other processes hardly affect the CPU time, and do not affect the number of instructions. `megatron bench
+coordinator` measures the whole coordinator.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CLIENT = int(Role.CLIENT), b"client"
 
 
 class Pool:
-    """A core with running engines and one client."""
+    """The core of a coordinator, with running engines and one client."""
 
     def __init__(self, policy: str, engines: int) -> None:
         never = 1e9
@@ -86,7 +86,7 @@ class Pool:
         ]
 
     def run(self, messages: list[Frames]) -> None:
-        """Handle requests. If OPEN_REQUESTS requests are open, each new request ends the oldest of them."""
+        """Handle requests. If more than OPEN_REQUESTS requests are open, answer the oldest request."""
         core, effects = self.core, self.core.context.effects
         for message in messages:
             core.received(2.0, CLIENT, message)

@@ -4,8 +4,8 @@
 
 A latency is the time that a message takes from a client to an engine, plus the time of the answer. All clients and
 engines share the event loop and the clock of this process and read their sockets themselves. So a latency is the time
-of the coordinator, the kernel, and the encoding and decoding of the messages. `megatron bench coordinator` measures the
-CPU time.
+of the coordinator, the operating system, and the encoding and decoding of the messages. `megatron bench coordinator`
+measures the CPU time.
 """
 
 from __future__ import annotations

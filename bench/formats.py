@@ -74,8 +74,9 @@ def measure(
 
 
 def auto_ratios(rates: dict[tuple[str, str, int], float], name: str, batches: list[int]) -> dict[str, dict[str, Any]]:
-    """Return, for each type of checkpoint, the format that `auto` selects, and its speed relative to the fastest format
-    of KEEPS.
+    """Return, for each type of checkpoint, the format that `auto` selects, and the speed of this format by batch.
+
+    The speed is relative to the fastest format in KEEPS for the type. name: instruction set.
     """
     selections: dict[str, dict[str, Any]] = {}
     for stored, formats in KEEPS.items():

@@ -211,7 +211,7 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     until: float | None = None,
 ) -> Iterator[tuple[str, dict[str, list[float]]]]:
-    """Measure every cell. Yield pairs of a cell and, by engine, the tokens per second of each turn.
+    """Measure every cell. Yield the name of the cell, and the tokens per second of each turn by engine.
 
     until: monotonic time after which no cell starts; None means no limit.
     """

@@ -5,9 +5,9 @@
 
 The bound on the time is the larger of bytes divided by bandwidth and operations divided by rate. Both rates are
 measured on the device first, with a large copy and a large matrix product. A kernel is timed in a CUDA graph, as in a
-captured decode step, over sets of inputs that together do not fit into the L2 cache. Its reference, which may
-synchronise with the device, is timed call by call. Before a kernel is timed, its result is compared with the
-reference's result.
+captured decode step. The calls use several sets of inputs, which together do not fit into the L2 cache. The reference
+of a kernel may synchronise with the device, so each call of the reference is timed separately. Before a kernel is
+timed, its result is compared with the reference's result.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ModelShape:
     page_size: int = 16
 
     def products(self) -> dict[str, tuple[int, int]]:
-        """Return (outputs, inputs) of each matrix product of a layer and of the head, by name.
+        """Return (outputs, inputs) of each matrix product of a layer and of the LM head, by name.
 
         These products read nearly all bytes of a step.
         """

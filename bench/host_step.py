@@ -4,7 +4,8 @@
 
 The device computes nothing. A replay of a graph leaves the output of its capture unchanged. So only the work of the
 host is measured: the scheduler, the copies of the plan, sampling, log-probabilities and answers. Operations that a GPU
-would execute run on the CPU with a small vocabulary, so that each takes little more time than a launch on a GPU.
+would execute run on the CPU. The vocabulary is small, so each of these operations takes little more time than a launch
+on a GPU.
 """
 
 from __future__ import annotations
@@ -83,7 +84,10 @@ def engine(rows: int, longest: int) -> EngineCore:
 
 
 def _first_token(logits_NV: torch.Tensor, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Replace the sampling kernel by a function that takes about as long as a launch."""
+    """Return token 0 and log-probability 0 for each row.
+
+    The function replaces the sampling kernel, and takes about as long as the launch of a kernel.
+    """
     return torch.zeros(len(logits_NV), dtype=torch.int32), torch.zeros(len(logits_NV))
 
 

@@ -2,11 +2,11 @@
 
     python bench/load.py --against ../before
 
-Every load runs in its own process. `total` is the time from the end of `import torch` until the engine is ready. It has
-two parts. `import_own` is the import of our modules. `load` reads the file's headers, verifies and packs the weights,
-and allocates the KV cache. `cpu` is the CPU time of all threads. The figures do not include the tokenizer, which an
-engine loads when a request needs text. With --against, loads of this version alternate with loads of the version in
-that directory (its `runtime` and `kernels`).
+Every load runs in its own process. `total` is the time from the end of `import torch` until the engine is ready. This
+time has two parts. `import_own` is the import of our modules. `load` reads the file's headers, verifies and packs the
+weights, and allocates the KV cache. `cpu` is the CPU time of all threads. The figures do not include the tokenizer,
+which an engine loads when a request needs text. With --against, loads of this version alternate with loads of another
+version, whose `runtime` and `kernels` are in the given directory.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def main(
     models: Path,
     path: Path,
 ) -> None:
-    """Compare the engine and its server with others. Write build/peers.json and a plot next to it.
+    """Compare our engine and server with other engines and servers. Write build/peers.json, and a plot next to it.
 
     Parts of the file that this run does not measure are kept.
     """

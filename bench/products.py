@@ -5,7 +5,7 @@
 One thread computes. Products with fewer than --cached-from rows read each weight from memory, because the matrices
 together exceed the cache. Products with more rows use a single matrix with 512 outputs, which stays in the cache, so
 they measure the arithmetic rate. The figure of a cell is the minimum CPU time of the thread over many runs, because
-other processes hardly affect it. Bytes are the size of the packed weights.
+other processes hardly affect this minimum. Bytes are the size of the packed weights.
 """
 
 from __future__ import annotations

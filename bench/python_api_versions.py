@@ -67,7 +67,10 @@ def serve() -> None:
 
 @contextlib.contextmanager
 def checkout(path: Path, model: str, threads: int) -> Any:
-    """Start the process of a checkout. Yield a function that makes a call in this process and returns its seconds."""
+    """Start the process of a checkout. Yield a function that makes a call in the started process.
+
+    The function returns the wall-clock seconds and the CPU seconds of the call.
+    """
     command = [str(path / ".venv/bin/python"), "-P", str(Path(__file__).absolute()), "--serve", model, str(threads)]
     with subprocess.Popen(command, cwd=path, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None

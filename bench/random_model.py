@@ -66,9 +66,9 @@ class RandomCheckpoint(Checkpoint):
 
     @cached_property
     def _scaled(self) -> dict[int, torch.Tensor]:
-        """Return scaled copies of the random vector, by number of columns of a matrix.
+        """Return scaled copies of the random vector, by the number of columns of the matrices that use them.
 
-        A product with such a matrix preserves the variance.
+        The scale is chosen so that a product with a matrix preserves the variance.
         """
         widths = {kind.shape[1] for kind in self.kinds.values() if len(kind.shape) > 1}
         return {width: (self._vector * width**-0.5).to(self.dtype) for width in widths}

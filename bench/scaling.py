@@ -2,11 +2,11 @@
 
     python bench/scaling.py --dtype int4 --json build/scaling.json
 
-One engine runs in this process. The figure of a cell is the median time of --steps steps. All tokens of the cell's KV
-cache are written before. Linear fits determine the cost of one more sequence and of one more cached token. The lower
-bound of a step is the time to read weights and cache at the memory bandwidth that the same run measures. A table (.md)
-and a plot (.svg) are written next to the figures. Cells with more than --max-tokens tokens are skipped. A token of the
-built-in model takes 23 KB.
+One engine runs in this process. The figure of a cell is the median time of --steps steps. Before these steps, all
+tokens of the cell's KV cache are written. Linear fits determine the cost of one more sequence and of one more cached
+token. The lower bound of a step is the time to read weights and cache at the memory bandwidth that the same run
+measures. A table (.md) and a plot (.svg) are written next to the figures. Cells with more than --max-tokens tokens are
+skipped. A cached token of the built-in model takes 23 KB.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cell:
 
     bound_ms:  time to read the weights and the cache once.
     rss_mib:   resident memory of the process, including the largest cache so far.
-    bound_mib: sum of the memory of the process before the load, the weights and the cache.
+    bound_mib: memory of the process before it loads the model, plus the sizes of the weights and the cache.
     """
 
     batch: int
@@ -81,7 +81,8 @@ class Bench:
     def write_cache(self, tokens: int) -> None:
         """Write the pages of `tokens` tokens.
 
-        Without this, all reads would hit one page of zeros, with which the kernel backs memory that was never written.
+        Linux maps memory that was never written to a single page of zeros. Without this function, all reads would hit
+        the page of zeros.
         """
         pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE
@@ -93,7 +94,7 @@ class Bench:
             self._written = pages
 
     def milliseconds(self, batch: int, context: int, *, steps: int) -> float:
-        """Return the median milliseconds of a step for one token of each of `batch` sequences of `context` tokens."""
+        """Return the median milliseconds of a step with `batch` sequences, which have `context` tokens each."""
         plan = decode_plan(batch, context, self.executor.vocab_size)
         taken = []
         for _ in range(steps + 1):
@@ -110,7 +111,7 @@ def _rss_mib() -> float:
 
 
 def decode_plan(batch: int, context: int, vocabulary: int) -> StepPlan:
-    """Return the plan of a step with one token per sequence, which is the last token of its context."""
+    """Return the plan of a step that computes the last of the `context` tokens of each sequence."""
     pages = -(-context // PAGE)
     tables = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
     return StepPlan(
@@ -151,7 +152,7 @@ def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: fl
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return a Markdown table of milliseconds and memory by batch and context, and of the slopes."""
+    """Return Markdown tables of milliseconds and memory by batch and context, and of the fitted costs."""
     fitted, which = document["fitted"], f"{document['model']}, {document['dtype']}"
     shortest = min(cell["context"] for cell in document["cells"])
     lines = [

@@ -7,14 +7,14 @@ Echo engines answer the requests.
 Each checkout runs `megatron serve` in its virtual environment .venv, with an echo engine. The echo engine is
 tests/support/echo_serve.py, or `--backend echo` in a checkout that lacks this file. While one server is loaded, the
 other is idle. Each round sends the same streamed requests to both, in alternating order. Each request has its own
-connection. Two starts of the same server can differ by more than the differences that matter, so both servers start
+connection. Figures can vary more between two starts of one server than between the checkouts. So both servers start
 several times.
 
 First, the servers have no API keys. Then they have one key with limits that the load does not reach. Then `megatron
 bench coordinator` runs in both checkouts, in alternation. Figures are compared within a round.
 
-With --instructions, server and coordinator run under valgrind's callgrind. The figures are then instructions in user
-space in place of CPU time. These figures repeat within 1 %, whatever other load the machine has.
+With --instructions, server and coordinator run under valgrind's callgrind. The figures are then numbers of instructions
+in user space instead of CPU times. They vary by less than 1 %, independently of other load on the machine.
 
 With --tools, the requests are chats with tools that the model of --model may call.
 """
@@ -182,7 +182,7 @@ def run_named(servers: dict[str, Server], name: str, seed: int, **options: int) 
 
 
 def counted_rows(checkouts: dict[str, Path], keys: Path | None, *, rounds: int, requests: int) -> Iterator[Row]:
-    """Yield the instructions of the servers under each load."""
+    """Yield the numbers of instructions of the servers under each load."""
     servers: dict[str, Server] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

@@ -133,7 +133,9 @@ EARLIER: dict[str, tuple[str, dict[str, Any]]] = {
     "get_forecast": ("Is it warm in Bern today?", {"city": "Bern", "days": 1, "unit": "celsius"}),
     "set_light": ("Make the office blue.", {"room": "office", "color": {"name": "blue", "level": 2}}),
 }
-"""An earlier question and the arguments of its tool call, by tool. A prompt has the entry of another tool."""
+"""An earlier question and the arguments of its tool call, by tool. A prompt has the entry of a tool that the prompt's
+last question does not require.
+"""
 
 
 def prompts(count: int) -> list[list[Message]]:
@@ -207,7 +209,7 @@ def answer(server: Server, messages: list[Message], max_tokens: int) -> Message:
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
 )
 def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens: int, json_file: Path | None) -> None:
-    """Compare the validity of the tool calls that a model makes with both checkouts."""
+    """Compare the validity of a model's tool calls between both checkouts."""
     checkouts = {THIS: REPOSITORY, **({} if against is None else {OTHER: against.absolute()})}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     servers: dict[str, Server] = {}

@@ -1,7 +1,7 @@
 """Writes the generated pages and parts of pages: `python docs/generate.py [--check]`.
 
 The pages in docs/reference and the chart's README have prose, and tables that are generated from the code between `<!--
-generated: NAME -->` and `<!-- end -->`. operator_pages.py generates the pages that have no other content.
+generated: NAME -->` and `<!-- end -->`. operator_pages.py generates whole pages.
 """
 
 from __future__ import annotations
@@ -207,7 +207,10 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def _meanings(path: str) -> dict[str, tuple[str, str]]:
-    """Return the type and the meaning of every known field of a route, from the route's class and its policy."""
+    """Return the type and the meaning of every known field of a route's request body, by name.
+
+    The schema of the body defines the served fields. Its policy lists rejected fields and fields without effect.
+    """
     from megatron_runtime.server.app import BODIES
 
     schema, policy = _schema(path), BODIES[path.removeprefix("/v1/")].policy
@@ -424,7 +427,7 @@ def errors() -> Table:
 
 _VARIABLE = re.compile(r"MEGATRON_[A-Z0-9_]*[A-Z0-9]")
 _NO_VARIABLES = {"MEGATRON_KERNEL", "MEGATRON_PORTABLE", "MEGATRON_VARIANT"}
-"""Matching names that are not environment variables: a prefix, and macros of the C++ kernels."""
+"""Names that match _VARIABLE but are not environment variables: a prefix, and macros of the C++ kernels."""
 
 
 def check_environment() -> list[str]:

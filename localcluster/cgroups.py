@@ -45,7 +45,7 @@ def folders(cgroup: str) -> list[Path]:
 
 
 def create(cgroup: str) -> None:
-    """Create a cgroup in every hierarchy. Call this before the kubelet starts, because it needs an existing cgroup."""
+    """Create a cgroup in every hierarchy. The kubelet needs an existing cgroup, so call this before it starts."""
     if is_v2():
         _delegate()
     for folder in folders(cgroup):
@@ -109,7 +109,10 @@ def _move(pid: str, leaf: Path) -> None:
 
 
 def remove(cgroup: str, *, seconds: float = 15.0) -> int:
-    """Kill all processes in a cgroup and below it, remove the cgroup, and return the number of killed processes."""
+    """Kill all processes in a cgroup and below it, remove the cgroup, and return the number of killed processes.
+
+    Raises ClusterError if a process has not terminated after `seconds`.
+    """
     killed: set[int] = set()
     deadline = time.monotonic() + seconds
     existing = [folder for folder in folders(cgroup) if folder.is_dir()]

@@ -126,7 +126,7 @@ def build_images(name: str, root: Path | None, targets: tuple[str, ...]) -> None
 @_cluster_options
 @click.argument("reference")
 def load_image(name: str, root: Path | None, reference: str) -> None:
-    """Make the image REFERENCE in the build store available to pods."""
+    """Load the image REFERENCE from the store of `build-images` into the nodes, so that pods can use it."""
     LocalCluster(name=name, root=root).load_image(reference)
 
 

@@ -67,7 +67,7 @@ def pip_conf(settings: Mapping[str, str]) -> str:
 
 
 def uv_toml(environment: Mapping[str, str], pip: Mapping[str, str], *, cache: str) -> str:
-    """Return the text of uv.toml. Settings without one of uv's environment variables have pip's values."""
+    """Return the text of uv.toml. The package indexes are from uv's environment variables, or else from `pip`."""
     values: dict[str, object] = {"system-certs": True, "cache-dir": cache, "link-mode": "copy"}
     index = environment.get("UV_DEFAULT_INDEX") or environment.get("UV_INDEX_URL") or pip.get("index-url")
     extra = environment.get("UV_INDEX") or environment.get("UV_EXTRA_INDEX_URL") or pip.get("extra-index-url")

@@ -56,8 +56,8 @@ class LocalCluster:
 
     Args:
         name:               name of the state folder `build/<name>`. Clusters with different names can run at the same
-                            time, but only one of these clusters can have nodes, because the iptables rules of node 1
-                            are the machine's rules.
+                            time. Only one of these clusters can have nodes, because node 1 uses the iptables rules of
+                            the machine.
         control_plane_only: whether to start only etcd, API server and controller manager, without nodes. The API server
                             accepts pods, which never run. No root permissions are needed if etcd and openssl are
                             installed.
@@ -152,7 +152,10 @@ class LocalCluster:
             self._load(image)
 
     def load_image(self, reference: str) -> None:
-        """Load the image `reference` from the launcher's image store into the nodes, so that pods can use it."""
+        """Load the image `reference` from the store of build_images() into the nodes, so that pods can use the image.
+
+        Raises ClusterError if the store does not contain the image, or if no node runs.
+        """
         image = store.find(reference)
         if image is None:
             raise ClusterError(f"image {reference!r} is not in the store: run `python -m localcluster build-images`")

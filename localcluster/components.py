@@ -16,8 +16,8 @@ class Component:
 
     Attributes:
         name:      name of the process, its log and its record.
-        argv:      whole command line. It always contains a path below the state folder, by which the launcher
-                   recognises the process as this cluster's process even if its record is lost.
+        argv:      whole command line. It always contains a path below the state folder. By this path, the launcher
+                   recognises a process of the cluster even if the record of the process is lost.
         ready_url: URL that answers with status 200 when the component is ready. With TLS, the launcher authenticates
             with the admin's certificate.
         files:     configuration files. If one changes, the process must be restarted.

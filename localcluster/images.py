@@ -124,8 +124,8 @@ def _stamp(target: str, inputs: str) -> str | None:
 
     Returns None if there is no image.
 
-    The launcher stores the stamp in a file next to the image store, and not as a label of the image, because buildah's
-    layer cache ignores labels.
+    The launcher stores the stamp in a file next to the image store. A label of the image cannot contain the stamp,
+    because buildah's layer cache ignores labels.
     """
     image = store.find(TARGETS[target])
     return f"{inputs} {image.digest}" if image is not None else None
@@ -253,7 +253,7 @@ def _scratch() -> Path:
 def _exclusive(steps: Steps) -> Iterator[None]:
     """Return a context that holds the lock of the image store.
 
-    At its begin and end, it unmounts mounts that killed builds have left.
+    On entry and on exit, the context removes the working containers and mounts of interrupted builds.
     """
     with locked(_scratch() / ".lock", steps, reason="another image build"):
         try:

@@ -1,9 +1,10 @@
 """Loads an image from buildah's store into containerd's store without copying its layers.
 
 Both stores keep each layer as a folder that overlayfs mounts. For each layer that containerd lacks, this module creates
-a snapshot whose files are hard links to buildah's files, which takes seconds and no disk space. No process writes to
+a snapshot whose files are hard links to buildah's files. This takes seconds and no disk space. No process writes to
 these files, because a container's changes go to a separate upper folder. Afterwards, this module imports the manifest
-and the configuration. It needs no archives of the layers, because containerd unpacks only layers without a snapshot.
+and the configuration. The import needs no archives of the layers, because containerd unpacks only layers without a
+snapshot.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 def chain_ids(digests: Iterable[str]) -> list[str]:
     """Return the name of each layer's snapshot. digests: digests of the layers, lowest layer first.
 
-    The name is a digest of this layer and all layers below it (ChainID of the OCI image format).
+    A name is a digest of the layer and all layers below the layer (ChainID of the OCI image format).
     """
     chain: list[str] = []
     for digest in digests:

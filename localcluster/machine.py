@@ -83,7 +83,8 @@ def recorded() -> Footprint | None:
 def claim(settings: Settings, layout: Layout) -> None:
     """Record that this cluster has nodes, and the machine's settings to restore later.
 
-    Call this function before any change to the machine.
+    Call this function before any change to the machine. Raises ClusterError if another cluster has nodes on the
+    machine.
     """
     owner = recorded()
     if owner is not None:

@@ -82,7 +82,10 @@ def remove_namespaces(namespaces: Collection[str]) -> None:
 
 
 def admit(settings: Settings) -> None:
-    """Add iptables rules that allow traffic between pods and to this node, even if the firewall drops packets."""
+    """Add iptables rules that accept packets from the bridge to pods and to this machine.
+
+    The machine's firewall may otherwise drop these packets.
+    """
     bridge = settings.bridge
     for rule in (["FORWARD", "-i", bridge, "-o", bridge], ["INPUT", "-i", bridge]):
         _insert_rule([*rule, "-j", "ACCEPT"])

@@ -1,4 +1,4 @@
-"""Starts the components of nodes: scheduler and DNS, and each node's container runtime, kubelet and Services."""
+"""Starts the scheduler and the DNS server, and the container runtime, kubelet and kube-proxy of each node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def _of_node(settings: Settings, node: Node, layout: Layout, programs: Path, fac
 
 
 def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None:
-    """Start the nodes, and wait until they are Ready. Start the control plane and call claim() before."""
+    """Start the nodes, and wait until they are Ready.
+
+    Before this call, start the control plane and call machine.claim().
+    """
     facts = machine.facts()
     write(layout.config / "Corefile", render.corefile(settings, layout))
     start(components.scheduler(settings, layout, programs), layout, steps)

@@ -31,7 +31,8 @@ def _can_listen(port: int) -> bool:
 def allocate(options: Options) -> dict[str, int]:
     """Return a free port for each server, by name.
 
-    A port is the requested port, the preferred port, or a port outside the ephemeral range.
+    A port is the requested port, the preferred port, or a port outside the ephemeral range. Raises ClusterError if the
+    requested port is in use.
     """
     if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
@@ -66,7 +67,10 @@ def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]])
 def choose_subnet(
     option: str, asked: str | None, candidates: Iterable[str], networks: list[tuple[str, ipaddress.IPv4Network]]
 ) -> str:
-    """Return the subnet `asked` or, if it is None, the first candidate that overlaps no network."""
+    """Return the subnet `asked` or, if `asked` is None, the first candidate that overlaps no network.
+
+    Raises ClusterError if `asked` or every candidate overlaps a network. option: name of the option in the message.
+    """
     if asked is not None:
         device = overlaps(asked, networks)
         if device is not None:

@@ -59,7 +59,7 @@ def is_same_component(argv: Sequence[str], other: Sequence[str], state: Path) ->
 
 
 def command_line(pid: int) -> list[str]:
-    """Return the arguments of a running process. The result is empty if it has exited."""
+    """Return the arguments of a running process. The result is empty if the process has exited."""
     try:
         return [part.decode(errors="replace") for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -115,8 +115,8 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
             env=environment(os.environ),
             start_new_session=True,
         )
-    # Before exec, the kernel shows nsenter's command line; right after it an empty one, as for a process that has
-    # exited.
+    # Before exec, the kernel shows nsenter's command line. Right after exec, it shows an empty command line, as for a
+    # process that has exited.
     while not belongs(command_line(process.pid), layout.state) and process.poll() is None:
         time.sleep(0.001)
     partial = layout.run / f"{component.name}.json.partial"
@@ -153,7 +153,7 @@ def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
     """Send SIGTERM to processes, and SIGKILL after `grace` seconds. Return when all processes have exited.
 
     The function opens the processes as pidfds before it sends signals, so that no signal reaches another process that
-    reuses a pid.
+    reuses a pid. Raises ClusterError if a process does not exit after SIGKILL.
     """
     handles: dict[int, int] = {}
     for pid in pids:

@@ -30,7 +30,7 @@ class Step:
         self.result = ""
 
     def detail(self, text: str) -> None:
-        """Show the current activity: immediately on a terminal, otherwise in a line from time to time."""
+        """Show the current activity. Without a live display, print at most one line per `interval` of Steps."""
         if self._progress is not None:
             self._progress.update(self._task, description=f"{escape(self._title)} [dim]{escape(text)}[/dim]")  # type: ignore[arg-type]
         elif time.monotonic() - self._last_printed >= self._interval:
@@ -64,7 +64,7 @@ class Steps:
 
     @contextmanager
     def step(self, title: str, *, expect: str = "") -> Iterator[Step]:
-        """Return a context that times a step and prints its line.
+        """Return a context that times a step. At the end, print the duration, the title and the result of the step.
 
         expect: announcement of a long step, which is printed at its start if there is no live display.
         """

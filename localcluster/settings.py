@@ -91,7 +91,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a cluster, which do not change while it exists.
+    """The settings of a cluster. They do not change while the cluster exists.
 
     The first `up` writes the settings to `cluster.json`, and `down` removes them.
     """
@@ -111,8 +111,8 @@ class Settings:
     def possible_nodes(self) -> list[Node]:
         """The nodes that the cluster can have.
 
-        Each node has an equal part of the pod subnet. The first address in this part is the node's, and pods have the
-        following addresses.
+        Each node has an equal part of the pod subnet. The node has the first address of this part. The pods of the node
+        have later addresses.
         """
         parts = ipaddress.IPv4Network(self.pod_subnet).subnets(prefixlen_diff=(MAX_NODES - 1).bit_length())
         return [self._node(index, part) for index, part in zip(range(1, MAX_NODES + 1), parts, strict=True)]

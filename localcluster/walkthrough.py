@@ -57,7 +57,8 @@ class Stream:
     def at_rest(self) -> int:
         """Wait until no chunk has arrived for one second, and return the number of chunks.
 
-        Call this when the custom resource is paused, because its last chunks may still arrive.
+        Call this method when the custom resource is paused, because the last chunks of the answer may arrive after
+        the pause.
         """
         before = -1
         while self.chunks != before:

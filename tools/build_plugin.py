@@ -80,7 +80,7 @@ def package_files() -> dict[str, Path]:
 
 
 def build(target: Path) -> None:
-    """Write the executable file. Raises BuildError."""
+    """Write the executable file. Raises the errors of own_modules()."""
     files = {**own_modules(), **package_files(), "LICENSE": ROOT / "LICENSE"}
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.new")

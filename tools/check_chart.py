@@ -1,8 +1,8 @@
 """Checks the chart and all manifests: `python tools/check_chart.py`, or `make lint-chart`.
 
 `helm lint --strict` checks the chart. kubeconform checks the output of helm, the install manifest, the samples and the
-children that the operator renders, against the schemas of the API server. The check needs Go and its module proxy, but
-no cluster, because the schemas come from the OpenAPI document of Kubernetes' Go module and from CRDs.
+children that the operator renders, against the schemas of the API server. The schemas come from CRDs, and from the
+OpenAPI document in Kubernetes' Go module. So the check needs Go and its module proxy, but no cluster.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _module(path: str) -> Path:
 
 
 def write_schemas(folder: Path) -> None:
-    """Write a JSON schema for each Kubernetes kind, to a file `kind-group-version.json` with its name in lower case."""
+    """Write the JSON schema of each Kubernetes kind to the file `kind-group-version.json` (in lower case)."""
     kubernetes = _module(f"k8s.io/kubernetes@{programs.KUBERNETES_VERSION}")
     document = json.loads((kubernetes / "api/openapi-spec/swagger.json").read_text())
     definitions = {name: _closed(schema) for name, schema in document["definitions"].items()}

@@ -1,8 +1,8 @@
 """Reports strings that document nothing: `python tools/check_docstrings.py [FILE ...]`.
 
-A statement that is only a string documents the module, class or function at whose beginning it stands, or the name that
-the previous statement in the same block assigns. In any other place, no reader and no tool can connect the string with
-a name. The program prints `path:line: message` for each string in such a place, and exits with status 1 if there is
+A string statement at the beginning of a module, class or function documents this module, class or function. A string
+statement after an assignment documents the assigned name. In all other places, a string statement documents no name.
+The program prints `path:line: message` for each string statement in another place, and exits with status 1 if there is
 one.
 """
 
@@ -30,7 +30,7 @@ def orphaned(tree: ast.Module) -> Iterator[int]:
 def _orphaned_in(block: Sequence[ast.AST], *, begins: bool) -> Iterator[int]:
     """Yield the line of each orphaned string in a block.
 
-    begins: the first string of the block documents the module, class or function.
+    begins: whether the first string of the block documents a module, class or function.
     """
     before: ast.AST | None = None
     for index, statement in enumerate(block):

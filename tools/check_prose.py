@@ -1,8 +1,8 @@
 """Checks the wording of all files in the repository: `python tools/check_prose.py [FILE ...]`.
 
-Two checks: no text matches a rule of glossary.toml, and no line of prose in Markdown is longer than 100 columns
-(tables, code blocks and lines that a link makes long are not prose). The program prints `path:line: message` for each
-violation, and exits with status 1 if there is one.
+No text may match a rule of glossary.toml. No line of prose in Markdown may be longer than 100 columns. Tables, code
+blocks and lines that a link makes long are not prose. The program prints `path:line: message` for each violation, and
+exits with status 1 if there is one.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ def disagreements(version: str, *, tag: str | None, owner: str | None) -> list[s
 
 
 def krew_manifest(*, version: str, repository: str, archive: str, digest: str) -> dict[str, Any]:
-    """Return the krew manifest of the kubectl plugin, which needs python3."""
+    """Return the krew manifest of the kubectl plugin."""
     home = f"https://github.com/{repository}"
     return {
         "apiVersion": "krew.googlecontainertools.github.com/v1alpha2",
@@ -148,7 +148,7 @@ def sha256(path: Path) -> str:
 
 
 def write_checksums() -> list[Path]:
-    """Write SHA256SUMS for all files of the release, and return these files."""
+    """Write SHA256SUMS for all files of the release. Return the files without SHA256SUMS."""
     files = sorted(path for path in OUTPUT.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
     lines = [f"{sha256(path)}  {path.relative_to(OUTPUT)}\n" for path in files]
     (OUTPUT / "SHA256SUMS").write_text("".join(lines))

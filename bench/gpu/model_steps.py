@@ -135,7 +135,11 @@ class Engine:
         return cls(core, executor, model, config)
 
     def add(self, count: int, prompt: int, new: int, *, first: int = 0, seed: int = 1, **params: Any) -> None:
-        """Add `count` requests with random prompts of `prompt` tokens, which generate `new` tokens."""
+        """Add `count` requests with random prompts of `prompt` tokens. Each request generates `new` tokens.
+
+        first:  number of the first request.
+        params: sampling parameters.
+        """
         random, nothing = np.random.default_rng(seed), np.empty(0, dtype=np.int32)
         values = {"temperature": 0.0, "top_k": 1, **params}
         for number in range(first, first + count):
@@ -355,8 +359,9 @@ def race(campaign: Campaign) -> None:
 
 
 def profile(campaign: Campaign) -> None:
-    """Record the times of a decode step: of its phases on the host, of the graph without the host, and of each
-    kernel.
+    """Record three times of a decode step.
+
+    These are the time of each phase on the host, the time of the graph without the host, and the time of each kernel.
     """
     engine = Engine.start(campaign, _shape(campaign))
     for batch in campaign.sizes.batches:
@@ -383,7 +388,7 @@ def _host_cell(campaign: Campaign, engine: Engine, batch: int) -> None:
 
 @contextmanager
 def _timed(target: Any, name: str) -> Iterator[list[float]]:
-    """Return a context manager that times each call of a method of `target`. Its value is the list of microseconds."""
+    """Return a context manager that times each call of a method of `target`, and yields the list of microseconds."""
     method: Callable[..., Any] = getattr(target, name)
     times: list[float] = []
 
@@ -422,7 +427,7 @@ def _device_cell(campaign: Campaign, engine: Engine, batch: int) -> None:
 
 
 def products(campaign: Campaign) -> None:
-    """Measure the matrix products of a layer and of the head, which read nearly all bytes that a step reads."""
+    """Measure the matrix products of a layer and of the LM head, which read nearly all bytes that a step reads."""
     config, device, ceilings = _shape(campaign), torch.device(campaign.device), _ceilings(campaign)
     dtype = torch.float32 if campaign.dry else torch.bfloat16
     shape = ModelShape(

@@ -74,7 +74,7 @@ _HIDDEN = ("step", "name", "time", "text", "processes", "entry")
 _KERNELS = "us_of_a_step"
 """The figure that is a list of (kernel, launches, microseconds)."""
 _MIN_KERNEL_US = 5
-"""A page leaves out kernels that take fewer microseconds."""
+"""Minimum microseconds of the kernels that a page shows."""
 _BATCH = re.compile(r"(.+?) (b\d+|\d+ rows|\d+)(| of \d+)")
 """Name of a cell that is measured by number of rows of a step or by number of clients."""
 
@@ -84,7 +84,7 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def page(rows: Sequence[Row], *, commit: str) -> str:
-    """Return a page in Markdown. rows: the lines of the results."""
+    """Return a page in Markdown. rows: the results of the campaign."""
     ends = unfinished(rows)
     named = {(row["step"], row["name"]): row for row in rows}
     rows = list(named.values())
@@ -114,7 +114,7 @@ def page(rows: Sequence[Row], *, commit: str) -> str:
 
 
 def unfinished(rows: Iterable[Row]) -> dict[str, str]:
-    """Return the steps whose last run did not succeed, as a map from the step to the way in which it ended."""
+    """Return the outcome of the last run, such as "reached its time limit", of each step that did not succeed."""
     ends: dict[str, str] = {}
     for row in rows:
         match row:
@@ -162,7 +162,8 @@ def _tables(rows: Sequence[Row]) -> Iterator[Table]:
 def _groups(cells: Sequence[tuple[str, dict[str, str]]]) -> list[list[tuple[str, dict[str, str]]]]:
     """Divide the cells of a step into groups, one per table.
 
-    A group is one measurement at several batches, or consecutive cells with the same figures.
+    The cells of one measurement at several batches are first sorted together. A cell then joins the previous group if
+    the names of its figures are a subset or a superset of the names in the group's first cell.
     """
     kinds = {_kind(name): index for index, (name, _) in reversed(list(enumerate(cells)))}
     groups: list[list[tuple[str, dict[str, str]]]] = []
@@ -181,7 +182,7 @@ def _kind(name: str) -> str:
 
 
 def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
-    """Return a table with one column per batch, for cells with one figure each."""
+    """Return a table with one column per batch, for cells with one figure each. key: name of the figure."""
     matches = {name: _BATCH.fullmatch(name) for name, _ in group}
     batches = list(dict.fromkeys(match[2] for match in matches.values() if match is not None))
     lines: dict[str, dict[str, str]] = {}

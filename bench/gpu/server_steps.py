@@ -58,7 +58,7 @@ class Process(Protocol):
 
 
 def start_process(command: Sequence[str], environment: Mapping[str, str], log: Path) -> Process:
-    """Start `python command…`. A dry run of the tests replaces this function with a faster function."""
+    """Start `python command…`. Unit tests replace this function with a faster function."""
     with log.open("ab") as output:
         return subprocess.Popen(
             [sys.executable, *command], env=dict(environment), stdout=output, stderr=subprocess.STDOUT, cwd=ROOT
@@ -333,7 +333,10 @@ class ServerRun:
         campaign.emit("equal to float32 answers of a CPU", equal=equal)
 
     async def case(self, name: str, act: Callable[[Streams], Awaitable[dict[str, Any]]]) -> None:
-        """Run streams, call `act` when a quarter of their tokens has arrived, and compare the streams' answers."""
+        """Run streams, and call `act` when a quarter of their tokens has arrived.
+
+        Compare the answers of the streams with the undisturbed answers.
+        """
         with self.campaign.part(name):
             count, tokens = self.campaign.sizes.streams, self.campaign.sizes.stream_tokens
             async with asyncio.timeout(CASE_SECONDS):

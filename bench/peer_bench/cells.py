@@ -23,8 +23,8 @@ PEERS = ("llama.cpp", "OpenVINO", "transformers", "vLLM")
 T = TypeVar("T")
 _SEQUENCES = 32
 _IDLE_CPU, _IDLE_INTERVAL, _IDLE_LIMIT = 0.2, 0.5, 30.0
-"""Maximum number of busy CPUs of an idle machine, the seconds over which it is measured, and the maximum seconds to
-wait.
+"""Maximum number of busy CPUs of an idle machine, the seconds over which this number is measured, and the maximum
+seconds to wait.
 """
 _LONG_LOAD = 20.0
 """A load that takes this many seconds or more is measured once."""
@@ -90,7 +90,10 @@ class Engine:
         self.figures.setdefault(cell.name, []).append(figure)
 
     def run_guarded(self, what: Callable[[], T]) -> T | None:
-        """Return the result of `what`. If it raises, store the cause in `failure`, and skip this engine from now on."""
+        """Return the result of `what`, or None if `what` raises WorkerError.
+
+        After an error, store the message in `failure` and skip this engine from now on.
+        """
         begun = time.perf_counter()
         try:
             return what()
@@ -105,7 +108,7 @@ class Engine:
 def engines(
     weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Engine]:
-    """Return the engines that support the weights."""
+    """Return the engines that support the weights. Engines whose virtual environment is None are left out."""
     dtype, count = DTYPES[weights], str(threads)
     commands = {OURS: [sys.executable, "ours.py", files[f"packed-{weights}"], dtype, count]}
     if venv is not None:
@@ -209,10 +212,10 @@ def _start(engine: Engine, cpus: set[int]) -> None:
 
 
 def _drop_cached_weights(engine: Engine) -> None:
-    """Drop the files that the engine's command names from the page cache.
+    """Remove from the page cache all files that the engine's command names.
 
-    Otherwise, a file that has just been written would be in other pages than after a boot, which affects engines that
-    map the file.
+    A file that has just been written is in other pages than a file that was read after a boot. This difference affects
+    engines that map the file.
     """
     named = [Path(argument) for argument in engine.command[1:] if argument.startswith("/")]
     for file in [*named, *(file for path in named if path.is_dir() for file in path.rglob("*"))]:

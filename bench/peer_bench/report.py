@@ -17,11 +17,14 @@ from megatron_runtime.protocol import strict_json as json
 
 _BARS, _BAR_WIDTH = 210, 420
 _STEADY = 1.07
-"""Maximum ratio of the memory bandwidths around a turn at which two engines count as having had the same bandwidth."""
+"""Maximum ratio of the highest to the lowest memory bandwidth before and after the turns of two engines.
+
+Up to this ratio, the bandwidths count as equal.
+"""
 _MIN_TURNS = 3
 """Minimum number of turns at equal bandwidths.
 
-With fewer, all turns count, because a median of fewer is hardly a median.
+If there are fewer such turns, all turns are counted, because the median of one or two turns is not meaningful.
 """
 
 
@@ -72,7 +75,7 @@ class Report:
         self.path.with_suffix(".svg").write_text(plot(document["rows"]))
 
     def table(self) -> list[tuple[str, ...]]:
-        """Return the rows of this run."""
+        """Return the rows of this run as text, for a table in the terminal."""
         keys = ("weights", "cell", "ours", "best_peer", "peer", "ratio")
         rows = [row for part in self.parts for row in self._rows(part)]
         return [tuple("" if row[key] is None else str(row[key]) for key in keys) for row in rows]
@@ -142,8 +145,8 @@ class Report:
 def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
     """Return the figures of an engine. For a peer, also return how many times better our engine is.
 
-    This ratio is the median of the ratios of the turns. The memory bandwidth of a virtual machine can change. So only
-    turns in which both engines had the same bandwidth are counted, if there are enough such turns.
+    This ratio is the median of the ratios of the turns. The memory bandwidth of a virtual machine can change. So if
+    both engines had the same bandwidth in _MIN_TURNS turns or more, only these turns are counted.
     """
     values = engine.figures[cell.name]
     entry: dict[str, Any] = {

@@ -124,7 +124,7 @@ class Server:
 def servers(
     weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Server]:
-    """Return the servers that support the weights."""
+    """Return the servers that support the weights. Servers whose virtual environment is None are left out."""
     dtype, count = DTYPES[weights], str(threads)
     model = ["--model", files[f"packed-{weights}"], "--dtype", dtype, "--threads", count, "--port", "{port}"]
     ours = [sys.executable, "-P", "-m", "megatron_runtime.cli", "serve", *model]
@@ -153,9 +153,9 @@ def measure_servers(
 ) -> None:
     """Measure all servers with every number of clients, once per round.
 
-    Also measure our engine alone at the same batches.
+    Also measure our engine without a server, with one request per client.
 
-    own: our engine. Its figures get the names of the cells.
+    own: our engine. Its figures have the same cell names as the servers' figures.
     """
     for server in group:
         server.engine.run_guarded(lambda server=server: server.start(cpus))  # type: ignore[misc]

@@ -2,8 +2,8 @@
 
     python bench/peer_workers/callgrind_serve.py FOLDER ECHO_ENGINE serve --port 8000
 
-Run it with the Python of that checkout. FOLDER receives callgrind's files. ECHO_ENGINE is a program that accepts the
-options of `megatron engine`; it can be empty.
+Run this program with the Python of the checkout. FOLDER receives callgrind's files. ECHO_ENGINE is a program that
+replaces `megatron engine` and accepts the same options. If ECHO_ENGINE is empty, `megatron engine` runs.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from worker import Generate, serve
 _TOKENS_EACH = 768
 _BATCH, _MICRO_BATCH = 2048, 512
 _FLASH_ATTENTION_OFF = 0
-"""Without flash attention, llama.cpp is faster on CPUs at these lengths."""
+"""Without flash attention, llama.cpp is faster on CPUs at the sequence lengths of the benchmark."""
 
 
 def load() -> tuple[Generate, int]:

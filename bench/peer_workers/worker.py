@@ -1,8 +1,6 @@
-"""The common part of the workers of bench/peers.py. It loads a model, and then answers requests.
+"""The main function of the workers of bench/peers.py, which loads a model and then answers requests.
 
-Each request is a line of JSON.
-
-This module uses only the standard library.
+Each request is a line of JSON. This module uses only the standard library.
 """
 
 from __future__ import annotations

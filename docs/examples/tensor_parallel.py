@@ -1,7 +1,6 @@
 """Answer prompts with one model that is divided over two ranks (tensor parallel). Without GPUs, the ranks use gloo.
 
-Every rank makes the same calls. The primary rank sends the prompts and the verbs, and the other ranks take part in
-both.
+Every rank makes the same calls. The primary rank sends the prompts and the verbs, and all ranks execute them.
 
 torchrun --nproc-per-node 2 docs/examples/tensor_parallel.py --model builtin:smollm2-135m
 """

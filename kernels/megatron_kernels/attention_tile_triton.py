@@ -11,12 +11,12 @@ LOG2_E = 1.4426950408889634
 WIDEN_PRODUCTS = bool(triton.knobs.runtime.interpret)
 """Whether to widen operands to float32, because Triton's interpreter cannot multiply bfloat16.
 
-The sums are the same.
+Widening does not change the sums.
 """
 
 
 def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:
-    """Check the arguments of the attention kernels from which these compute addresses. R: number of rows of queries.
+    """Check the arguments from which the attention kernels compute addresses. R: number of query rows.
 
     Raises:
         ValueError: an argument is not valid. The message has the argument, its value and the allowed value.
@@ -64,10 +64,10 @@ def softmax_step(
     largest, total, sums: the state of the online softmax: maximum [R], sum of weights [R], weighted sum of values [R,
                           C].
     stop: number of cached tokens.
-    last_seen: [R], the last token to which each row attends. Every row attends to token `first` or to an earlier token.
-               Used only if MASKED is set. Otherwise, the tile is complete and visible to all rows.
-    window:    number of tokens up to last_seen to which a row attends. Used only if WINDOWED is set, which requires
-               MASKED. With WINDOWED, a row can have attended to no token so far.
+    last_seen: [R], index of the last token to which each row attends. Used only if MASKED is set. Without MASKED, all
+               tokens of the tile are cached, and every row attends to all of them.
+    window:    number of tokens to which a row attends, counted back from last_seen. Used only if WINDOWED is set, which
+               requires MASKED. Without WINDOWED, each row must attend to a token of this tile or of an earlier tile.
     """
     tokens = first + tl.arange(0, BLOCK_TOKENS)
     present = tokens < stop

@@ -1,9 +1,9 @@
 """The experts of a mixture of experts in Triton; see `moe_experts`. SwiGLU runs between two grouped products.
 
 In each product, a program multiplies a tile of positions of one expert by a tile of columns of the expert's matrix. The
-program finds its expert on the device by bisection. There is one program for each tile of the order, whichever experts
-are selected, so that CUDA graphs can capture the launches. No two programs add to the same sum. The first product
-writes to positions, and the second to pairs. The pairs of a token are summed in the order of the token's choices.
+program finds its expert on the device by bisection. The number of programs does not depend on the selected experts, so
+that CUDA graphs can capture the launches. No two programs add to the same sum. The first product writes to positions,
+and the second product writes to pairs. The pairs of a token are summed in the order of the token's choices.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Up to 64 tokens take one launch of one program. More tokens take three launches:
    expert.
 2. One program sums over blocks and experts. The sums are the start of each expert's part, and the start of each block
    in the part.
-3. One program per block of tokens computes the position of each pair. A token selects an expert once, so the rank of a
-   pair is the number of earlier tokens of the block that selected the same expert.
+3. One program per block of tokens computes the position of each pair. A token selects an expert at most once. So the
+   rank of a pair is the number of earlier tokens in the block that selected the same expert.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ def _choose(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
-    """Replace each block's number of pairs per expert by the index in `order` at which these pairs begin."""
+    """Write the number of pairs and the start of each expert.
+
+    Also replace each block's number of pairs per expert by the index in `order` at which these pairs begin.
+    """
     columns = tl.arange(0, EXPERTS)
     inside = columns < num_experts
     total = tl.zeros((EXPERTS,), tl.int32)

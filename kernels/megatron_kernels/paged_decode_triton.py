@@ -1,9 +1,9 @@
 """Paged decode attention in Triton; see `paged_decode`.
 
-A program computes one part of one sequence for one key-value head. The query heads that share this head are the rows of
-one product, padded to a tensor-core tile, so that keys and values are read once. The launch depends only on shapes, so
-that a CUDA graph can capture it. Programs read lengths on the device. A program beyond the end of a sequence returns at
-once.
+A program computes one part of one sequence for one key-value head. The query heads that share this key-value head are
+the rows of one matrix product, so that keys and values are read once. The rows are padded to a tensor-core tile. The
+launch depends only on shapes, so that a CUDA graph can capture the launch. Programs read lengths on the device. A
+program beyond the end of a sequence returns immediately.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _decode_part(
 ):
     """Compute one part of a sequence for one key-value head.
 
-    If there is only one part, write out [B, H, C]. Otherwise, write parts [B, H, splits, C], the normalized result of
-    the part, and logs [B, H, splits], the base-2 logarithm of the sum of its weights. An empty part writes no result,
-    and its logarithm is -inf.
+    If there is only one part, write out [B, H, C]. Otherwise, write the normalized result of the part to parts [B, H,
+    splits, C], and the base-2 logarithm of the sum of the part's weights to logs [B, H, splits]. For an empty part,
+    write only the logarithm, -inf.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -120,9 +120,9 @@ def _decode_part(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the parts of one head, weighted by their sums of weights, in blocks and in the order of their tokens.
+    """Add the normalized results of one head's parts, in the order of the tokens.
 
-    Empty parts at the end add zero, so they do not change the result.
+    Each result is multiplied by the part's share of the sum of all weights. Empty parts at the end add zero.
     """
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIMS)

@@ -39,6 +39,7 @@ def qk_norm_rope_append(
     q_norm_C, k_norm_C: weights of RMSNorm over each head; both or neither. With mean_squares_T2, their shapes are [H C]
                         and [K C], for RMSNorm over all heads.
     mean_squares_T2:    float32, contiguous: mean squares of each token's queries and keys, over all heads of the model.
+                        None for RMSNorm over each head.
     """
     heads_TNC = qkv_TQ.unflatten(1, (num_heads + 2 * num_kv_heads, -1))
     q_THC, k_TKC, v_TKC = heads_TNC.split((num_heads, num_kv_heads, num_kv_heads), dim=1)

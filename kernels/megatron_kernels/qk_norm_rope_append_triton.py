@@ -1,7 +1,7 @@
 """QK-norm, rotation and append in Triton; see `qk_norm_rope_append`. One program computes some heads of one token.
 
-A row of the cache has keys and values in the same order as a row of qkv, so head N of qkv is written to position N - H
-of the cache row.
+A row of the cache has keys and values in the same order as a row of qkv. So head N of qkv is written to position N - H
+of the cache row. H is the number of query heads.
 """
 
 from __future__ import annotations

@@ -132,7 +132,10 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def dequantize(kind: int, blocks: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the values of `blocks` (uint8) as float32. For the kinds F32, F16 and BF16, return a view in this type."""
+    """Return the values of `blocks` (uint8), in float32 for quantized kinds.
+
+    For the kinds F32, F16 and BF16, return a view of `blocks` in the type of the kind.
+    """
     if kind in PLAIN_DTYPES:
         return blocks.reshape(-1).view(PLAIN_DTYPES[kind]).view(shape)
     if kind in _FORMATS:

@@ -1,7 +1,7 @@
 """Selects the implementation of each operation, in torch or in Triton.
 
-Each operation has its own switch, so that a benchmark or a debugging session can isolate it. The default is Triton on a
-CUDA device and torch on a CPU. An implementation is imported when it is selected.
+Each operation has its own switch, so that a benchmark or a debugging session can isolate an operation. The default is
+Triton on a CUDA device and torch on a CPU. An implementation is imported when it is selected.
 """
 
 from __future__ import annotations

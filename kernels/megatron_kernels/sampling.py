@@ -61,7 +61,7 @@ def sample(
     seeds_N, positions_N: int64; the 64 bits of an element of seeds_N are the seed.
     processed_NV:  float32; receives the logits from which the tokens are drawn. The largest logit is subtracted, and
                    the difference is divided by the temperature. Removed tokens have -inf. The values of a row with the
-                   token NOT_FINITE are undefined.
+                   token NOT_FINITE are undefined. None if the caller does not need these logits.
     """
     best_N, tokens_N = logits_NV.float().max(dim=-1)  # NaN is larger than all numbers
     is_finite_N = best_N.isfinite()

@@ -132,8 +132,8 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
     """Return the number of heads that a program computes for one token.
 
-    If there are enough tokens to fill the device, these heads have up to 2048 elements. Otherwise, there are at most 4
-    heads.
+    With enough tokens to fill the device, the heads of a program have at most 2048 elements in total. With fewer
+    tokens, a program computes at most 4 heads.
     """
     maximum = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
     return min(maximum, next_power_of_2(num_heads))
@@ -142,7 +142,7 @@ def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
 def routing_rows(tokens: int) -> int | None:
     """Return the number of rows of a single program that computes the whole expert routing.
 
-    Return None for too many tokens.
+    Return None if there are too many tokens for a single program.
     """
     return next((rows for rows in (16, 64) if tokens <= rows), None)
 

@@ -16,7 +16,7 @@ _LETTER = re.compile(r"[yYnN]$")
 
 
 class ReadableGroup(click.Group):
-    """A group of commands. It reports a missing package, and a connection that the other end closed, in one line."""
+    """A group of commands that reports a missing package or a broken connection in one line."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -84,6 +84,6 @@ def fail(error: Exception, *, lines: bool = False) -> NoReturn:
     """Raise the exception that ends the command with exit code 1 and prints the error's message.
 
     Args:
-        lines: the message has several lines that this program has composed.
+        lines: whether the message may have several lines. True requires that this program has composed the message.
     """
     raise click.ClickException(printable(str(error), lines=lines)) from error

@@ -31,7 +31,9 @@ async def verify(
     api_key: str | None,
     timeout_seconds: float,
 ) -> None:
-    """Check the API and, if their URLs are given, an operator and a server. Print one line for each successful check.
+    """Check the Kubernetes API, the operator at `operator_url` and the server at `server_url`.
+
+    Components without a URL are not checked. Print one line for each successful check.
 
     Each check is repeated until it succeeds, or until `timeout_seconds` have passed since the start.
 
@@ -76,9 +78,9 @@ async def _until(end: float, what: str, remedy: str, check: Callable[[], Awaitab
 
 
 async def _served(api: KubeApi) -> str:
-    """Check that the discovery document has the API version. Return the text of the successful check.
+    """Check that the API server serves the custom resource. Return the text of the successful check.
 
-    Every account may read this document, and it lists only established CRDs.
+    The check reads the discovery document, which every account may read, and which lists only established CRDs.
     """
     found = await api.request("GET", f"/apis/{API_VERSION}")
     names = {entry["name"] for entry in found["resources"]}
@@ -110,7 +112,9 @@ async def _answers(http: aiohttp.ClientSession, url: str, api_key: str | None) -
 
 
 async def _json(response: aiohttp.ClientResponse, *, expect: int | None = None) -> dict[str, Any]:
-    """Return the JSON object of a response. Raises VerificationError for another status or content.
+    """Return the JSON object of a response.
+
+    Raises VerificationError if the body is not a JSON object, or if the HTTP status is not `expect`.
 
     expect: expected HTTP status; None accepts every status.
     """

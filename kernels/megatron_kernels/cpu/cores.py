@@ -12,8 +12,8 @@ def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int
     """Return the number of physical cores that this process may use, within the CPU limit of its container.
 
     Two threads on one core share the core's vector units, so a second thread gains nothing. A CPU limit is rounded down
-    to whole CPUs, but not below 1. With more threads than the limit, the kernel would suspend a thread in each period,
-    and the other threads would wait.
+    to whole CPUs, but not below 1. With more threads than the limit, Linux would suspend a thread in each period, and
+    the other threads would wait for it.
 
     system: directory at which sysfs is mounted.
     cpus:   CPUs that the process may use; None means its affinity.

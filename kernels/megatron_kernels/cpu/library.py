@@ -20,7 +20,7 @@ FLOAT32, BFLOAT16, FLOAT16, INT8, INT5, INT4, Q2_K, Q3_K, Q4_K, Q5_K, Q6_K = ran
 """Number formats of a packed matrix."""
 
 PANEL = 16
-"""Number of outputs in a panel. The head size and the number of tokens of a cache page must be multiples of it."""
+"""Number of outputs in a panel. The head size and the number of tokens of a cache page must be multiples of PANEL."""
 
 BFLOAT16_INSTRUCTION_SETS = frozenset(("amx", "avx512_bf16", "neon_i8mm"))
 """Instruction sets that can multiply bfloat16."""

@@ -57,9 +57,9 @@ class WeightMemory:
 
     Matrices share large mappings. A mapping is released when its last matrix is released.
 
-    Pages are populated in bulk, as pages of 2 MiB as long as the kernel provides these quickly (11 GB/s on AMD Zen 4).
-    On a virtual machine whose host reclaims free memory, the kernel provides them slowly (0.5 GB/s). In this case,
-    further pages have 4 KiB (1.5 GB/s), and join_pages() joins them later.
+    take() populates pages in bulk. It uses pages of 2 MiB while Linux provides them quickly (11 GB/s on AMD Zen 4). On
+    a virtual machine whose host reclaims free memory, Linux provides them slowly (0.5 GB/s). Then take() uses pages of
+    4 KiB (1.5 GB/s), and join_pages() joins these small pages later.
     """
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class WeightMemory:
 
 
 def online_nodes(path: Path = _NODES) -> list[int]:
-    """Return the NUMA nodes of this machine.
+    """Return the NUMA nodes of this machine, or [0] if `path` does not exist, because the machine has no NUMA.
 
-    path: file with a list of ranges, such as 0-1,4. On a machine without NUMA, this file does not exist.
+    path: file with a list of ranges, such as 0-1,4.
     """
     if not path.is_file():
         return [0]

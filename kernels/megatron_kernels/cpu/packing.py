@@ -96,7 +96,9 @@ class PackedMatrix:
     def part(self, rows: slice, columns: slice) -> PackedMatrix | None:
         """Return a view of some rows and columns.
 
-        Return None unless they are whole panels and whole blocks. rows, columns: slices with step 1.
+        Return None if `rows` are not whole panels, or if `columns` are not whole blocks.
+
+        rows, columns: slices with step 1.
         """
         block = block_inputs(self.format)
         (row, last_row, _), (column, last_column, _) = rows.indices(self.outputs), columns.indices(self.inputs)
@@ -107,16 +109,13 @@ class PackedMatrix:
         return PackedMatrix(self.format, last_row - row, last_column - column, data)
 
     def look_up(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """Return float32 x_TK, the rows `ids_T` of the matrix, with the values that the format stores.
-
-        The matrix must be contiguous.
-        """
+        """Return the rows `ids_T` of the matrix as x_TK in float32. The matrix must be contiguous."""
         x_TK, ids = torch.empty(len(ids_T), self.inputs), ids_T.to(torch.int64).contiguous()
         library().megatron_look_up(self.record, ids.data_ptr(), len(ids), x_TK.data_ptr())
         return x_TK
 
     def dequantize(self) -> torch.Tensor:
-        """Return weight_NK in float32, with the values that the format stores. The matrix must be contiguous."""
+        """Return the whole matrix as weight_NK in float32. The matrix must be contiguous."""
         return self.look_up(torch.arange(self.outputs))
 
 
@@ -153,7 +152,7 @@ def pack(
 
     weight: one weight, or several weights with the same packed_format(), whose rows are concatenated. Each of them must
             satisfy fits().
-    name: float32, bfloat16, float16, int8 or int4. If it is an integer format, quantized weights keep their blocks.
+    name: float32, bfloat16, float16, int8 or int4. With int8 or int4, a quantized weight keeps its own blocks.
     memory: allocates the panels. If None, torch allocates them.
     """
     memory = memory or WeightMemory()

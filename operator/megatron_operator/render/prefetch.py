@@ -1,7 +1,7 @@
-"""A Job that downloads the Hugging Face repository of a resource to a claim before engines need it.
+"""A Job that downloads a custom resource's Hugging Face repository to a PersistentVolumeClaim.
 
-The user applies the Job and then sets the claim as the resource's source. Engines then start without a download and
-share one copy. A new revision can be downloaded while another revision is in use.
+The user applies the Job, and later sets the claim as the source of the model. Engines then start without a download
+and share one copy. A new revision can be downloaded while another revision is in use.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
 
 
 def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
-    """Return the Job that downloads the repository to `claim`, in a directory for its revision.
+    """Return the Job that downloads the repository to `claim`, in a directory for the repository's revision.
 
-    Raises NothingToPrefetch.
+    Raises NothingToPrefetch if the resource has no pinned repository.
     """
     repository, revision = _pinned(ctx)
     target = f"{MODEL_DIR}/{_folder(repository)}/{revision}"

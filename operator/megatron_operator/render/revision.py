@@ -1,7 +1,8 @@
 """ControllerRevision `NAME-rev-HASH`, which records the inputs from which the engines of one revision are rendered.
 
-HASH is the revision, a digest of the rendered pod template with the resolved image. Until a rollout replaces an engine,
-its missing objects are rendered from this record, never from the current spec.
+HASH is the revision, a digest of the rendered pod template with the resolved image. If an object of an engine is
+missing, the operator renders the object from this record. The current spec applies to an engine only after a rollout
+has replaced the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SPEC_FIELDS: dict[str, Any] = {
     "engine": True,
     "lifecycle": {"drain_seconds"},
 }
-"""Inputs of an engine's template."""
+"""Fields of the spec that are inputs of an engine's pod template."""
 _NOT_IN_TEMPLATE: dict[str, Any] = {
     "model": {"adapters"},
     "engine": {"roles": {"prefill": {"replicas", "per_decode"}}},
@@ -62,9 +63,7 @@ def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
 
 
 def has_inputs(ctx: RenderContext, data: Mapping[str, Any]) -> bool:
-    """Return whether a stored revision has the same inputs as the current spec, even if they are rendered
-    differently.
-    """
+    """Return whether a stored revision has the same inputs as the current spec. Rendered templates are not compared."""
     try:
         same_security = data["settings"]["security"] == ctx.settings.security
         return same_security and _inputs(parse_stored_spec(data["spec"])[0]) == _inputs(ctx.spec)
@@ -86,10 +85,10 @@ def _recorded(spec: MegatronInferenceSpec) -> tuple[str, ...]:
 
 
 def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) -> RenderContext | None:
-    """Return the context of a stored revision, or None if this operator renders its inputs differently.
+    """Return the render context of a stored revision.
 
-    The rendering differs, for example, after an upgrade that changed the template. Engines of such a revision are left
-    unchanged until a rollout replaces them.
+    Return None if `data` is invalid, or if this operator renders `data` to another revision, for example because an
+    upgrade changed the template. Engines of such a revision do not change until a rollout replaces them.
     """
     try:
         stored, _ = parse_stored_spec(data["spec"])

@@ -47,7 +47,7 @@ def _arguments(ctx: RenderContext, _name: str) -> str | None:
     """Return the engine arguments of vLLM as JSON, or None for native engines.
 
     Raises:
-        UnsupportedByBackend: an argument is not allowed; the message has the first such argument.
+        UnsupportedByBackend: an argument is not allowed, or the JSON is too long. The message names one argument.
     """
     if ctx.spec.engine.backend is Backend.NATIVE:
         return None
@@ -92,14 +92,14 @@ def vllm_env(ctx: RenderContext) -> list[dict[str, Any]]:
 
 
 def vllm_arguments(ctx: RenderContext) -> dict[str, Any]:
-    """Return `spec.engine.vllm.args`, plus the vLLM arguments that fields of the resource set."""
+    """Return the vLLM arguments from `spec.engine.vllm.args` and from other fields of `spec.engine`."""
     engine = ctx.spec.engine
     arguments = engine.vllm.args if engine.vllm else {}
     return {**arguments, **{name: value for each in _of_fields(engine).values() for name, value in each.items()}}
 
 
 def _of_fields(engine: EngineSpec) -> dict[str, dict[str, Any]]:
-    """Return the vLLM arguments that fields of the spec set, by the path of the field."""
+    """Return the vLLM arguments that fields of `spec.engine` define, by name of the field."""
     found: dict[str, dict[str, Any]] = {}
     if engine.kv_offload is not None:
         gib = quantity_bytes(engine.kv_offload.cpu_memory) / (1 << 30)

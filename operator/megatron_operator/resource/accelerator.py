@@ -79,7 +79,7 @@ class AcceleratorSpec(ApiModel):
 
     @model_validator(mode="after")
     def _different_claims(self) -> Self:
-        """Reject a name that is listed twice. The API server does the same for a list that is merged by a key."""
+        """Reject two claims with the same name. The API server rejects them too, because `name` is the list's key."""
         names = [claim.name for claim in self.claims or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

@@ -55,7 +55,7 @@ def require(rules: Iterable[SpecRule], value: Any) -> None:
 
 
 class ApiModel(BaseModel):
-    """A part of the custom resource. It is frozen, has camelCase keys in JSON, and rejects unknown keys."""
+    """Base class of the custom resource's objects, which are frozen, have camelCase keys and reject unknown keys."""
 
     RULES: ClassVar[tuple[SpecRule, ...]] = ()
 
@@ -84,10 +84,10 @@ class ApiModel(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """Annotation of a string field with its pattern. An invalid value is reported with a sentence.
+    """Annotation that requires a string field to match a pattern. The error describes valid values in words.
 
-    A `pattern` in the schema would report the regular expression. This annotation is a rule in CEL instead, and a
-    validator for the offline commands.
+    An error for a `pattern` in the schema would show only the regular expression. So this annotation adds a CEL rule to
+    the schema, and a validator for the offline commands (`render`, `plan`).
 
     pattern: regular expression that must match the whole value.
     want:    description of valid values, which follows "must be" in the error.
@@ -116,7 +116,7 @@ class Matches:
 
 
 def section(model: type[T], description: str) -> Any:
-    """Return a field for a nested object that has defaults of its own, in Python and in the CRD (`default: {}`)."""
+    """Return a field for a nested object. If the object is missing, its defaults apply (`default: {}` in the CRD)."""
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 

@@ -36,7 +36,7 @@ class Backend(StrEnum):
 
 CPU_SEQUENCE_LENGTH = 4096
 CPU_CACHE_MEMORY = "2Gi"
-"""Defaults of engines on CPUs."""
+"""Defaults of engines on CPUs: maximum sequence length in tokens, and memory of the KV cache."""
 CacheMemory = Annotated[
     str,
     Matches(

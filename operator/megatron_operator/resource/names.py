@@ -33,11 +33,11 @@ ANNOTATION_AVOIDED = f"{GROUP}/avoided-nodes"
 TERM_ANNOTATION = f"{GROUP}/term"
 NAMESPACES_ANNOTATION = f"{GROUP}/namespaces"
 SUCCESSOR_ANNOTATION = f"{GROUP}/lease"
-"""The last three are annotations of Leases. An operator's Lease has its term and the namespaces that it serves.
-FORMER_LEASE names the Lease of the release that holds it.
+"""The last three names are annotations of Leases. The Lease of an operator has the operator's term and the namespaces
+that the operator serves. FORMER_LEASE has the name of the Lease of the release that holds FORMER_LEASE.
 """
 FORMER_LEASE = "megatron-operator"
-"""Name of the Lease that all releases used before each had its own Lease."""
+"""Name of the Lease that early releases share. Each later release has a Lease of its own."""
 REVISION_KIND = "ControllerRevision"
 
 COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"

@@ -41,7 +41,7 @@ class Release(ApiModel):
 
     @classmethod
     def from_status(cls, stored: Any) -> Release | None:
-        """Return the release that a status records. Returns None if it has no release or an invalid one.
+        """Return the release that a status records. Returns None if the status has no valid release.
 
         Fields of later operators are ignored.
         """
@@ -71,15 +71,17 @@ class Release(ApiModel):
         return json.dumps(self.to_status(), sort_keys=True, separators=(",", ":"))
 
     def for_backend(self, backend: Backend, default: str) -> Release:
-        """Return this release for a resource whose backend may have changed since the release was recorded.
+        """Return this release with an image for vLLM engines if `backend` is vLLM, otherwise without one.
 
-        default: image for vLLM engines if this release has no such image.
+        The backend may have changed since the release was recorded.
+
+        default: image for vLLM engines if this release has none.
         """
         image = (self.vllm_runtime_image or default) if backend is Backend.VLLM else None
         return self.model_copy(update={"vllm_runtime_image": image})
 
     def settings(self, installed: Settings) -> Settings:
-        """Return the settings with which children of this release are rendered.
+        """Return the settings for rendering the children of a resource that has this release.
 
         installed: settings of the operator installation.
         """
@@ -94,7 +96,7 @@ class Release(ApiModel):
 
 
 def is_older(version: str, than: str) -> bool:
-    """Return whether `version` is older than `than`. Both are compared by the numbers at their beginning."""
+    """Return whether `version` is older than `than`. Only the numbers at the beginning of versions are compared."""
     return _numbers(version) < _numbers(than)
 
 

@@ -24,7 +24,7 @@ MONITORING_NAMESPACE: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of an operator installation that affect the rendering of children and decisions."""
+    """Settings of an operator installation that affect decisions and the rendering of children."""
 
     runtime_image: str
     """Image of servers and native engines, unless the resource sets one."""

@@ -188,9 +188,9 @@ class ModelSource(ApiModel):
 
     @property
     def location(self) -> tuple[str, str] | None:
-        """The field in the source whose `{revision}` is replaced, and its value.
+        """Path and value of the source's field in which `{revision}` is replaced.
 
-        The value is None without such a field.
+        None if the source has no such field.
         """
         if self.object_store is not None:
             return "objectStore.url", self.object_store.url
@@ -341,7 +341,7 @@ class ModelSpec(ApiModel):
 
     @model_validator(mode="after")
     def _different_adapters(self) -> Self:
-        """Reject a name that is listed twice. The API server does the same for a list that is merged by a key."""
+        """Reject two adapters with the same name. The API server rejects them too, because `name` is the list's key."""
         names = [adapter.name for adapter in self.adapters or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:

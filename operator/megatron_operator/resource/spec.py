@@ -132,7 +132,7 @@ def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     absent = f"!has(self.model.source.{source})"
 
     def is_placed(spec: MegatronInferenceSpec) -> bool | None:
-        """Return whether the source's field contains {revision}, or None if the source does not have this field."""
+        """Return whether `field` contains {revision}, or None if the source does not have `field`."""
         location = spec.model.source.location
         return None if location is None or location[0] != field else "{revision}" in location[1]
 
@@ -369,7 +369,7 @@ def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
 
 @lru_cache(maxsize=1024)
 def _parse_spec(text: str) -> MegatronInferenceSpec:
-    """Return the spec that a JSON text describes. The result is cached, because most passes parse an unchanged spec.
+    """Return the spec that a JSON text describes. The result is cached, because specs rarely change.
 
     Strict JSON mode rejects what the API server's schema rejects, such as "yes" for a boolean.
     """
