@@ -251,8 +251,8 @@ class Reason(Documented):
     NO_DECODE_ENGINE = "NoDecodeEngine", "No decode engine serves. Prefill engines generate the answers."
     STALE_FENCE = (
         "StaleFence",
-                "The coordinator reports a fence that no leader of the operators can have sent. A fence is the number that "
-        "orders the signals of successive leaders. The operator ignores the reported fence.",
+        "The coordinator reports a fence, the number that orders the signals of successive leaders, that no leader "
+        "can have sent. The operator ignores this fence.",
     )
     DELETING = "Deleting", "The resource is being deleted, so the operator does not change it."
     AVAILABLE = "Available", "The component that the condition describes works."
