@@ -243,7 +243,8 @@ def _hints(reason: Reason) -> list[str]:
     one hint, because the remedy of the reason has the same text.
     """
     causes = (*SCHEDULING, *CREATION, *TERMINATION_MESSAGE)
-    hints = list(dict.fromkeys(cause.remedy for cause in causes if cause.reason is reason))
+    remedies = [cause.remedy.format(pod_template="podTemplate") for cause in causes if cause.reason is reason]
+    hints = list(dict.fromkeys(remedies))
     return hints if len(hints) > 1 else []
 
 
@@ -266,7 +267,7 @@ _TABLES = (Symptom.IN_PROGRESS, Symptom.SETTLED)
 
 
 def _table(reasons: list[Reason]) -> Iterator[str]:
-    yield from ("", "| reason | meaning | do |", "|---|---|---|")
+    yield from ("", "| reason | meaning | action |", "|---|---|---|")
     for reason in reasons:
         meaning, action = (_FIELD.sub(r"`\1`", text) for text in (reason.doc, REMEDIES[reason].action))
         yield f"| `{reason.value}` | {meaning} | {action} |"
