@@ -402,9 +402,9 @@ class NativeBackend(EngineBackend):
 
 
 def _without_grammar(request: EngineRequest) -> AnswerState | None:
-    """Return the AnswerGuide of an answer without a grammar, which enforces the reasoning budget.
+    """Return an AnswerGuide that enforces the reasoning budget of a request without a grammar.
 
-    Return None if the answer has only one part.
+    Return None if the whole answer is one AnswerPart.
     """
     parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
     if parts is None:

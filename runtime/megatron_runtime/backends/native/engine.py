@@ -183,7 +183,10 @@ class EngineCore:
         return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """End the requests that are complete when added (maximum length or stop token). Return their outputs."""
+        """End new requests whose tokens are already a complete answer, and return their outputs.
+
+        Such a request continues an answer that has the maximum length or ends with a stop token.
+        """
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
@@ -331,7 +334,11 @@ class EngineCore:
     def _end(
         self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
-        """Close `request` and return its last output. newest: the last token of the answer."""
+        """Close `request` and return its last output.
+
+        tokens: new tokens for the client.
+        newest: the last sampled token, which may be a stop token; None if there is none.
+        """
         routing, exported = self._routing_of(request), None
         if request.request.keeps_blocks and reason != "error":
             count = transferable_blocks(request.prompt_length, self.config.block_size_tokens)

@@ -186,9 +186,9 @@ def _bounded(tokens: int, maximum: int) -> int:
 
 
 def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) -> float:
-    """Return the number of requests per second at which the engines are busy for a share of the time.
+    """Return the number of requests per second that keeps the engines busy for the fraction `utilisation` of the time.
 
-    utilisation: this share, from 0 to 1, for steps with FULL_ROWS requests each.
+    The function assumes that each step has FULL_ROWS requests.
     """
     rng = np.random.default_rng(0)
     draws = [SHAPES[name](rng) for _ in range(2000)]
