@@ -389,7 +389,7 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await `work`, and return the success or the failure of all ranks.
+        """Await `work`, and return, for each rank, whether it succeeded.
 
         If `work` fails, it must undo its own changes.
         """

@@ -66,7 +66,7 @@ def _rank(request: CoreRequest) -> tuple[int, int, int]:
 class Scheduler:
     """The queues of one engine.
 
-    open:               all requests by id. Each is in `waiting` or `running`, which are sorted by rank.
+    open:               all requests by id. Each is in `waiting` or `running`, which are sorted by CoreRequest.rank.
     last_request:       the highest request id added so far; 0 if there is none.
     preemptions: number of times that a request lost its pages to other requests.
     coordination_waits: number of steps that waiting requests skipped because another request was computing their
@@ -231,7 +231,10 @@ class Scheduler:
         return self._context.tokens_left(_slots(requests))
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
-        """Return how many prompt tokens of a step are assigned by rank, and how many by prompt size."""
+        """Return the number of prompt tokens of a step that are assigned by CoreRequest.rank, and the number of others.
+
+        The others are assigned to the prompts with the fewest remaining tokens.
+        """
         budget = self._config.step_tokens - num_decodes
         if not self._config.enable_chunked_prefill:
             return budget, 0  # each prompt is computed in one step, so no prompt is split to make room for another
@@ -244,7 +247,7 @@ class Scheduler:
 
         A decode computes one token. Prompts share the other tokens of the step.
 
-        requests: requests in the order of their rank.
+        requests: requests in the order of CoreRequest.rank.
         left:     number of remaining tokens of each request.
         """
         shares = np.minimum(left, 1)

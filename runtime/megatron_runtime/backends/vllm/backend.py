@@ -120,9 +120,9 @@ class VllmRequest(BackendRequest):
         return self.prompt_length + len(self.tokens)
 
     def submission(self) -> tuple[SamplingParams, int]:
-        """Return the sampling parameters for the next of `parts`, and the number of its prompt tokens from the answer.
+        """Return the sampling parameters of the next of `parts`, and the number of answer tokens in its prompt.
 
-        The prompt of a part consists of the request's prompt and of the tokens of the previous parts.
+        The prompt of a part can end with the answer tokens of the previous parts.
         """
         params, parts = copy.copy(self.params), self.parts
         params.call_structure = params.reasoning = None

@@ -205,7 +205,7 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield each byte from the other side. Raises EOFError, OSError or TimeoutError if the other side is lost."""
+    """Yield each byte that the other pod sends. Raises EOFError, OSError or TimeoutError if the other pod is lost."""
     while True:
         yield await asyncio.wait_for(reader.readexactly(1), SILENCE_SECONDS)
 

@@ -426,8 +426,8 @@ class VllmService:
     async def _require_health(self) -> None:
         """Check vLLM's health for ABORT_SECONDS. Raise EngineDeadError if vLLM has stopped.
 
-        Called after vLLM has aborted a request, because vLLM does this if a rank is lost. After the error, another
-        engine can continue the request.
+        Called after vLLM has aborted a request, because vLLM aborts its requests if a rank is lost. After the error,
+        another engine can continue the request.
         """
         assert self._llm is not None
         for _ in range(round(ABORT_SECONDS / HEALTH_STEP_SECONDS)):

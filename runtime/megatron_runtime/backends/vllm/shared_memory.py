@@ -18,7 +18,7 @@ _PREFIX = "megatron-weights-"
 
 
 class SharedMemory:
-    """The directories of one engine in shared memory, by name. The first call of path() creates their parent."""
+    """The directories of one engine in shared memory. The first call of path() creates their parent directory."""
 
     def __init__(self) -> None:
         self._root: Path | None = None

@@ -92,8 +92,8 @@ def cached_directory(
 
     model:          an `hf:` reference or the URL of an object store.
     tokenizer_only: whether to fetch only the tokenizer. If the repository has no tokenizer, all files are fetched.
-    cache:          cache directory. By default, a model in $MEGATRON_MODEL_CACHE is used from there. Any other model is
-                    fetched to the cache of the Hugging Face libraries.
+    cache:          cache directory. By default, this is $MEGATRON_MODEL_CACHE for a model that is there, and the cache
+                    of the Hugging Face libraries for any other model.
     progress: called with the progress of the transfers. By default, the progress is logged.
 
     Raises HubError, HubUnavailableError, ModelFileError or OSError.

@@ -313,7 +313,8 @@ def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> Non
 
     The command runs the real coordinator core, schedulers and prefix caches. It computes the duration of each engine
     step with a formula. Every policy serves the same requests, with every combination of prompt tokens per step and
-    number of prefill engines. The table shows medians over the traces. The JSON file has the figures of each trace.
+    number of prefill engines. For a built-in trace, the table shows medians over --seeds runs. The JSON file has the
+    figures of each run.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if (most := max(options["prefill_engines"])) >= engines:

@@ -91,7 +91,7 @@ class StagedLinears(LinearFactory):
 class DeviceMixture:
     """A mixture of experts whose kernel launches do not depend on the routing.
 
-    weights: weights whose matrices were created by DeviceLinears.
+    weights: router and experts, whose matrices were created by DeviceLinears.
     """
 
     def __init__(self, weights: ExpertWeights) -> None:

@@ -240,7 +240,7 @@ class RankedExecutor(Ranks):
     # --- Ranks --------------------------------------------------------------------------------------------------
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Wait until every rank has executed all earlier orders. Return the success or the failure of all ranks."""
+        """Wait until every rank has executed all earlier orders. Return, for each rank, whether it succeeded."""
         try:
             await asyncio.to_thread(self._everywhere, "confirm")
         except RankError as error:
