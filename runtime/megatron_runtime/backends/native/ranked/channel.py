@@ -343,7 +343,7 @@ class LeaderChannel(_Channel):
     def share_state(self, state: str, *, has_joined: bool) -> None:
         """Send the engine's EngineState to the other ranks.
 
-        has_joined: whether the engine has joined the coordinator and reached the state that the coordinator requires.
+        has_joined: whether the engine serves, and has reached the lifecycle state that the coordinator requires.
         """
         self._send(Kind.STATE, 0, [state, has_joined])
 
