@@ -31,9 +31,9 @@ class StepCosts(NamedTuple):
 
 
 class StepRates:
-    """Fits StepCosts to steps by least squares. Older steps count less.
+    """Estimates StepCosts from recorded steps by least squares. Older steps count less.
 
-    A cost for which the fit gives no positive value keeps its last value, which is None at first.
+    If the estimate of a cost is not positive, rates() uses the last positive estimate of this cost.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class OutputRates:
         self.stop()
 
     def stop(self) -> None:
-        """Forget the messages since the last record, because the engine is interrupted."""
+        """Discard the messages that are not recorded as steps yet, because the engine is interrupted."""
         self._since: float | None = None
         """Time at which the engine began to compute the next message; None if the engine was idle or interrupted."""
         self._messages = self._prompt_tokens = self._held_tokens = 0
@@ -113,7 +113,7 @@ class OutputRates:
         self._held_tokens += held_tokens
 
     def arrived(self, now: float, *, has_prompts: bool, has_work: bool) -> None:
-        """Note that a message with the outputs since the last call has arrived.
+        """Record the arrival of a message, which contains all outputs that were added since the last call.
 
         has_prompts: whether a request waits for its first output.
         has_work:    whether a request has not ended.

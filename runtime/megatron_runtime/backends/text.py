@@ -90,7 +90,7 @@ class ModelText:
         return [bos, *ids] if add_BOS and bos is not None and ids[:1] != [bos] else ids
 
     def bad_words(self, texts: Iterable[str], *, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-        """Return the token sequences of SamplingParams.bad_words; see token_sequences()."""
+        """Return the token sequences to ban for the `texts` of SamplingParams.bad_words (see token_sequences())."""
         return self._bad_words(tuple(texts), vocab_size)
 
     def _token_sequences(self, texts: tuple[str, ...], vocab_size: int) -> tuple[tuple[int, ...], ...]:
@@ -212,7 +212,10 @@ class GrammarQueue:
     async def begin_calls(
         self, request: EngineRequest, structure: Mapping[str, Any], tokens: Sequence[int] = ()
     ) -> AnswerState:
-        """Return the grammar state of a request's tool calls after `tokens`. Raises the errors of begin()."""
+        """Compile the grammar of a request's tool calls, and return its state after `tokens`.
+
+        Raises the errors of begin().
+        """
         params = SamplingParams(structured_output=dict(structure))
         begun = await self.begin(
             replace(
@@ -232,7 +235,7 @@ class GrammarQueue:
         structure: Mapping[str, Any],
         tokens: Sequence[int],
     ) -> Future[AnswerState]:
-        """Start to compile the grammar of a request's tool calls. Can be called on any thread."""
+        """Start begin_calls(), and return a future of its result. Can be called on any thread."""
         begun: Future[AnswerState] = Future()
 
         def done(task: asyncio.Task[AnswerState]) -> None:

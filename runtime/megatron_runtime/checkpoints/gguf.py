@@ -60,7 +60,7 @@ class _Entry:
 
     offset:       position in bytes, from the start of the file.
     paired_heads: number of heads if the rows of each head are in the order of rotary pairs; otherwise None.
-    less: offset of a norm's weights, to subtract from the stored values.
+    less:         value that read() subtracts, because the file stores the weights of a norm with this value added.
     """
 
     file: MappedFile
@@ -72,7 +72,9 @@ class _Entry:
 
 
 class GGUFCheckpoint(Checkpoint):
-    """The weights in a .gguf file or in its parts. The constructor reads the headers.
+    """A checkpoint in a .gguf file, or in several .gguf files that are the parts of one model.
+
+    The constructor reads the headers.
 
     path: path of the file, or of any part.
     """
@@ -159,7 +161,7 @@ def _read_files(path: Path, others: Sequence[Path]) -> tuple[dict[str, Any], dic
 
 
 def _with_factors(config: ModelConfig, fields: Fields, stored: Mapping[str, _Entry]) -> ModelConfig:
-    """Return `config` with the rope scaling factors, if the file stores such factors as tensors."""
+    """Return `config` with the rope scaling factors that the file stores as tensors, if there are any."""
     where = fields.where
 
     def factors(name: str) -> list[float]:
@@ -204,7 +206,7 @@ def _with_factors(config: ModelConfig, fields: Fields, stored: Mapping[str, _Ent
 
 
 def _whole(entry: _Entry) -> torch.Tensor:
-    """Return the values of a whole tensor in their stored form."""
+    """Return the dequantized values of a whole tensor, with the rows in the order of the file."""
     data = entry.file.piece(entry.offset, _num_bytes(entry.kind, entry.shape))
     return dequantize(entry.kind, data, entry.shape)
 

@@ -34,7 +34,7 @@ _PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensorInfo:
-    """The description of one tensor in the index.
+    """The description of one tensor, from the index of a .gguf file.
 
     shape:  row-major, as in torch; the file has the opposite order.
     kind:   GGML type number.

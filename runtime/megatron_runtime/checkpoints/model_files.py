@@ -98,7 +98,7 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Return `values`, which were read from a file, as a shape or as the offset on each axis.
+    """Return `values` as a tuple. The values, read from a file, are a shape or an offset per axis.
 
     Raises ValueError unless the values are a valid shape.
     """
@@ -113,7 +113,7 @@ def size_of(values: Any = ()) -> tuple[int, ...]:
 class ModelFile:
     """One file of a model.
 
-    path: path of the file, with links.
+    path: path of the file, which may contain symbolic links.
     root: the resolved directory that must contain the file; None if the path comes from the caller and is trusted.
     """
 

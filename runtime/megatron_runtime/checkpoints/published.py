@@ -129,10 +129,12 @@ class WeightStream:
 
 
 class PublishedCheckpoint(Checkpoint):
-    """The checkpoint of one session with a trainer. read() receives the blocks. close() ends the connection.
+    """A checkpoint whose tensors are received from a trainer. close() ends the connection to the trainer.
 
     config:   configuration of this engine's model. The trainer's tensors must fit it.
-    keys_dir: see WeightStream, also for errors.
+    keys_dir: as in WeightStream.
+
+    Raises the errors of WeightStream.
     """
 
     def __init__(self, source: str, *, config: ModelConfig, keys_dir: Path | None) -> None:

@@ -80,9 +80,9 @@ def read_pickle(
 
 
 def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
-    """Return an empty OrderedDict.
+    """Return an empty OrderedDict, to which the unpickler then adds the entries.
 
-    A trusted replacement of collections.OrderedDict for pickles, which add the entries.
+    This function replaces collections.OrderedDict in pickles.
     """
     return OrderedDict()
 

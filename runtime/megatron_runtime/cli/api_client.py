@@ -83,7 +83,11 @@ class EventReader:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of an answer that has just arrived. reasoning: new reasoning text, which precedes the new text `text`."""
+    """New text of a streamed answer.
+
+    text:      new text of the answer itself.
+    reasoning: new text of the model's reasoning, which comes before `text`.
+    """
 
     text: str
     reasoning: str = ""

@@ -258,7 +258,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(@[\w./-]+)?")
 def model_reference(name: str) -> str:
     """Return the model reference for a name that a user has entered.
 
-    ORG/NAME is a hub repository unless this path exists.
+    A name such as ORG/NAME is a repository of the hub, unless there is a file or directory with this path.
     """
     return f"hf:{name}" if _HUB_NAME.fullmatch(name) and not Path(name).exists() else name
 

@@ -28,9 +28,9 @@ _ADAPTER_SECONDS = 3600.0
 
 
 async def until_ready(options: SimpleNamespace, *, url: str, coordinator: str, admin: str, say: Any) -> None:
-    """Wait until every engine serves, with the LoRA adapters, and the server is connected to the coordinator.
+    """Wait until all engines have their weights and LoRA adapters, and the server is connected to the coordinator.
 
-    Report each engine when it is ready.
+    Call `say` with a line for each engine that has its weights, and with a line that lists the adapters.
     """
     client = CoordinatorClient(coordinator)
     await client.start(connect_timeout_seconds=_CONNECT_SECONDS)

@@ -217,7 +217,7 @@ def _children(options: SimpleNamespace, *, sockets: Path, listener: socket.socke
 
 
 async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:
-    """Await `work`. Return True when it has finished, or False if `stop` is set before.
+    """Return True when `work` has finished. If `stop` is set earlier, cancel `work` and return False.
 
     Raises the exception of `failed` or `work`.
     """

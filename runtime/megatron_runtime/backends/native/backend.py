@@ -389,7 +389,7 @@ class NativeBackend(EngineBackend):
         self._running = running
 
     async def _perform(self, work: Awaitable[object]) -> RankResults:
-        """Await `work`, and return the success or the failure of all ranks.
+        """Await `work`, and return, for each rank, whether it succeeded.
 
         If `work` fails, it must undo its own changes.
         """
@@ -402,9 +402,9 @@ class NativeBackend(EngineBackend):
 
 
 def _without_grammar(request: EngineRequest) -> AnswerState | None:
-    """Return the AnswerGuide of an answer without a grammar, which enforces the reasoning budget.
+    """Return an AnswerGuide that enforces the reasoning budget of a request without a grammar.
 
-    Return None if the answer has only one part.
+    Return None if the whole answer is one AnswerPart.
     """
     parts = AnswerParts.of(request.sampling_params, token_bytes=lambda _id: b"")
     if parts is None:

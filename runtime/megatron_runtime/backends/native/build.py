@@ -133,7 +133,7 @@ def select_executor(
     is_check:           whether the executor only validates. If so, the device "cuda" need not exist.
     make_forward:       returns a forward pass on the CPU that replaces the executor's own forward pass.
 
-    Raises ValueError if the device does not exist or does not support `config`, or if the model does not fit.
+    Raises ValueError if the device does not exist or does not support `config`, or if an option does not fit the model.
     """
     options["logprobs_mode"] = config.logprobs_mode
     options["records_routing"] = config.moe_enable_routing_replay or getattr(source, "records_routing", False)

@@ -183,7 +183,7 @@ class EngineCore:
         return [request.expire(now=now) for request in overdue]
 
     def _end_exhausted(self) -> list[RequestOutput]:
-        """End the requests that are complete when added (maximum length or stop token). Return their outputs."""
+        """End new requests that continue an answer which is already complete, and return their outputs."""
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
@@ -331,7 +331,7 @@ class EngineCore:
     def _end(
         self, request: CoreRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
-        """Close `request` and return its last output. newest: the last token of the answer."""
+        """Close `request` and return its last output. newest: last sampled token; needed for "stop"."""
         routing, exported = self._routing_of(request), None
         if request.request.keeps_blocks and reason != "error":
             count = transferable_blocks(request.prompt_length, self.config.block_size_tokens)
@@ -345,7 +345,7 @@ class EngineCore:
         return output
 
     def _routing_of(self, request: CoreRequest) -> npt.NDArray[Any] | None:
-        """Return the experts of a request's tokens. None if they are not recorded, or if the request holds no slot."""
+        """Return the experts that ran a request's tokens; None if they are not recorded or the request has no slot."""
         return self.context.routing_of(request.slot) if request.slot >= 0 else None
 
     @property

@@ -92,7 +92,7 @@ class Executor(Protocol):
     page_size: number of tokens of a KV page.
     short_length: as in the model's configuration.
     num_pages: number of pages of the KV cache; the last page is the dummy page.
-    kv_cache_bytes: size in bytes on each rank; 0 if unknown.
+    kv_cache_bytes: size of the KV cache in bytes on each rank; 0 if unknown.
     kv_layout: text that is equal for two executors if their pages have equal contents for equal tokens. Empty if pages
                can be neither read nor written, because several ranks hold them.
     """

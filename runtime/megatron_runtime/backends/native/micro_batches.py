@@ -42,7 +42,12 @@ class MicroBatch:
 
 
 def cut(plan: StepPlan, sizes: ParallelSizes, *, expert_rank: int, dummy_page: int, page_size: int) -> list[MicroBatch]:
-    """Return the micro-batches of `expert_rank`. Every expert rank has the same number of micro-batches."""
+    """Split the rows of `plan` that belong to `expert_rank` into micro-batches, and return the micro-batches.
+
+    Every expert rank has the same number of micro-batches.
+
+    dummy_page: page of the dummy token (see MicroBatch).
+    """
     if sizes.expert == 1 and sizes.pipeline == 1:
         return [MicroBatch(plan, np.arange(len(plan.query_lengths)), (len(plan.token_ids),))]
     owners = expert_of_pages(plan.block_tables[:, 0], sizes.expert)
@@ -132,7 +137,7 @@ _BIAS = LogitEdits(bias_ids=np.zeros(1, np.int32), bias=np.ones(1, np.float32))
 
 
 class StepLimits(NamedTuple):
-    """The limits of a step: its number of tokens, its number of rows, and the length of a row in tokens."""
+    """The limits of a step: the number of tokens, the number of rows, and the number of tokens in one row."""
 
     tokens: int
     rows: int

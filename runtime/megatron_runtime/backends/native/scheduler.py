@@ -66,7 +66,7 @@ def _rank(request: CoreRequest) -> tuple[int, int, int]:
 class Scheduler:
     """The queues of one engine.
 
-    open:               all requests by id. Each is in `waiting` or `running`, which are sorted by rank.
+    open:               all requests by id. Each is in `waiting` or `running`, which are sorted by CoreRequest.rank.
     last_request:       the highest request id added so far; 0 if there is none.
     preemptions: number of times that a request lost its pages to other requests.
     coordination_waits: number of steps that waiting requests skipped because another request was computing their
@@ -142,7 +142,7 @@ class Scheduler:
             self._requeue(self.running[-1])
 
     def _requeue(self, request: CoreRequest) -> None:
-        """Move a running request, with its tokens, to the position of its rank in the waiting queue."""
+        """Move a running request, with its tokens, to the waiting queue, at the position of CoreRequest.rank."""
         request.tokens = self._context.tokens_of(request.slot).copy()
         request.note(Event.EVICT)
         self._release(request)
@@ -164,7 +164,7 @@ class Scheduler:
         _discard(self.running, request)
 
     def _interleave(self) -> None:
-        """Set the place of each request among its tenant's requests, and sort the queues by rank."""
+        """Update the place of each request among its tenant's requests, and sort the queues by CoreRequest.rank."""
         has_several = len(self._tenants) > 1
         if has_several or self._is_interleaved:
             for request, place in zip(self.open.values(), self._places(), strict=True):
@@ -188,9 +188,8 @@ class Scheduler:
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
         """Choose the rows of the next step; return None if no row can run.
 
-        The rows contain one token of each decode. Prompts follow by rank, while tokens and pages last. A prompt belongs
-        to a running request or to a newly admitted request. Every decode gets its token, because max_tokens >=
-        max_requests.
+        Every decode gets a row with one token. There are enough tokens, because max_tokens >= max_requests. The other
+        tokens of the step go to prompts of running requests and of newly admitted requests.
         """
         if self._has_changed:
             self._interleave()
@@ -232,7 +231,10 @@ class Scheduler:
         return self._context.tokens_left(_slots(requests))
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
-        """Return how many prompt tokens of a step are assigned by rank, and how many by prompt size."""
+        """Return the number of prompt tokens of a step that are assigned by CoreRequest.rank, and the number of others.
+
+        The others are assigned to the prompts with the fewest remaining tokens.
+        """
         budget = self._config.step_tokens - num_decodes
         if not self._config.enable_chunked_prefill:
             return budget, 0  # each prompt is computed in one step, so no prompt is split to make room for another
@@ -245,7 +247,7 @@ class Scheduler:
 
         A decode computes one token. Prompts share the other tokens of the step.
 
-        requests: requests in the order of their rank.
+        requests: requests in the order of CoreRequest.rank.
         left:     number of remaining tokens of each request.
         """
         shares = np.minimum(left, 1)
@@ -261,9 +263,9 @@ class Scheduler:
         return shares
 
     def _grow(self) -> CoreRequest | None:
-        """Add the pages that the newest tokens need, and preempt the last requests if pages run out.
+        """Add the pages that the newest tokens need. If pages run out, preempt requests from the end of `running`.
 
-        Return the preempted request with the first rank, or None if no request was preempted.
+        Return the preempted request that came first in `running`, or None if no request was preempted.
         """
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
@@ -315,12 +317,12 @@ class Scheduler:
             self._admitted(request, slot, num_cached=len(matched) * context.block_size, now=now, epoch=epoch)
 
     def _victims(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> list[CoreRequest] | None:
-        """Return the requests to preempt so that `request` can be admitted.
+        """Return the running requests to preempt so that `request` can be admitted.
 
-        Return None if `request` cannot be admitted.
+        Return an empty list if `request` can be admitted without preemption, and None if it cannot be admitted.
 
-        Only requests that give way to `request` (see _gives_way()) are preempted. The result has the last requests by
-        rank, and only as many as are needed.
+        Only requests that give way to `request` (see _gives_way()) are preempted. Of these, the result has the last
+        requests of the running queue, and only as many as are needed.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]
@@ -337,7 +339,7 @@ class Scheduler:
         return lower[len(lower) - count :]
 
     def _tokens_for(self, request: CoreRequest, count: int, *, without: Sequence[CoreRequest]) -> int:
-        """Return how many of its `count` remaining tokens `request` would compute in the step.
+        """Return the number of tokens that `request`, which has `count` remaining tokens, would compute in the step.
 
         The result assumes that `request` is admitted and that the requests in `without` are preempted.
         """
@@ -381,10 +383,11 @@ class Scheduler:
 
 
 def _gives_way(running: CoreRequest, waiting: CoreRequest) -> bool:
-    """Return whether `waiting` may preempt `running`. It may if the priority number of `running` is higher.
+    """Return whether `waiting` may preempt `running`. The result is True in two cases:
 
-    With equal priorities, it may if the tenants differ and the place of `running` among its tenant's requests is later
-    than the place of `waiting` among its tenant's requests.
+    - The priority number of `running` is higher.
+    - The priorities are equal, the tenants differ, and `running` has a later place among its tenant's requests than
+      `waiting` has among its tenant's requests.
     """
     if running.priority != waiting.priority:
         return running.priority > waiting.priority

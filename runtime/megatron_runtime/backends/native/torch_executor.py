@@ -157,7 +157,7 @@ class TorchExecutor(ABC):
 
     If there are `groups`, this rank holds a part of the model, and all ranks must call execute_part() for each step.
 
-    controller:      tokenizer and grammars; None means the tokenizer of the model source.
+    controller:      tokenizer and grammars of the model; None creates them from the files of `source`.
     dtype, cache_dtype: types of activations, and of keys and values.
     linears:         returns a new factory for the model's matrices.
     staging:         as in WeightStore.
@@ -352,7 +352,7 @@ class TorchExecutor(ABC):
         self._store.keys_dir = keys_dir
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Set the model in memory that the model reference IN_MEMORY denotes from now on."""
+        """Use `model` for the model reference IN_MEMORY from now on."""
         self._store.in_memory = model
 
     def holds(self, source: str) -> bool:
@@ -433,7 +433,7 @@ class TorchExecutor(ABC):
             self._groups.send_to_next_stage(routing_GTJ[: layers.stop].flatten(0, 1))
 
     def _routing_of(self, plan: StepPlan, routing_GTJ: torch.Tensor, rows: Int64) -> npt.NDArray[Any]:
-        """Return StepResult.routing. rows: as in LogitRows.order."""
+        """Return the experts of the plan's tokens, for StepResult.routing. rows: as in LogitRows.order."""
         config = self.model_config
         assert config.moe is not None
         mixtures = [layer for layer in range(config.num_layers) if config.is_mixture(layer)]
@@ -495,9 +495,9 @@ def _cuda_error() -> str:
 
 
 def torch_device(name: str, *, local_rank: int) -> torch.device:
-    """Return the device of a rank's tensors. On a machine with GPUs, the device is the GPU with the index `local_rank`.
+    """Return the device of a rank's tensors: the CPU, or the GPU with the index `local_rank`.
 
-    name:       "cpu", "cuda", or "auto", which selects a GPU if there is one.
+    name:       "cpu", "cuda" for a GPU, or "auto", which selects a GPU if there is one.
     local_rank: number of this rank among the ranks of its machine.
 
     Raises NoGpuError if the device does not exist. The message has the remedy.

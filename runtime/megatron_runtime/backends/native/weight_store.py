@@ -121,8 +121,10 @@ class WeightStore:
     def load(self) -> None:
         """Read the weights, unless they are already loaded.
 
-        After release(), the files must still contain the same weights. Only a model in memory, which this program
-        trains, may have changed. Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
+        After release(), the source must still contain the same weights, unless it is a model in memory that this
+        program trains.
+
+        Raises UnusableWeightsError, MemoryShortError, and the errors of opening a checkpoint.
         """
         if self.weights is not None:
             return
@@ -214,7 +216,7 @@ class WeightStore:
         return self.in_memory if source == IN_MEMORY and self.in_memory is not None else resolve(source)
 
     def _offer(self) -> None:
-        """Offer the weights in use to the same rank of other engines, if they come from a trainer."""
+        """If the weights in use come from a trainer, offer them to the same rank of other engines."""
         if self._open_port is None or self.weights is None or not isinstance(self.source, PublishedModel):
             return
         # Loading from files does not need the connection code.

@@ -212,7 +212,8 @@ def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = ""
 def _declared_types(declared: type) -> dict[str, tuple[Any, ...]]:
     """Return the types that each field of a dataclass accepts.
 
-    Each field is evaluated separately, because an annotation that only type checkers can evaluate becomes `Any`.
+    If the type of a field exists only for type checkers, the field accepts `Any`. Each annotation is evaluated
+    separately, so that such a type does not affect the other fields.
     """
     names = vars(sys.modules[declared.__module__])
     found: dict[str, tuple[Any, ...]] = {}
@@ -282,8 +283,8 @@ def _described(declared: Any) -> str:
 def logits_processor_of(config: VllmConfig) -> type | None:
     """Return our logits processor class for the model runner that vLLM has selected in `config`.
 
-    Returns None for speculation without the interface of Model Runner V2 (see V2_INTERFACE). In this case, vLLM accepts
-    no logits processor. vLLM fails to start if a logits processor has the interface of the other model runner.
+    Returns None if the engine speculates and vLLM has selected Model Runner V1 or lacks V2_INTERFACE. In this case,
+    vLLM accepts no logits processor. vLLM also fails to start if the class is made for the other model runner.
 
     config: configuration that was built without a logits processor.
     """

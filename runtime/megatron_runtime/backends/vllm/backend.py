@@ -94,7 +94,7 @@ REMEDIES = {
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class VllmRequest(BackendRequest):
-    """A request of this engine. Its queue time is 0, because vLLM includes it in the prefill time.
+    """A request of a vLLM engine. Its queue time is reported as 0, because vLLM counts this time as prefill time.
 
     tokens:         tokens that this or another engine has generated.
     is_running:     whether vLLM has the request now.
@@ -120,9 +120,9 @@ class VllmRequest(BackendRequest):
         return self.prompt_length + len(self.tokens)
 
     def submission(self) -> tuple[SamplingParams, int]:
-        """Return the sampling parameters of the next part.
+        """Return the sampling parameters of the next of `parts`, and the number of answer tokens in its prompt.
 
-        Also return the number of answer tokens that belong to the part's prompt.
+        The prompt of a part can end with the answer tokens of the previous parts.
         """
         params, parts = copy.copy(self.params), self.parts
         params.call_structure = params.reasoning = None
@@ -172,8 +172,10 @@ class VllmRequest(BackendRequest):
 
 @dataclass(frozen=True, slots=True)
 class _Replaced:
-    """The directory of the weights that load_staged_weights() has replaced, and whether the engine was running
-    before.
+    """The state of the engine before load_staged_weights().
+
+    directory:   directory of the weights that were in use.
+    was_running: whether the engine was running.
     """
 
     directory: str
@@ -411,13 +413,16 @@ class VllmBackend(EngineBackend):
         return AnswerParts.of(params, token_bytes=lambda id_: self._text.tokenizer.token_bytes(id_))
 
     def _end_part(self, opened: VllmRequest, *, is_ended: bool) -> None:
-        """Make vLLM abort the current part, unless vLLM has completed it. Then run the next part."""
+        """End the current one of `VllmRequest.parts`, and start the next one.
+
+        is_ended: whether vLLM has completed the current part. If not, vLLM aborts it.
+        """
         opened.is_running = False
         opened.released = asyncio.create_task(_dropped(opened.request_id, None if is_ended else self._process))
         self._enter_part(opened)
 
     def _enter_part(self, opened: VllmRequest) -> None:
-        """Run the next part of an answer. Called when vLLM has aborted or completed the previous part."""
+        """Start the task that runs the next of `VllmRequest.parts`, after vLLM has dropped the previous part."""
         opened.grammar = asyncio.create_task(self._begin_part(opened))
 
     async def _begin_part(self, opened: VllmRequest) -> None:
@@ -497,9 +502,9 @@ class VllmBackend(EngineBackend):
         )
 
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
-        """Deliver the tokens `added`, which end the reasoning.
+        """Deliver the tokens `added`, which end the reasoning. If the answer has its maximum length, end the request.
 
-        Return True if the answer has reached its length limit, so that the request has ended.
+        Return whether the request has ended.
         """
         output = opened.output(added)
         if opened.params.wants_log_probs:
@@ -581,7 +586,7 @@ class VllmBackend(EngineBackend):
         cached: int,
         label: str | None,
     ) -> RequestOutput:
-        """Return the output for the result of a pooling request, as pooling.py sent it."""
+        """Return the output of a pooling request from the fields of the message that Pooling.run() returned."""
         output = opened.output([])
         output.pooled = np.frombuffer(values, "<f4").reshape(shape)
         output.prompt_length, output.num_cached_tokens, output.label = tokens, cached, label
@@ -810,7 +815,7 @@ def _sent_media(request: EngineRequest) -> list[Any] | None:
 
 
 def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
-    """Return the capabilities of vLLM. started: the facts that service.py has reported at its start."""
+    """Return the capabilities of vLLM with the loaded model. started: the result of VllmService.describe()."""
     if started["task"] is not None:
         adapters = {Capability.ADAPTERS} if started["has_adapters"] else frozenset()
         return POOLING_CAPABILITIES | {POOLING[started["task"]]} | adapters

@@ -37,7 +37,7 @@ class MergedCaches:
         self._blocks: list[set[bytes]] = [set() for _ in range(ranks)]
 
     def merge(self, rank: int, events: CacheEvents) -> CacheEvents:
-        """Apply the changes of one rank's blocks. Return the resulting changes of the engine's blocks."""
+        """Apply the changes of one rank's prefix cache to the union. Return the resulting changes of the union."""
         own = self._blocks[rank]
         others = [blocks for number, blocks in enumerate(self._blocks) if number != rank]
 
@@ -128,7 +128,7 @@ async def follow_cache_events(
     *,
     media: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Deliver the changes that vLLM publishes at `endpoint`, until the task is cancelled.
+    """Call `deliver` with each change of the prefix cache that vLLM publishes at `endpoint`, until cancelled.
 
     block_size, media: as for CacheEventTranslator.
     """

@@ -1,4 +1,4 @@
-"""Messages over a stream socket, encoded as msgpack with a length prefix. Both ends are processes of one engine."""
+"""Messages between two processes of one engine, over a stream socket. A message is msgpack with a length prefix."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OnMessage = Callable[[list[Any]], None]
 class Channel(asyncio.Protocol):
     """One end of the connection, on an event loop.
 
-    It calls `on_message` directly, which costs less than a task that reads.
+    The event loop calls `on_message` directly. A task that waits for messages would cost more CPU time.
 
     on_message: called with each message. If it raises, the connection is closed.
     on_end:     called once when the connection has ended, even if close() caused the end.

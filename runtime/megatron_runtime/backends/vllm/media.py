@@ -56,9 +56,10 @@ class MediaReader:
     async def engine_input(
         self, template: Sequence[int], items: Sequence[Item], tokens: Sequence[int]
     ) -> dict[str, Any]:
-        """Return the input for `tokens`, which are the expanded prompt and tokens of the answer.
+        """Return vLLM's input for a request whose prompt contains the media `items`.
 
-        template: the prompt, with one placeholder for each media item.
+        template: the prompt, with one placeholder for each item.
+        tokens:   the prompt, in which vLLM has expanded the placeholders, and the tokens of the answer so far.
 
         Raises ValueError if the model does not support the media, or if `tokens` does not start with the expanded
         template.

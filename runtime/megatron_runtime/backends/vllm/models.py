@@ -1,4 +1,4 @@
-"""The files of a model for vLLM, a directory with config.json and safetensors in the layout of transformers."""
+"""Provides a model as vLLM reads it: a directory with config.json and safetensors in the layout of transformers."""
 
 from __future__ import annotations
 

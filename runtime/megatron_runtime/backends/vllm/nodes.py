@@ -123,7 +123,7 @@ class Followers:
 
 
 async def follow(settings: EngineSettings) -> None:
-    """Run vLLM in a pod other than the first, from START to END.
+    """Run vLLM in a pod other than the first pod, whenever the first pod requests it.
 
     Returns when the first pod disconnects after this pod has received SIGTERM. Raises RankError if the first pod is
     lost before that, or if vLLM fails.
@@ -165,7 +165,10 @@ async def follow(settings: EngineSettings) -> None:
 
 
 async def _obey(reader: asyncio.StreamReader, settings: EngineSettings, *, on_lost: OnLost) -> None:
-    """Start vLLM at START and stop it at END. Raises EOFError, OSError or TimeoutError if the first pod is lost."""
+    """Start vLLM when the first pod sends START, and stop vLLM when the first pod sends END.
+
+    Raises EOFError, OSError or TimeoutError if the first pod is lost.
+    """
     vllm: VllmProcess | None = None
     try:
         async for message in _messages(reader):
@@ -202,7 +205,7 @@ async def _beat(writer: asyncio.StreamWriter) -> None:
 
 
 async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """Yield each byte from the other side. Raises EOFError, OSError or TimeoutError if the other side is lost."""
+    """Yield each byte that the other pod sends. Raises EOFError, OSError or TimeoutError if the other pod is lost."""
     while True:
         yield await asyncio.wait_for(reader.readexactly(1), SILENCE_SECONDS)
 

@@ -1,6 +1,6 @@
-"""Requests of pooling models (embeddings, classes, scores of pairs), rendered in the same way as by vLLM's own server.
+"""Requests of pooling models (embeddings, classification, scores of text pairs), rendered as in vLLM's own server.
 
-vLLM's classes read the texts, so the limits, special tokens, templates and token types of pairs match the model.
+vLLM's own code tokenizes the texts, so the limits, special tokens, templates and token types of pairs match the model.
 """
 
 from __future__ import annotations
@@ -105,9 +105,10 @@ class Pooling:
     async def run(self, request: PoolingSubmission, lora: LoRARequest | None) -> list[Any]:
         """Run a request, and return the fields of the message to the engine.
 
-        The fields are the shape and the float32 values of the result, the number of prompt tokens, the number of cached
-        prompt tokens, and the class name of a text. Raises PoolingRejectedError, or RuntimeError if vLLM cannot compute
-        the result.
+        The fields are the request id, "pooled", the shape of the result, its float32 values, the number of prompt
+        tokens, the number of cached prompt tokens, and, for a classifier, the name of the most likely class.
+
+        Raises PoolingRejectedError, or RuntimeError if vLLM cannot compute the result.
         """
         try:
             output = await self._run(request, lora)

@@ -129,7 +129,7 @@ def settings_of(values: Mapping[str, Any]) -> EngineSettings:
 class VllmProcess:
     """A running process of vLLM.
 
-    started:     facts about the model and its configuration, from service.py.
+    started:     properties of the model and of vLLM's configuration, from VllmService.describe().
     is_starting: whether the log is read for progress. Set it to False after load().
     kv_cache_bytes: KV cache size in bytes on the rank with the smallest cache, as measured by vLLM; 0 if not measured.
     checks_only: whether vLLM only checks the settings. If so, the machine need not have the GPU that the settings
@@ -245,9 +245,9 @@ class VllmProcess:
         self._on_lost(lost)
 
     def _end_status(self) -> int | None:
-        """Kill the remaining processes of vLLM, after the first process has closed its connection.
+        """Kill all processes of vLLM, after its main process has closed the connection.
 
-        Return the exit status of the first process, or None if it was still running.
+        Return the exit status of the main process, or None if it was still running after one second.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1)

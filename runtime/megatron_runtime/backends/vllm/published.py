@@ -1,7 +1,7 @@
-"""Weights of a trainer for vLLM: received into a model directory in shared memory, and offered to other engines.
+"""Receives a trainer's weights into a model directory in shared memory, and offers the weights to other engines.
 
-vLLM loads the weights from the directory as from any other. The directory contains the trainer's manifest, so that any
-process of this engine can offer the weights again.
+vLLM loads the weights from this directory in the same way as from any model directory. The directory contains the
+trainer's manifest, so that any process of this engine can offer the weights again.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ class VllmService:
         return _config_of(self._arguments)
 
     def describe(self) -> dict[str, Any]:
-        """Return the facts about the model and vLLM's configuration. Raises vLLM's errors."""
+        """Return properties of the model and of vLLM's configuration, by name. Raises vLLM's errors."""
         config = _settled_config(self._arguments, self._settings)
         model, cache = config.model_config, config.cache_config
         return {
@@ -262,9 +262,10 @@ class VllmService:
     async def stage(self, source: str, current: str, received: str) -> tuple[str, str]:
         """Read new weights of the same model, and return their directory and digest.
 
-        current:  directory of the model in use.
+        current:  directory of the weights in use.
         received: directory for the weights of a trainer; empty for other weights.
-        Raises ValueError if the tensors of both models differ.
+
+        Raises ValueError if the new tensors do not match the tensors in `current` (see require_same_tensors()).
         """
         if received:
             directory, keys_dir = Path(received), self._settings.keys_dir
@@ -425,8 +426,8 @@ class VllmService:
     async def _require_health(self) -> None:
         """Check vLLM's health for ABORT_SECONDS. Raise EngineDeadError if vLLM has stopped.
 
-        Called after vLLM has aborted a request, because vLLM does this if a rank is lost. After the error, another
-        engine can continue the request.
+        Called after vLLM has aborted a request, because vLLM aborts its requests if a rank is lost. After the error,
+        another engine can continue the request.
         """
         assert self._llm is not None
         for _ in range(round(ABORT_SECONDS / HEALTH_STEP_SECONDS)):
@@ -476,9 +477,9 @@ class VllmService:
 
 
 def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *, skipped: int) -> list[Any]:
-    """Return the output with a request's new tokens for the engine.
+    """Return the message that reports the new tokens of a request to the engine.
 
-    Leave out the first `skipped` tokens, which were forced.
+    The message omits the first `skipped` tokens, which were forced.
     """
     completion = found.outputs[0]
     tokens = list(completion.token_ids)[skipped:]
@@ -515,8 +516,8 @@ def _config_of(arguments: AsyncEngineArgs) -> VllmConfig:
 def _settled_config(arguments: AsyncEngineArgs, settings: EngineSettings) -> VllmConfig:
     """Set the options of `arguments` that depend on the model, and return the resulting configuration.
 
-    A pooling model has no logits processor. vLLM knows whether the model supports chunked prefill and prefix caching;
-    the settings can only disable these features.
+    For a pooling model, no logits processor is set. vLLM decides whether the model uses chunked prefill and prefix
+    caching; the settings can only disable these features.
     """
     config = _config_of(arguments)
     if config.model_config.runner_type != "pooling":

@@ -1,7 +1,7 @@
 """Directories in shared memory for the weights that an engine receives. Imports neither vLLM nor torch.
 
-They outlive vLLM's processes, which a suspend ends. If an engine is killed, its directories remain, until the next
-engine on this machine or pod removes them.
+SUSPEND ends vLLM's processes, but keeps the directories. If an engine is killed, its directories remain until the next
+engine on the same machine or in the same pod removes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PREFIX = "megatron-weights-"
 
 
 class SharedMemory:
-    """Directories of one engine, by name. The first call of path() creates the directory that contains them."""
+    """The directories of one engine in shared memory. The first call of path() creates their parent directory."""
 
     def __init__(self) -> None:
         self._root: Path | None = None
@@ -35,13 +35,13 @@ class SharedMemory:
         return self._root is not None and Path(path).parent == self._root
 
     def keep(self, *paths: str) -> None:
-        """Remove all directories except `paths`."""
+        """Remove all directories of this engine except `paths`."""
         for each in self._root.iterdir() if self._root is not None else ():
             if str(each) not in paths:
                 shutil.rmtree(each, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove all directories. Idempotent."""
+        """Remove all directories of this engine. Idempotent."""
         if self._root is not None:
             shutil.rmtree(self._root, ignore_errors=True)
             os.close(self._lock)

@@ -1,10 +1,10 @@
 """Fetches a model from a hub or an object store, to a directory or to a cache.
 
-The cache for hubs is the cache of huggingface_hub, which other programs on the machine share. `models--ORG--NAME/` has
-contents by digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. This
-program adds manifests of digests in `.megatron/`. It writes a manifest when all files are complete and their digests
-match the hub's list. The cache for object stores has the same layout, in which a commit is a digest of the list of
-objects.
+The cache for hubs is the cache of huggingface_hub, which other programs on the machine share. In the directory
+`models--ORG--NAME/`, `blobs/` has the contents of files, named by digest. `snapshots/COMMIT/` has links to these
+contents, and `refs/` has the commits of branches. This program adds manifests of digests in `.megatron/`. It writes a
+manifest when all files are complete and their digests match the hub's list. The cache for object stores has the same
+layout, in which a commit is a digest of the list of objects.
 """
 
 from __future__ import annotations
@@ -76,7 +76,10 @@ def connect(reference: AnyReference, *, endpoint: str | None = None, token_file:
 
 
 def _cache_root(reference: AnyReference, cache: Path | None) -> Path:
-    """Return the directory of the cache that contains the repository. cache: None means the caches of this user."""
+    """Return the directory in which the repository of `reference` is cached.
+
+    cache: directory of the caches for hubs and object stores; None means the caches of this user.
+    """
     if isinstance(reference, ObjectReference):
         return (cache or hf_home()) / "megatron-objects"
     return hub_cache() if cache is None else cache / "hub"
@@ -88,9 +91,9 @@ def cached_directory(
     """Return the cached directory with all files of `model`, and fetch files that are missing.
 
     model:          an `hf:` reference or the URL of an object store.
-    tokenizer_only: fetch only the tokenizer of a repository that has one.
-    cache:          cache directory. By default, a model in $MEGATRON_MODEL_CACHE is used from there. Any other model is
-                    fetched to the cache of the Hugging Face libraries.
+    tokenizer_only: whether to fetch only the tokenizer. If the repository has no tokenizer, all files are fetched.
+    cache:          cache directory. By default, this is $MEGATRON_MODEL_CACHE for a model that is there, and the cache
+                    of the Hugging Face libraries for any other model.
     progress: called with the progress of the transfers. By default, the progress is logged.
 
     Raises HubError, HubUnavailableError, ModelFileError or OSError.
@@ -215,7 +218,8 @@ def fetch(
 
     Files that `directory` already has with the correct content are not transferred again.
 
-    wait: sleeps between attempts for a number of seconds. If None, the sleep ends early when another file fails.
+    wait: function that sleeps for a number of seconds, called before each retry. By default, the sleep ends early if
+          the transfer of another file fails.
 
     Raises HubError, HubUnavailableError or OSError.
     """
@@ -230,8 +234,8 @@ class _Fetch:
     directory: target directory, in which the files have their names.
     own: directory of the manifest and the lock.
     cache: cache of repositories, to which the source fetches.
-    blobs: folder in the cache with the files' contents, to which `directory` gets links. If None, the files are moved
-           from the cache to `directory`, and the cache is deleted.
+    blobs: folder of the cache that stores the contents of the files. `directory` gets links to these contents. If None,
+           the files are moved from the cache to `directory`, and the cache is deleted.
     wait:  as in fetch().
     """
 

@@ -79,7 +79,10 @@ class RemoteFile:
 
     @property
     def digest(self) -> str:
-        """The listed digest of the content, or else the version. The cache stores the content under this name."""
+        """The digest of the content that the hub or the store lists; `version` if it lists none.
+
+        In a cache, this text is the name of the file that has the content.
+        """
         return self.sha256 or self.blob or self.version
 
 

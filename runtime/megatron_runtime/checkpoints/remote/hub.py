@@ -75,7 +75,7 @@ class Reference:
 
     @property
     def commit(self) -> str | None:
-        """The revision if it is the name of a commit, whose files never change. Otherwise None."""
+        """The revision if it is a commit, whose files never change; None if it is a branch or a tag."""
         return self.revision if is_commit(self.revision) else None
 
     @property

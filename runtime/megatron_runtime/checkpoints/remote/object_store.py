@@ -138,7 +138,7 @@ class ObjectReference:
 
     @property
     def directory(self) -> tuple[str, str]:
-        """The prefix of the objects, and the name of the file that the URL names; "" if the URL names no file."""
+        """The common prefix of the objects, and the file name in the URL. The file name is "" if the URL has none."""
         if not self.prefix.endswith(".gguf"):
             return self.prefix, ""
         parent, _, name = self.prefix.rpartition("/")
@@ -159,7 +159,7 @@ def is_object_reference(model: str) -> bool:
 
 
 class ObjectStoreApi:
-    """A client of an object store, for the objects of a reference."""
+    """A client of an object store, which lists and reads the objects of one ObjectReference."""
 
     def __init__(self, reference: ObjectReference) -> None:
         self._reference = reference

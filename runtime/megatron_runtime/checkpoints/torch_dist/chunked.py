@@ -134,9 +134,9 @@ def _slices(box: Sequence[range], origin: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _chunks_by_place(index: TensorIndex[C], *, axes: int) -> dict[tuple[int, ...], list[C]]:
-    """Return the chunks of a stored tensor by their index on the first `axes` axes.
+    """Return a map from each index on the first `axes` axes of a stored tensor to the chunks at this index.
 
-    A chunk can have several indices.
+    A chunk that spans several indices is listed at each of them.
     """
     by_place: dict[tuple[int, ...], list[C]] = {}
     count = 0

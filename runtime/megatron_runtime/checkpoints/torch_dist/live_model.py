@@ -184,7 +184,7 @@ def _gpt_name(name: str) -> str:
 
 
 def _rotary_of_hybrid(model: Any) -> dict[str, Any]:
-    """Return the rotary base and the rotated fraction of a HybridModel, as arguments.
+    """Return the rotary base and the rotated fraction of a HybridModel, in the form of Megatron-LM's arguments.
 
     Both are computed from the rotary frequencies, because the model stores only the frequencies.
     """

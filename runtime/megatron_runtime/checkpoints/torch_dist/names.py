@@ -116,7 +116,7 @@ def find_layout(keys: Collection[str]) -> Layout:
 
 
 def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
-    """Yield the place of each tensor of a model.
+    """Yield the place of each tensor of a model within the tensors that Megatron stores.
 
     Tensors that Megatron lacks, such as norms after a block, are left out.
     """
@@ -147,7 +147,7 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[PlacedTensor]:
 
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
-    """Return the shape of each stored tensor of a model, by key, without padding."""
+    """Return the shapes of a model's stored tensors, by key. The shapes do not include padding."""
     tensors: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
     grid = (experts,) if at.numbered_layers else (config.num_layers, experts)

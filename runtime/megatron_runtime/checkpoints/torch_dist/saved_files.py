@@ -186,7 +186,7 @@ def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
 
 
 def _storage(pid: Any) -> SavedTensor:
-    """Return the storage for a persistent id, as an empty SavedTensor."""
+    """Return the storage that a persistent id of the pickle describes, as a SavedTensor without values."""
     kind, dtype, key, _, _ = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
         raise ValueError("a persistent id is not a storage")
@@ -234,7 +234,7 @@ class SavedChunk:
 
 
 def read_index(directory: Path) -> tuple[dict[str, TensorIndex[SavedChunk]], dict[str, MappedFile]]:
-    """Return all tensors in `directory` by key, and the files that contain their chunks by name.
+    """Return a map from keys to the tensors in `directory`, and a map from names to the files that contain the chunks.
 
     Raises UnsafePickleError, and ModelFileError if a file is missing or truncated, or if a chunk is in no file. All
     these checks precede the first read of a file.
@@ -311,7 +311,10 @@ def _tensor(
 
 
 def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
-    """Return the place of each chunk in the files. If the index lists a chunk more than once, return its last place."""
+    """Return the file, offset and length of each chunk, by _place_key().
+
+    If the index lists a chunk more than once, the last entry counts.
+    """
     if not isinstance(metadata.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}
@@ -334,15 +337,15 @@ def _places(metadata: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
 
 
 def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
-    """Return the key of a chunk in the map of places, as strings.
+    """Return the key of a chunk in the result of _places(): its tensor's name and its first index, as strings.
 
-    A file could make the hashes of integers collide, but not hashes of strings.
+    A malicious file could contain integers whose hashes collide. It cannot do this with strings.
     """
     return name, ",".join(map(str, start))
 
 
 class _Metadata(SimpleNamespace):
-    """A replacement for a class of torch that has only attributes, which the pickle sets.
+    """Replaces torch's class `Metadata` in the unpickled index. It has only the attributes that the pickle sets.
 
     The classes below replace other classes of torch.
     """

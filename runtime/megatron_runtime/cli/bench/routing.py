@@ -186,9 +186,9 @@ def _bounded(tokens: int, maximum: int) -> int:
 
 
 def rate_of(name: str, model: StepModel, *, engines: int, utilisation: float) -> float:
-    """Return the number of requests per second at which the engines are busy for a share of the time.
+    """Return the number of requests per second that keeps the engines busy for the fraction `utilisation` of the time.
 
-    utilisation: this share, from 0 to 1, for steps with FULL_ROWS requests each.
+    The function assumes that each step has FULL_ROWS requests.
     """
     rng = np.random.default_rng(0)
     draws = [SHAPES[name](rng) for _ in range(2000)]
@@ -313,7 +313,8 @@ def routing(*, trace: str | Path, json_file: Path | None, **options: Any) -> Non
 
     The command runs the real coordinator core, schedulers and prefix caches. It computes the duration of each engine
     step with a formula. Every policy serves the same requests, with every combination of prompt tokens per step and
-    number of prefill engines. The table shows medians over the traces. The JSON file has the figures of each trace.
+    number of prefill engines. For a built-in trace, the table shows medians over --seeds runs. The JSON file has the
+    figures of each run.
     """
     model, engines = ENGINES[options["engine"]], options["engines"]
     if (most := max(options["prefill_engines"])) >= engines:

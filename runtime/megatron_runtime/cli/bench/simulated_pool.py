@@ -124,7 +124,7 @@ class _Model:
 
 
 class FirstComeScheduler(Scheduler):
-    """A scheduler for comparison, which assigns all prompt tokens of a step to prompts by rank."""
+    """A scheduler for comparison, which assigns all prompt tokens of a step to prompts by CoreRequest.rank."""
 
     def _budgets(self, num_decodes: int) -> tuple[int, int]:
         return sum(super()._budgets(num_decodes)), 0

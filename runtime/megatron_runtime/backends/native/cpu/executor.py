@@ -107,8 +107,8 @@ class CpuExecutor(TorchExecutor):
     def swap_weights(self) -> None:
         """Use the staged weights.
 
-        Another thread releases the replaced weights, because the release takes about 0.1 s per gigabyte. It
-        would delay the next step.
+        Another thread releases the replaced weights. On this thread, the release would delay the next step by about
+        0.1 s per gigabyte.
         """
         replaced = [self._store.weights, self.model, self._run]
         self._store.swap()

@@ -89,7 +89,10 @@ class StagedLinears(LinearFactory):
 
 
 class DeviceMixture:
-    """A mixture of experts whose kernel launches do not depend on the routing. DeviceLinears creates `weights`."""
+    """A mixture of experts whose kernel launches do not depend on the routing.
+
+    weights: router and experts, whose matrices were created by DeviceLinears.
+    """
 
     def __init__(self, weights: ExpertWeights) -> None:
         self._router_ND = weights.router_XD.dense()
@@ -233,7 +236,7 @@ class KernelDecoder(Decoder):
     ) -> torch.Tensor:
         """Add `added_TD` to the residual in place.
 
-        Return the norm of the sum, or the sum itself if `weight_D` is None.
+        Return the sum after RMS normalization, or the sum itself if `weight_D` is None.
         """
         if weight_D is None:
             return residual_TD if added_TD is None else residual_TD.add_(added_TD)
@@ -245,7 +248,7 @@ def _cos_sin(rotary: RotaryEmbedding, max_length: int) -> torch.Tensor:
 
 
 def _rotation(cos_sin_S2F: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cos_TF and sin_TF of the step's tokens."""
+    """Return cos_TF and sin_TF, the cosines and sines of the rotary embedding at the positions of the step's tokens."""
     cos_TF, sin_TF = cos_sin_S2F.index_select(0, step.positions_T).chunk(2, dim=1)
     return cos_TF, sin_TF
 

@@ -29,9 +29,9 @@ class DeviceFunctions(Protocol):
         """Return a Record, which records CUDA graphs. All graphs of one Record share one memory pool."""
 
     def aside(self) -> AbstractContextManager[None]:
-        """Return a context manager, within which launches run on a second stream.
+        """Return a context manager within which kernels are launched on a second stream.
 
-        These launches start after all earlier launches. On exit, the context manager waits for these launches.
+        These kernels start after all kernels that were launched before. On exit, the CPU waits for the second stream.
         """
 
     def host_memory(self, size: int) -> torch.Tensor:

@@ -71,10 +71,11 @@ def draw(
 class DeviceForwardStep(ForwardStep):
     """A ForwardStep whose tokens are sampled on the device.
 
-    staged:      the step.
+    staged:      the step plan on the device, and the order of its rows.
     at:          int64 [n]; the row of logits_BV for each row of rows.sampled_rows.
     kernel:      the sampling kernel.
-    tokens_B, log_probs_B: int32 and float32, drawn with the logits. The values for rows in staged.later are not used.
+    tokens_B, log_probs_B: the sampled tokens, int32, and their log-probabilities, float32. The values of the rows in
+                 staged.later are not used.
     read_tokens: waits for the device and returns tokens_B.
     """
 
@@ -158,7 +159,7 @@ def apply_edits(logits_MV: torch.Tensor, edits: Sequence[LogitEdits]) -> None:
     flat = logits_MV.view(-1)
 
     def places(ids: list[tuple[int, Int32]]) -> torch.Tensor:
-        """Return the indices in `flat`, int64 [E], of the tokens that `ids` lists by row."""
+        """Return the indices in `flat`, int64 [E], of the tokens in `ids`. ids: pairs (row, token ids)."""
         lengths, rows = [len(of_row) for _, of_row in ids], [row for row, _ in ids]
         place_E = np.concatenate([of_row for _, of_row in ids]) + np.repeat(np.array(rows) * vocabulary, lengths)
         return torch.from_numpy(place_E).to(device)

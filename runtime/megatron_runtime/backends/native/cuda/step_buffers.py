@@ -62,10 +62,10 @@ class DeviceStep:
 
 @dataclass(frozen=True, slots=True)
 class StagedStep:
-    """A plan on the device.
+    """A step plan that has been copied to the device. The step can have another order of rows than the plan.
 
-    rows: int64 [B]; the row of the plan for each row of the step.
-    ends: int64 [B]; index after the last token of each row.
+    rows: int64 [B]; for each row of the step, the number of its row in the plan.
+    ends: int64 [B]; index after the last token of each row of the step.
     later: int64 [m]; rows of the step whose tokens are drawn after the step, because their logits are edited first.
     """
 
@@ -160,7 +160,10 @@ class StepBuffers:
         return StagedStep(self.step(size, tokens=tokens, decodes=decodes), rows, ends, later)
 
     def step(self, rows: int, *, tokens: int, decodes: int) -> DeviceStep:
-        """Return the tensors of a step of this size. They are views of the buffers with their current contents."""
+        """Return the tensors of a step with `tokens` tokens and `rows` rows. The first `decodes` rows are decodes.
+
+        The tensors are views of the buffers with their current contents.
+        """
         if decodes == tokens and decodes in self._decodes:
             return self._decodes[decodes]
         tensors = self._tensors

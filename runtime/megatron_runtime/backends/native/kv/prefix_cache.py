@@ -46,7 +46,9 @@ class PrefixCache:
     references: int32 [num_pages]; number of owners of each page. All pages of a block have the same owners.
     is_cached:  bool [num_pages]; whether the page belongs to a cached block. Such a page without an owner is idle, not
                 free.
-    num_usable, num_free, num_idle: numbers of pages.
+    num_usable: number of all pages except the dummy page.
+    num_free:   number of pages that have no owner and belong to no cached block.
+    num_idle:   number of pages that have no owner but belong to a cached block.
     """
 
     def __init__(self, num_pages: int, policy: PrefixCachingEvictionPolicy, *, pages_per_block: int = 1) -> None:

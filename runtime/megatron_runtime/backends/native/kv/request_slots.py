@@ -132,7 +132,7 @@ class RequestSlots:
         return tokens
 
     def routing_of(self, slot: int) -> Routing | None:
-        """Return the experts of a slot's tokens in the KV cache; None if experts are not recorded."""
+        """Return the experts that ran the tokens whose KV the slot has; None if experts are not recorded."""
         return self.routing.of_tokens(self.block_tables[slot, : self.num_pages[slot]], self.num_computed[slot])
 
     def admit(self, request: CoreRequest, matched: Sequence[CachedBlock]) -> int:
@@ -263,7 +263,7 @@ class RequestSlots:
                 chain.num_cached += 1
 
     def _stop_computing(self, slot: int) -> None:
-        """Stop adding the blocks of this slot to the prefix cache."""
+        """Add no more blocks of this slot to the prefix cache. Other requests no longer wait for these blocks."""
         chain = self._chains[slot]
         for digest in chain.missing():
             if self._computing.get(digest) == slot:

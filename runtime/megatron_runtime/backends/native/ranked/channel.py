@@ -160,7 +160,7 @@ class _Channel:
             handler(message)
 
     def _check_peers(self, now: float) -> None:
-        """Detect lost peers. The thread calls this with each heartbeat."""
+        """Handle the loss of each peer whose heartbeat is overdue. Called on the channel's thread."""
         for rank, peer in self._peers.items():
             cause = peer.heartbeat.expired(now)
             if cause is not None and self._welcomed.is_set():
@@ -188,7 +188,7 @@ class _Channel:
                 self._watchdog_set = (allowed, now)
 
     def _begin_command(self, number: int) -> None:
-        """Announce a longer heartbeat timeout.
+        """Send the peers a heartbeat that grants a longer timeout until _end_command().
 
         Call this before command `number` begins, because a command can hold the interpreter lock for a long time.
         """
@@ -343,7 +343,7 @@ class LeaderChannel(_Channel):
     def share_state(self, state: str, *, has_joined: bool) -> None:
         """Send the engine's EngineState to the other ranks.
 
-        has_joined: whether the engine has reached the coordinator's state.
+        has_joined: whether the engine serves, and has reached the lifecycle state that the coordinator requires.
         """
         self._send(Kind.STATE, 0, [state, has_joined])
 
@@ -434,9 +434,11 @@ class LeaderChannel(_Channel):
                 self._lose(stall.rank, stall.cause, by_silence=not stall.is_computing)
 
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
-        """Record the first lost rank, which makes the engine fail. Ignore later losses.
+        """Record that `rank` is lost, and make the engine fail. If a rank was lost before, this method has no effect.
 
         The caller must hold `_changed`.
+
+        by_silence: as in RankLostError.
         """
         if self.failure is None:
             self.failure = RankLostError(rank, cause, by_silence=by_silence)

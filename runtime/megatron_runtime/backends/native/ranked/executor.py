@@ -114,7 +114,7 @@ class RankedExecutor(Ranks):
     digest:   digest over the digests of all ranks.
     copies:   as in Executor.
     local:    the executor of rank 0's part.
-    progress: progress of rank 0's steps.
+    progress: object that records the progress of rank 0's steps.
     warm_up:  function that gets the number of pages, and returns the steps to run once after the first load.
     measures: whether each rank has measured its memory. If so, the number of pages is the maximum that fits on every
               rank.
@@ -197,10 +197,7 @@ class RankedExecutor(Ranks):
         self._local.use_keys(keys_dir)
 
     def use_memory(self, model: ModelInMemory) -> None:
-        """Set the model in memory that the model reference IN_MEMORY denotes on this rank.
-
-        Each rank sets its own model.
-        """
+        """Use `model` for the model reference IN_MEMORY on this rank. Every rank has its own model."""
         self._local.use_memory(model)
 
     def use_source(self, source: str) -> None:
@@ -243,7 +240,7 @@ class RankedExecutor(Ranks):
     # --- Ranks --------------------------------------------------------------------------------------------------
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Wait until every rank has executed all earlier orders. Return the success or the failure of all ranks."""
+        """Wait until every rank has executed all earlier orders. Return, for each rank, whether it succeeded."""
         try:
             await asyncio.to_thread(self._everywhere, "confirm")
         except RankError as error:

@@ -38,7 +38,7 @@ _LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
 
 
 def pack(value: Any) -> bytes:
-    """Encode a plan, a result, an array or a plain value. Raises TypeError for other types."""
+    """Encode a StepPlan, a StepResult, an array, or a value that msgpack supports. Raises TypeError for other types."""
     return msgpack.packb(value, use_bin_type=True, default=_pack_object)
 
 
