@@ -467,7 +467,7 @@ class CoordinatorClient:
         """Ask the coordinator to reserve requests and tokens within a tenant's limits.
 
         The message is sent now or after the next registration. Return a future for the coordinator's answer. If the
-        future is cancelled, the reserved tokens are returned.
+        future is cancelled, the client gives the reserved tokens back when the answer arrives.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 

@@ -51,7 +51,7 @@ class Answer(Enum):
 class Election:
     """The state of one coordinator of a pair, which starts as the standby.
 
-    now:         time of creation, in seconds on the clock of all calls.
+    now:         time of creation, in seconds on the clock that the methods' arguments `now` use.
     incarnation: a random number of 64 bits.
     takeover:    seconds of silence after which the other coordinator counts as lost.
     """

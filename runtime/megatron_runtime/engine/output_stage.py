@@ -86,9 +86,9 @@ class StopMatcher:
         self._num_releasable = 0
 
     def append(self, token: int) -> None:
-        """Append a token without a search.
+        """Append a token, and do not search for stop texts.
 
-        Use this for tokens that were sent earlier and cannot complete a stop text.
+        Use this method for tokens that were sent to the client earlier, because these complete no stop text.
         """
         self._append(token)
 

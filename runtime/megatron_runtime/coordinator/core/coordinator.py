@@ -162,16 +162,19 @@ class CoordinatorCore:
         self._settle()
 
     def has_room(self, now: float, peer: PeerId) -> None:
-        """Handle a connection that accepts messages again, because it was full or because report_room() was called."""
+        """Continue to send to a peer whose connection accepts messages again.
+
+        service.py calls this method if the connection was full, or if Context.report_room() has requested the call.
+        """
         self.context.now = now
         self.membership.has_room(peer)
         self._settle()
 
     def not_sent(self, rejected: Sequence[tuple[PeerId, Outgoing, bool]]) -> None:
-        """Handle effects of the last event that connections did not accept.
+        """Handle messages that the last event has sent, and that their connections did not accept.
 
-        rejected: peer, message, and whether the connection has ended, in the order of the effects. If a connection has
-            not ended, service.py calls has_room() when the connection accepts messages again.
+        rejected: the peer, the message, and whether the connection has ended, in the order in which the messages were
+            sent. If a connection has not ended, service.py calls has_room() when it accepts messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)

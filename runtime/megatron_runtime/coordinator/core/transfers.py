@@ -150,7 +150,7 @@ class Transfers:
     This component decides which requests are split, and records the exports. An export consists of the KV blocks that a
     prefill engine keeps for a transfer.
 
-    requeue: returns an exported request to the queue after its export was released.
+    requeue: puts an exported request back in the queue after its export was released.
     """
 
     def __init__(self, context: Context, router: EngineRouter, *, requeue: Callable[[Entry], None]) -> None:

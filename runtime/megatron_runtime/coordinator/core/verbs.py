@@ -118,7 +118,7 @@ class Verbs:
                   this process.
     evict:        removes an engine, with a reason.
     stopped:      called after all engines were stopped.
-    cancel_transfers: called before engines are sent one of CANCELS_TRANSFERS.
+    cancel_transfers: called before a message in CANCELS_TRANSFERS is sent to engines.
     adapters_changed: called after a new list of adapters is committed, before the engines get it.
     """
 
