@@ -259,7 +259,7 @@ class PendingRequest:
                 frame[name] = self.details[name] = details[name]
 
     def reply(self, final: Final) -> dict[str, Any]:
-        """Return the final answer in a FINAL message as a map. Raises MalformedMessageError for a malformed message."""
+        """Return the reply map of this request for a FINAL message. Raises MalformedMessageError."""
         body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")

@@ -32,9 +32,9 @@ time.
 
 
 class HeartbeatTimer:
-    """The time of a peer's last heartbeat. All times are on the clock of time.monotonic().
+    """A timer that expires if a peer sends no heartbeat. All times are on the clock of time.monotonic().
 
-    allowed_seconds: maximum silence, which the peer's last heartbeat announces.
+    allowed_seconds: seconds without a heartbeat after which the timer expires. Each heartbeat sets this number.
     """
 
     def __init__(self) -> None:
@@ -143,8 +143,8 @@ class Stall(NamedTuple):
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
     """Return the rank for which the other ranks wait.
 
-    Ranks that have not completed the command with number `order` come before the other ranks. Of these, ranks that
-    are in no collective come first, then the rank that has entered the fewest collectives.
+    The criteria for this rank are, in this order: it has not completed the command with number `order`, it is in no
+    collective, and it has entered the fewest collectives.
     """
 
     def lateness(rank: int) -> tuple[bool, bool, int]:

@@ -85,7 +85,7 @@ class OfferedTensors:
     """Tensors that are divided into blocks. The digests of all blocks are computed when they are first needed.
 
     tensors:  contiguous tensors by name, on any device. They are not copied.
-    reading:  returns a context manager. Inside its block, any thread may copy the tensors from the device.
+    reading:  returns a context manager. Inside its `with` block, any thread may copy the tensors from the device.
     manifest: the manifest of these tensors, in the same order; None: it is computed.
     """
 

@@ -239,7 +239,8 @@ class BackendStats:
     decode_rate:      tokens in the KV cache, divided by the seconds that they add to a step; None if unknown.
     queued_tokens:    prompt tokens of open requests that are neither computed nor cached; None if unknown.
     last_request:     the highest id of the requests that `queued_tokens` includes.
-    free_blocks:      blocks that an import can use now, free or cached without a request; None if unknown.
+    free_blocks:      number of blocks that an import can use now: free blocks, and cached blocks that no request holds;
+                      None if unknown.
     """
 
     steps: int = counter("engine_steps", "engine steps; 0 with vLLM")

@@ -88,7 +88,7 @@ class StopMatcher:
     def append(self, token: int) -> None:
         """Append a token, and do not search for stop texts.
 
-        Use this method for tokens that were sent to the client earlier, because these complete no stop text.
+        Use this method for tokens that were sent to the client earlier. Such tokens cannot complete a stop text.
         """
         self._append(token)
 

@@ -262,7 +262,7 @@ class FollowedCalls:
         atexit.register(self._wait)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
-        """Start a call like DirectCalls.open().
+        """Start a call and return its stream, as DirectCalls.open() does.
 
         The stream raises ValueError if the first rank's call with this number has different arguments. It raises
         EngineFailedError for an error of the first rank.

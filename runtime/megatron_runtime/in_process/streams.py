@@ -1,4 +1,4 @@
-"""The iterators that generate_stream() returns, over the chunks of one answer.
+"""The iterators over the chunks of one answer. generate_stream() returns such an iterator.
 
 The caller may abandon or cancel the iteration at any point.
 """

@@ -283,7 +283,7 @@ def _final(request: _Request, reply: Any) -> Final:
 
 
 def _partial(request: _Request, frame: Any) -> Partial:
-    """Return the PARTIAL message for the map in an ENGINE_REPLY_PARTIAL. Raises MalformedMessageError."""
+    """Return the PARTIAL message for `frame`, a map in an ENGINE_REPLY_PARTIAL. Raises MalformedMessageError."""
     if not isinstance(frame, dict):
         raise MalformedMessageError("ENGINE_REPLY_PARTIAL: want a map with new_tokens")
     tokens = _tokens(frame.get("new_tokens") or [])

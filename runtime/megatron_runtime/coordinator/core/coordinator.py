@@ -1,6 +1,6 @@
 """The coordinator as a deterministic state machine. Events are its inputs, and effects are its outputs.
 
-Events are the methods of CoordinatorCore that begin with the time of the event. After each event, service.py performs
+Events are the methods of CoordinatorCore whose first argument is the time, `now`. After each event, service.py performs
 `context.effects` and empties the list. The core uses no socket, clock, event loop or random number generator.
 """
 
@@ -171,10 +171,10 @@ class CoordinatorCore:
         self._settle()
 
     def not_sent(self, rejected: Sequence[tuple[PeerId, Outgoing, bool]]) -> None:
-        """Handle messages that the last event has sent, and that their connections did not accept.
+        """Handle messages that could not be sent, because their connections did not accept them.
 
-        rejected: the peer, the message, and whether the connection has ended, in the order in which the messages were
-            sent. If a connection has not ended, service.py calls has_room() when it accepts messages again.
+        rejected: for each of these messages, in the order of the effects: the peer, the message, and whether the
+            connection has ended. If it has not, service.py calls has_room() when it accepts messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)

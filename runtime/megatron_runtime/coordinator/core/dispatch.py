@@ -475,7 +475,7 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move requests from an engine that sends no heartbeats to other engines with capacity.
+        """Move the requests of an engine whose heartbeats are missing to other engines that have capacity.
 
         If the silent engine still answers one of these requests, the answer is accepted.
         """

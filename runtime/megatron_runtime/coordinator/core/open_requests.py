@@ -211,7 +211,8 @@ class WaitingQueue:
     def heads(self) -> list[Entry]:
         """Return each band's first replay and first other request, sorted by their position in the whole queue.
 
-        A replay is a request whose engine was lost.
+        A band has the requests with equal priority, model, adapter and needs. A replay is a request whose engine was
+        lost.
         """
         heads = []
         for band in self._bands.values():

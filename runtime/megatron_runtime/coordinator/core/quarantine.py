@@ -173,7 +173,7 @@ class Quarantine:
         self._free_cleared()
 
     def _free_cleared(self) -> None:
-        """Move requests that are no longer suspects to the normal queue.
+        """Move requests from the quarantine to the normal queue if they are no longer suspects.
 
         Call this method after a crash has stopped counting against requests.
         """

@@ -39,8 +39,8 @@ PromptHashes = Mapping[int, Sequence[int]]
 class KnownBlocks:
     """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    A block is identified by its hash. An engine counts as a holder of a block after it was sent a prompt with this
-    block, and until it reports that it has evicted the block, or forget() or forget_all() is called.
+    A block is identified by its hash. An engine counts as a holder of a block as soon as a prompt with this block is
+    dispatched to it. This ends when the engine reports the eviction of the block, or when the block is forgotten.
 
     clock: the number of prompts that engines have received.
     """
@@ -171,7 +171,7 @@ class EnginesByLoad:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Engine]:
-        """Yield all engines that are not full, by load. Loads must not change during the iteration."""
+        """Yield all engines that are not full, lowest load first. Loads must not change during the iteration."""
         changed = self.changed
         while changed:
             self.put(changed.popitem()[1])
@@ -397,7 +397,7 @@ class EngineRouter:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
-        """Return the sort key of an engine: its score, when it last received the matching block, and its index."""
+        """Return the sort key of an engine: score, time at which it last received the matching block, and index."""
         blocks = self._of_engine(hashes, engine)
         depth, given = self.blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)

@@ -227,7 +227,7 @@ class Transfers:
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _importer(self, entry: Entry) -> Engine | None:
-        """Return the decode engine with the lowest load that can accept an exported request now.
+        """Return the decode engine with the lowest load that can now accept a request in the stage EXPORTED.
 
         Returns None if there is no such engine.
 

@@ -207,7 +207,7 @@ class Verbs:
         self._source_revisions.add(revision)
 
     def source_for(self, engine: Engine) -> str | None:
-        """Return the weights that an engine must hold, or None if the engine keeps its own weights.
+        """Return the source of the weights that an engine must hold, or None if the engine keeps its own weights.
 
         Weights that a trainer publishes are for every engine. Other weights are only for engines of the revisions that
         have loaded them.

@@ -209,7 +209,7 @@ class EngineOutput(NamedTuple):
     values: dict[str, Any]
 
     def details(self) -> dict[str, Any]:
-        """The log-probabilities of a partial, by their native names."""
+        """The log-probabilities of a partial, by the names of this project's protocol."""
         found = {name: self.values.get(_TO_PARTIAL.get(name, name)) for name in (*_TO_PARTIAL, *_PROMPT_DETAILS)}
         return {name: value for name, value in found.items() if value is not None}
 
