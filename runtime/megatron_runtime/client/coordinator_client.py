@@ -111,7 +111,7 @@ class CoordinatorClient:
     name:       identity of the client; None: a random name.
     model:      hash of the model that must answer the requests. Engines with another model get no requests. Empty: any
                 model.
-    records:    whether engines also return the text and the times of an answer.
+    records:    whether engines also return the text of an answer and the times of its tokens.
     read_reply: converts the reply map of a request to the result of its future. If read_reply raises ValueError,
                 TypeError or KeyError, the request fails.
     open_socket: opens the socket of the connection.

@@ -127,7 +127,7 @@ class PendingRequest:
         If `params` has no seed, the request gets a random seed.
 
         params: SamplingParams, or another object whose serialize() returns fields of SamplingParams.
-        record: whether to request the text and the times of the answer; see SamplingParams.return_record.
+        record: whether to request the text of the answer and the times of its tokens; see SamplingParams.return_record.
 
         Raises InvalidSamplingParamsError for invalid parameters, and ValueError for media without data.
         """

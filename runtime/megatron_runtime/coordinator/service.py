@@ -378,7 +378,7 @@ class Coordinator:
     def _stand_by(self, pair: Pair) -> None:
         """Become the standby. Discard the state, and redirect all peers to the other coordinator.
 
-        Clients submit open requests again there.
+        Clients then submit their open requests to the other coordinator.
         """
         peers = [peer.peer for peer in (*self.core.engines, *self.core.clients)]
         self.core = self._make_core()

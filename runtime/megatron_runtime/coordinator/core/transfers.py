@@ -197,7 +197,7 @@ class Transfers:
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
     def choose(self, entry: Entry, among: Among) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request and the stage in which the request starts there.
+        """Return the engine for a request, and the stage in which the request starts at this engine.
 
         Returns None if the request must wait.
 

@@ -37,7 +37,7 @@ Detokenize: TypeAlias = Callable[[list[int]], str] | None
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
-"""Parameter with which an engine of this project adds the text and the times that are in Megatron-Core's record."""
+"""Parameter with which an engine of this project returns an answer's text and token times, as Megatron-Core does."""
 _NIL = pack(None)
 _MAX_REMEMBERED_BYTES = 2048
 """Maximum size of parameters that are cached for comparison with later requests."""
