@@ -111,7 +111,7 @@ class CoordinatorClient:
     name:       identity of the client; None: a random name.
     model:      hash of the model that must answer the requests. Engines with another model get no requests. Empty: any
                 model.
-    records:    whether engines also return the text and the times of an answer.
+    records:    whether engines also return the text of an answer and the times of its tokens.
     read_reply: converts the reply map of a request to the result of its future. If read_reply raises ValueError,
                 TypeError or KeyError, the request fails.
     open_socket: opens the socket of the connection.
@@ -467,7 +467,7 @@ class CoordinatorClient:
         """Ask the coordinator to reserve requests and tokens within a tenant's limits.
 
         The message is sent now or after the next registration. Return a future for the coordinator's answer. If the
-        future is cancelled, the reserved tokens are returned.
+        future is cancelled, the client gives the reserved tokens back when the answer arrives.
         """
         return self._call(lambda: self._quotas.reserve(reserve))
 

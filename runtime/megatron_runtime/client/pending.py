@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 class Serializable(Protocol):
-    """Sampling parameters of any class that can serialize itself."""
+    """Sampling parameters of any class whose serialize() returns fields of SamplingParams."""
 
     def serialize(self) -> dict[str, Any]: ...
 
@@ -127,7 +127,7 @@ class PendingRequest:
         If `params` has no seed, the request gets a random seed.
 
         params: SamplingParams, or another object whose serialize() returns fields of SamplingParams.
-        record: whether to request the text and the times of the answer; see SamplingParams.return_record.
+        record: whether to request the text of the answer and the times of its tokens; see SamplingParams.return_record.
 
         Raises InvalidSamplingParamsError for invalid parameters, and ValueError for media without data.
         """
@@ -228,14 +228,12 @@ class PendingRequest:
         return Submit(self.uid, meta, *bodies, media, tuple(self.epochs), self.handoff)
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
-        """Store the new tokens of a partial answer. Return the stream item with these tokens, or None if no token is
-        new.
+        """Store the new tokens of a partial answer, and return the stream item with these tokens.
 
-        offset: index of the first token in `tokens`.
+        Returns None if no token is new. Also returns None, and stores nothing, if tokens before `offset` are missing
+        because a connection was lost. The coordinator sends all tokens again after the next SUBMIT.
 
-        If `offset` is greater than the number of received tokens, the tokens in between were lost with a connection.
-        The method then ignores the partial answer, because the coordinator sends all tokens again after the next
-        SUBMIT.
+        offset: index, in the answer, of the first token in `tokens`.
         """
         known = self.held - offset
         new = tokens[TOKEN_BYTES * known :] if known >= 0 else b""
@@ -261,7 +259,7 @@ class PendingRequest:
                 frame[name] = self.details[name] = details[name]
 
     def reply(self, final: Final) -> dict[str, Any]:
-        """Return the final answer in a FINAL message as a map. Raises MalformedMessageError for a malformed message."""
+        """Return the reply map of this request for a FINAL message. Raises MalformedMessageError."""
         body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
@@ -281,10 +279,10 @@ class PendingRequest:
         return reply
 
     def _complete_details(self, reply: dict[str, Any]) -> None:
-        """After a failover, prepend the details from earlier engines to the details in `reply`.
+        """After a failover, prepend the log-probabilities from earlier engines to the log-probabilities in `reply`.
 
-        If some details from earlier engines are missing, `reply` keeps `log_probs_from`, the index of the first token
-        that has details.
+        If some of them are missing, `reply` keeps `log_probs_from`, the index of the first token that has
+        log-probabilities.
         """
         start = reply.get("log_probs_from") or 0
         wanted = {name: key for name, key in PER_TOKEN_DETAILS.items() if reply[key] is not None}
@@ -298,7 +296,10 @@ class PendingRequest:
 
 
 def failed_reply(error: dict[str, Any]) -> dict[str, Any]:
-    """Return the reply map for a request that could not be submitted. error: see error_map()."""
+    """Return the reply map for a request that could not be submitted.
+
+    error: the map that output_stage.error_map() returns for the error.
+    """
     failed = {"status": "FAILED", "finish_reason": "error", "error": error}
     return {**_REPLY_DEFAULTS, **failed, "request_id": 0, "generated_tokens": [], "generated_length": 0}
 

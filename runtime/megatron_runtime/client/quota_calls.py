@@ -24,7 +24,7 @@ class QuotaCalls:
     def reserve(self, reserve: Reserve) -> asyncio.Future[Quota]:
         """Send a reservation, and return a future for the answer.
 
-        If the future is cancelled, the reserved tokens are returned when the answer arrives.
+        If the future is cancelled, the client gives the reserved tokens back when the answer arrives.
         """
         future: asyncio.Future[Quota] = asyncio.get_running_loop().create_future()
         self._open[reserve.uid] = reserve, future

@@ -51,7 +51,7 @@ class Answer(Enum):
 class Election:
     """The state of one coordinator of a pair, which starts as the standby.
 
-    now:         time of creation, in seconds on the clock of all calls.
+    now:         time of creation, in seconds on the same clock as the argument `now` of the methods.
     incarnation: a random number of 64 bits.
     takeover:    seconds of silence after which the other coordinator counts as lost.
     """
@@ -224,9 +224,9 @@ class Pair:
             self._election.heard(now, message)
 
     def _announce(self) -> None:
-        """Report a change to the other coordinator.
+        """Report a change of this coordinator's role or term to the other coordinator.
 
-        Call this before peers are redirected, so that the other coordinator accepts them.
+        Call this method before peers are redirected, so that the other coordinator accepts them.
         """
         logger.warning("now %s, term %d", "active" if self.active else "on standby", self.term)
         self._report()

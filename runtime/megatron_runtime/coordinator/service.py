@@ -136,7 +136,7 @@ class Transport(Access):
         return connection is not None and connection.send(message, even_if_full)
 
     def report_room(self, peer: PeerId) -> None:
-        """Arrange that on_room is called once the peer's connection is not full."""
+        """Request a call of `on_room` when the peer's connection accepts messages again."""
         connection = self._connections.get(peer)
         if connection is not None:
             connection.report_room()
@@ -155,9 +155,9 @@ class Transport(Access):
         return self._opens(_key_role(peer[0]), key)
 
     def _opens(self, role: Role, key: bytes) -> bool:
-        """Return whether a key opens the port of a role.
+        """Return whether a peer with this key may connect to the port of `role`.
 
-        A trainer, and the other coordinator of a pair, connect to the admin port.
+        A trainer, and the other coordinator of a pair, may connect to the admin port.
         """
         gatekeeper = self.gatekeeper
         if gatekeeper is None or gatekeeper.admits(role, key):
@@ -236,7 +236,7 @@ class Coordinator:
 
     It passes messages, connection losses and time to the core, and performs the effects that the core returns.
 
-    on_bound: called once the sockets are bound, with a mapping from each role to its address.
+    on_bound: called when the sockets have been bound, with a mapping from each role to its address.
     ended:    set by stop() or by a SHUTDOWN message.
     tracer:   records spans of requests; None if requests are not traced.
     """
@@ -378,7 +378,7 @@ class Coordinator:
     def _stand_by(self, pair: Pair) -> None:
         """Become the standby. Discard the state, and redirect all peers to the other coordinator.
 
-        Clients submit open requests again there.
+        Clients then submit their open requests to the other coordinator.
         """
         peers = [peer.peer for peer in (*self.core.engines, *self.core.clients)]
         self.core = self._make_core()
@@ -484,7 +484,10 @@ class Coordinator:
 
 
 def _trace(tracer: Tracer, ended: Ended, *, wall_offset: float) -> None:
-    """Record the span of a request that ended. wall_offset: as in Context."""
+    """Record the span of a request that ended.
+
+    wall_offset: value to add to a time of the coordinator's clock to get Unix time.
+    """
     entry, engine, at, error = ended
     attributes: dict[str, str | int | float | None] = {
         tracing.REQUEST_ID: entry.meta.request_id or entry.uid.hex(),

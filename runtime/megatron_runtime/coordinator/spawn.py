@@ -86,9 +86,9 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Send this process END_SIGNAL when its parent exits.
+    """Arrange that this process gets END_SIGNAL when its parent exits.
 
-    The closed pipe would not show the parent's exit, because other processes may hold copies of the pipe.
+    A closed pipe would not show that the parent has exited, because other processes may hold copies of the pipe.
     """
     loop = asyncio.get_running_loop()
 

@@ -67,7 +67,10 @@ class LocalGroup:
             link.close()
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Replace a contiguous tensor by its sum over the ranks, which are added in ascending order."""
+        """Replace a contiguous tensor by its sum over the ranks.
+
+        The tensors are added in ascending order of the ranks.
+        """
         flat = tensor.view(-1)
         if flat.nbytes <= LARGE_BYTES:
             self._sum([flat] * len(self._ranks), into=flat)
@@ -78,7 +81,7 @@ class LocalGroup:
         self._exchange([(rank, own, parts[place]) for place, rank in self._others()])
 
     def all_gather(self, gathered: torch.Tensor, tensor: torch.Tensor) -> None:
-        """Write the contiguous tensors of all ranks to `gathered`, which is contiguous, in the order of the ranks."""
+        """Write the `tensor` of each rank to `gathered`, in the order of the ranks. Both tensors must be contiguous."""
         parts = gathered.view(len(self._ranks), -1).unbind()
         flat = tensor.view(-1)
         parts[self._place].copy_(flat)

@@ -97,7 +97,9 @@ async def preflight(settings: PreflightSettings) -> dict[str, Outcome]:
 
 @contextlib.asynccontextmanager
 async def _listening(settings: PreflightSettings, called: Mapping[int, asyncio.Event]) -> AsyncIterator[None]:
-    """Answer the checks of other pods on both ports until the block ends.
+    """Return a context manager that answers the checks of other pods while its `with` block runs.
+
+    It listens on the rendezvous port and on a second port that the system chooses.
 
     called: one event for each other pod, by pod index. An event is set when its pod has exchanged data with this pod.
     """
@@ -190,7 +192,10 @@ async def _reach(settings: PreflightSettings, number: int, until: float) -> Outc
 
 
 async def _exchange(settings: PreflightSettings, host: str) -> None:
-    """Send a block to both ports of another pod, and verify the digests that the pod returns."""
+    """Send a random block to another pod on the rendezvous port, and then on the second port that the pod names.
+
+    Raises OSError if a digest that the pod returns does not match the block.
+    """
     block = os.urandom(BLOCK_BYTES)
     reader, writer = await asyncio.open_connection(host, settings.port)
     with contextlib.closing(writer):

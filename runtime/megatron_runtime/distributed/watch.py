@@ -32,9 +32,9 @@ time.
 
 
 class HeartbeatTimer:
-    """The time of a peer's last heartbeat. All times are on the clock of time.monotonic().
+    """A timer that expires if a peer sends no heartbeat. All times are on the clock of time.monotonic().
 
-    allowed_seconds: maximum silence, which the peer's last heartbeat announces.
+    allowed_seconds: seconds without a heartbeat after which the timer expires. Each heartbeat sets this number.
     """
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class Report(NamedTuple):
 
     @classmethod
     def from_wire(cls, items: list[Any]) -> Report:
-        """Return the report that a heartbeat contains as a list of its fields."""
+        """Return the report whose fields are `items`, in order. A heartbeat contains a report as this list."""
         done, marks, exchanges, phase, place = items
         return cls(done, marks, exchanges, Phase(phase), place)
 
@@ -96,7 +96,7 @@ class StepProgress:
         self._order = 0
 
     def begin(self, order: int) -> None:
-        """Record that the step of the command with number `order` begins."""
+        """Record that this rank begins a step, which is the command with number `order`."""
         self._order, self._phase = order, Phase.COMPUTING
         self.reach("the begin")
 
@@ -107,7 +107,7 @@ class StepProgress:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Return a context manager. This rank counts as waiting in a collective while the block runs."""
+        """Return a context manager. While its `with` block runs, this rank counts as waiting in a collective."""
         self._exchanges += 1
         self._marks += 1
         self._phase = Phase.EXCHANGING
@@ -116,7 +116,7 @@ class StepProgress:
         self._marks += 1
 
     def end(self, order: int) -> None:
-        """Record that the command with number `order` is complete. The command may be a step or another command."""
+        """Record that this rank has completed the command with number `order`, which may be a step."""
         self.done, self._phase = order, Phase.IDLE
 
     def report(self) -> Report:
@@ -132,7 +132,7 @@ class Stall(NamedTuple):
     """A step that makes no progress.
 
     rank:         the rank for which the other ranks wait.
-    is_computing: whether a rank computes. If False, all ranks wait in collectives.
+    is_computing: whether at least one rank computes. If False, all ranks wait in collectives.
     """
 
     rank: int
@@ -143,8 +143,8 @@ class Stall(NamedTuple):
 def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
     """Return the rank for which the other ranks wait.
 
-    Prefer ranks that have not completed the command with number `order`, and of these the ranks that are in no
-    collective. If several ranks remain, return the rank that has entered the fewest collectives.
+    The criteria for this rank are, in this order: it has not completed the command with number `order`, it is in no
+    collective, and it has entered the fewest collectives.
     """
 
     def lateness(rank: int) -> tuple[bool, bool, int]:
@@ -155,7 +155,7 @@ def rank_behind(order: int, reports: Mapping[int, Report]) -> int:
 
 
 class StepWatch:
-    """The detection of the rank that stalls a step, from the reports of all ranks. It runs on rank 0."""
+    """Detects from the reports of all ranks which rank stalls a step. It runs on rank 0."""
 
     def __init__(self, step_timeout_seconds: float) -> None:
         self._step_timeout = step_timeout_seconds

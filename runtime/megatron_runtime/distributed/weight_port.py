@@ -85,7 +85,7 @@ class OfferedTensors:
     """Tensors that are divided into blocks. The digests of all blocks are computed when they are first needed.
 
     tensors:  contiguous tensors by name, on any device. They are not copied.
-    reading:  returns a context manager. Inside its block, any thread may copy the tensors from the device.
+    reading:  returns a context manager. Inside its `with` block, any thread may copy the tensors from the device.
     manifest: the manifest of these tensors, in the same order; None: it is computed.
     """
 
@@ -149,8 +149,8 @@ def entry_of(name: str, tensor: torch.Tensor) -> PublishedTensor:
 class Offer:
     """Weights that the port sends.
 
-    session: session in the reference that names the weights.
-    part:    OpenSession.part of the ranks that may receive the weights; empty for whole tensors.
+    session: id of the published weights, which a receiving rank names in OpenSession.session.
+    part:    text that a receiving rank must send as OpenSession.part; empty for whole tensors.
     digest:  digest of the sending engine's weights; empty if there is none.
     """
 
@@ -194,16 +194,16 @@ class WeightPort:
         return f"tcp://[{self.host}]:{self.port}" if ":" in self.host else f"tcp://{self.host}:{self.port}"
 
     def offer(self, *offers: Offer) -> None:
-        """Offer `offers` instead of the earlier weights.
+        """Send `offers` from now on, instead of the earlier weights.
 
-        Return when no block of the earlier weights is being sent, so that the caller may overwrite the earlier weights.
+        Wait until no block of the earlier weights is being sent, so that the caller may overwrite the earlier weights.
         """
         self._call(lambda: self._replace(offers))
 
     def close(self) -> None:
-        """Stop listening, and wait for the receiving engines. This method is idempotent.
+        """Stop listening, and wait for the engines that are receiving weights. This method is idempotent.
 
-        Return when each engine that receives weights has all of them, or has been silent for EXCHANGE_SECONDS.
+        The wait for an engine ends when it has all weights, or has been silent for EXCHANGE_SECONDS.
         """
         if self._thread.is_alive():
             self._call(self._closing.set)
@@ -297,7 +297,7 @@ class WeightPort:
         return SessionOpened(manifest=manifest, token=token, digest=offer.digest)
 
     def take(self, token: bytes) -> Offer | None:
-        """Return the offer that a token opens, or None if the token is invalid or was used before."""
+        """Return the offer for which a token was issued, or None if the token is invalid or was used before."""
         return self._tokens.pop(token, None)
 
     def stream(self, stream: _Stream, *, is_open: bool) -> None:

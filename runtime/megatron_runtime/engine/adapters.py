@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 class AdapterSet:
     """The adapters of one engine. Use it only on the event loop, and make one change of the list at a time.
 
-    current:  the list that was set last.
-    errors:   the error of each adapter that could not be loaded, by name.
-    rejected: the errors of adapters in the last staged list that could not be loaded, by name.
+    current:  the list in use, from which requests can name adapters.
+    errors:   by name, the error of each adapter of `current` that could not be loaded.
+    rejected: by name, the error of each adapter of the last list passed to stage() that could not be loaded.
     """
 
     def __init__(self, backend: EngineBackend) -> None:
@@ -99,7 +99,7 @@ class AdapterSet:
     def begin(self, name: str) -> Adapter | None:
         """Return the adapter that a new request names, and keep this adapter loaded until end().
 
-        Returns None if the list has no adapter with this name.
+        Returns None if the current list of adapters has no loaded adapter with this name.
 
         Raises UnsupportedVerbError if the backend does not support adapters.
         """
@@ -139,7 +139,7 @@ class AdapterSet:
             return results
 
     async def _unload_unused(self) -> None:
-        """Unload the adapters that neither a list nor a request needs.
+        """Unload the adapters that are in neither the current nor the staged list, and that no request uses.
 
         A failure is only logged, because no request can name these adapters.
         """

@@ -166,8 +166,8 @@ class BackendListener(Protocol):
     def on_failure(self, cause: BaseException) -> None:
         """Handle the failure of the backend, which will run no further step. Called once.
 
-        cause: a RankError names the rank. A RankLostError with `by_silence` is not evidence that a request crashed the
-               engine.
+        cause: the error that stopped the backend. If it is a RankError, it names the rank that failed. A RankLostError
+               with `by_silence` is not evidence that a request crashed the engine.
         """
 
     def on_leave(self) -> None:

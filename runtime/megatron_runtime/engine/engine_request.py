@@ -235,9 +235,12 @@ class BackendStats:
     weights_digest:   digest of the weights loaded last; empty before the first load, or if the backend computes none.
     prefix_coordination_waits: total number of steps for which requests waited while another request computed their
         prefix.
-    prefill_rate, decode_rate, queued_tokens: as in Heartbeat; None if unknown.
+    prefill_rate:     prompt tokens that the engine computes per second; None if unknown.
+    decode_rate:      tokens in the KV cache, divided by the seconds that they add to a step; None if unknown.
+    queued_tokens:    prompt tokens of open requests that are neither computed nor cached; None if unknown.
     last_request:     the highest id of the requests that `queued_tokens` includes.
-    free_blocks:      as in Heartbeat; None if unknown.
+    free_blocks:      number of blocks that an import can use now: free blocks, and cached blocks that no request holds;
+                      None if unknown.
     """
 
     steps: int = counter("engine_steps", "engine steps; 0 with vLLM")

@@ -90,7 +90,10 @@ class KVExchange:
         self._send(Exported(dispatch_id=dispatch_id).to_frames())
 
     def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
-        """Report the kept blocks in `outputs` to the coordinator. Return the outputs that do not belong to prefills."""
+        """Report to the coordinator which KV blocks the backend keeps according to `outputs`.
+
+        Return the outputs that do not belong to prefills.
+        """
         answered = []
         for output in outputs:
             number, exported = output.request_id, output.exported
@@ -150,7 +153,7 @@ class KVExchange:
 
 
 def params_of_prompt(params: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters that a prefill needs, which affect the KV or the order of requests."""
+    """Return the part of `params` that a prefill needs: parameters that affect the KV or the order of requests."""
     return SamplingParams(
         cache_salt=params.cache_salt,
         priority=params.priority,

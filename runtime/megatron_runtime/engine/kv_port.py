@@ -50,7 +50,7 @@ _CHECK_SECONDS = 5.0
 class _Grant:
     """Permission to read one export.
 
-    peer: the connection that has presented the ticket; None until a connection does.
+    peer: the connection that has presented the ticket; None if no connection has presented it yet.
     """
 
     export: int
@@ -106,7 +106,7 @@ class BlockServer:
 
     @property
     def num_open(self) -> int:
-        """Number of valid tickets plus the number of uploads in progress."""
+        """Number of tickets with which an engine may read blocks, plus the number of uploads in progress."""
         return len(self._grants) + len(self._uploads)
 
     def grant(self, transfer: Transfer) -> None:
@@ -232,7 +232,10 @@ class BlockServer:
 
 
 class BlockReceiver:
-    """A client that receives the blocks of imports from other engines. keys_dir: see BlockServer."""
+    """A client that imports blocks from the BlockServers of other engines.
+
+    keys_dir: directory of engine.key and engine.pub; None means no encryption.
+    """
 
     def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
         self._kv = kv
@@ -262,8 +265,9 @@ class BlockReceiver:
         return Imported(dispatch_id=transfer.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
 
     async def _fetch(self, transfer: Transfer, *, first: int, count: int) -> None:
-        """Receive the blocks from index `first` to `count` - 1, and write each block to the cache when it is
-        complete.
+        """Receive the blocks of a transfer from index `first` on, and write each complete block to the cache.
+
+        count: number of all blocks of the transfer, including the blocks before `first`.
         """
         inbox: asyncio.Queue[Frames | str] = asyncio.Queue()
         opened = asyncio.Event()

@@ -44,8 +44,9 @@ class KVTransfer(Protocol):
     block_bytes: int
 
     def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
-        """Return the keys and values of an export's blocks with the indices `blocks`, `block_bytes` bytes per block.
+        """Return the keys and values of blocks of an export, `block_bytes` bytes for each block.
 
+        blocks: indices of the blocks in the export.
         Raises TransferEndedError if the export has ended.
         """
 

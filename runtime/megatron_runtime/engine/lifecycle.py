@@ -57,7 +57,7 @@ LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
 
 
 class StateEvents:
-    """The state of one engine, and one event for each state for which a program can wait, as in Megatron-Core.
+    """The state of one engine, with one event for each state that a program can wait for.
 
     As in Megatron-Core, some events stay set after the engine has left the state. Use each object on only one event
     loop.
@@ -172,7 +172,7 @@ WORK: dict[Header, Work] = {
 class Lifecycle:
     """The state, epoch and fence of one engine. Use it on the event loop, with one control message at a time.
 
-    source: source of the weights of `epoch`, if an UPDATE_WEIGHTS or the coordinator named one.
+    source: where the weights in use come from, as named by UPDATE_WEIGHTS or HELLO_ACK; None if neither has named it.
     adapters: the LoRA adapters.
     acted: how many times the engine has done the work of each signal. A repeated operation id does not count.
     seconds: total duration of the work of each signal.

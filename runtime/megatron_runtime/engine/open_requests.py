@@ -45,7 +45,7 @@ class OpenRequests:
     send:     sends a message to the coordinator.
     on_idle:  called when the last request has been released after an abort.
     tracer:   records spans of requests; None if requests are not traced.
-    exchange: prefills, exports and imports of blocks; None for an engine without a role.
+    exchange: runs prefills, exports and imports of KV blocks; None if the engine is not a prefill or decode engine.
     """
 
     def __init__(

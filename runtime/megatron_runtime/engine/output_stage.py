@@ -86,9 +86,9 @@ class StopMatcher:
         self._num_releasable = 0
 
     def append(self, token: int) -> None:
-        """Append a token without a search.
+        """Append a token, and do not search for stop texts.
 
-        Use this for tokens that were sent earlier and cannot complete a stop text.
+        Use this method for tokens that were sent to the client earlier. Such tokens cannot complete a stop text.
         """
         self._append(token)
 
@@ -422,10 +422,10 @@ class OutputStage:
             )
 
     def _record(self, request: OpenDispatch, output: RequestOutput) -> dict[str, Any]:
-        """Return further fields of the reply map: seconds to the first token and between tokens, and the answer's text.
+        """Return the fields `ttft`, `tpot` and `generated_text` of the reply map.
 
-        The times are measured on this engine. After a failover, the reply therefore has no time to the first token
-        (ttft).
+        These are the seconds to the first token, the seconds between tokens, and the answer's text. The times are
+        measured on this engine. After a failover, the reply therefore has no `ttft`.
         """
         assert request.times is not None
         added, *arrived = request.times

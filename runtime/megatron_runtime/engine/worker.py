@@ -370,9 +370,7 @@ class EngineWorker:
                     self.ended.set()
 
     async def _enter(self, ack: HelloAck) -> None:
-        """Enter the state of HELLO_ACK. First load the adapters of HELLO_ACK and, if the state needs weights, the
-        weights.
-        """
+        """Adopt the weights and the adapters of HELLO_ACK, and then enter its state."""
         if self._leaving is not None or ack.state is CoordinatorState.RECOVERING:
             return
         if ack.fence <= limits.MAX_FENCE:
@@ -420,9 +418,9 @@ class EngineWorker:
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
-        """Announce in a heartbeat that later heartbeats can be missing while the block loads weights.
+        """Announce in a heartbeat that heartbeats can be missing while the `with` block loads weights.
 
-        is_reading: False means that the block loads no weights, so that nothing is announced.
+        is_reading: whether the `with` block loads weights. If not, nothing is announced.
         """
         if is_reading:
             self._busy_for = LOAD_SILENCE_SECONDS
@@ -453,7 +451,7 @@ class EngineWorker:
     def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
         """Terminate the engine because of `error`, unless an earlier error is already terminating the engine.
 
-        goodbye: reason of the DISCONNECT. Only ENGINE_FAILED counts as a failure of the requests in flight.
+        goodbye: reason in the DISCONNECT message. Only ENGINE_FAILED counts as a crash against requests in flight.
         """
         if self.failure is None:
             self.failure = error
@@ -511,7 +509,10 @@ async def _serve(settings: EngineSettings, make_backend: MakeBackend) -> BaseExc
 
 @contextlib.contextmanager
 def _probes_of_start(settings: EngineSettings) -> Iterator[None]:
-    """Answer probes on a thread while the block creates the backend, which can include the download of the model."""
+    """Return a context manager that answers probes on a thread while its `with` block creates the backend.
+
+    This can take long, because the backend may download the model.
+    """
     if not settings.health_port:
         yield
         return

@@ -87,7 +87,7 @@ def coordinator_settings(
 ) -> CoordinatorSettings:
     """Return the settings of the coordinator that an engine with `config` launches.
 
-    host, port: by default a free port on the loopback interface.
+    host, port: address on which the coordinator listens. None means the loopback interface, or a free port.
     """
     by_prefix = config.enable_prefix_caching
     return CoordinatorSettings(

@@ -194,7 +194,7 @@ class DirectCalls:
             self.core.reset(preserve_prefix_cache=preserve_prefix_cache)
 
     def settle(self) -> None:
-        """Wait until the engine has dropped all calls that were aborted before this call.
+        """Wait until the engine has dropped all generate() calls that have been aborted so far.
 
         Do not call this method in the engine's thread.
         """
@@ -258,14 +258,11 @@ class FollowedCalls:
         part.on_answers = self._take
 
     def begin(self) -> None:
-        """Arrange that this process waits for the first rank before it exits.
-
-        The first rank loads the weights of all ranks.
-        """
+        """Register an exit handler that waits until the first rank has stopped the engine."""
         atexit.register(self._wait)
 
     def open(self, prompts: PromptBatch, make_stream: MakeStream[AnyStream], *, streaming: bool) -> AnyStream:
-        """Start a call like DirectCalls.open().
+        """Start a call and return its stream, as DirectCalls.open() does.
 
         The stream raises ValueError if the first rank's call with this number has different arguments. It raises
         EngineFailedError for an error of the first rank.
@@ -298,9 +295,11 @@ class FollowedCalls:
         """Do nothing, because the first rank stops the engine."""
 
     def _take(self, answers: dict[str, Any] | None) -> None:
-        """Deliver the answers to one call. Runs in the thread of the rank.
+        """Deliver the first rank's answers to the stream of their call.
 
-        answers: None if the engine has stopped.
+        Runs in the thread that executes the first rank's commands.
+
+        answers: None if the engine has stopped. All open streams then get an error.
         """
         with self._lock:
             if answers is None:

@@ -1,4 +1,7 @@
-"""MegatronLLM.serve(): an OpenAI server on the background loop, and further server processes on the same socket."""
+"""The HTTP front end of MegatronLLM.serve().
+
+It runs an OpenAI server on the background loop, and further server processes on the same socket.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +64,7 @@ class FrontEnd:
 
     tokenizer_reference: model reference from which another process can load the tokenizer; None if there is none.
     max_sequence_length: limit of prompt + answer of one request, in tokens; None leaves the check to the engines.
-    any_model_name: see ServerSettings.
+    any_model_name: whether the served model answers requests with an unknown model name.
     """
 
     def __init__(

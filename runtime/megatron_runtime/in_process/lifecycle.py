@@ -47,7 +47,8 @@ class ProgramLifecycle:
     If the coordinator's process exits, or if this engine fails and no other engine serves, every open and later call
     raises the error of raise_failure(). Use this object only on the event loop of the connection.
 
-    core, service: core and service of this rank. The service has started.
+    core:   engine core of this rank, which has the epoch and the executor.
+    service: connects `core` to the coordinator. start() has already been called.
     client: on the primary rank, the client that sends the verbs. None on other ranks, which wait for the states of
             their engines.
     ranks:  ranks of the program.

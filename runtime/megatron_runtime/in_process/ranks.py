@@ -98,7 +98,7 @@ class ProgramRanks:
 
     @classmethod
     async def join(cls) -> Self:
-        """Return the ranks of the program. Every rank must call this method and the other methods."""
+        """Return the ranks of the program. Every rank must call this method, and must later make the same calls."""
         if not _is_initialized() or dist.get_world_size() == 1:
             return cls(None)
         group = await asyncio.to_thread(dist.new_group, backend="gloo")

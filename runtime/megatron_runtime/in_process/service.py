@@ -27,8 +27,9 @@ REGISTRATION_SECONDS = 300.0
 
 
 class ServedEngine:
-    """One rank of an engine that serves a coordinator, on the event loop on which start() was called.
+    """One rank of an engine that is registered with a coordinator.
 
+    It runs on the event loop on which start() was called.
     task:        finishes when the engine has stopped; raises EngineFailedError if it failed; None before start().
     coordinator: the process of the coordinator, if this rank launched it.
     """
@@ -59,7 +60,7 @@ class ServedEngine:
 
 
 class EngineService(ServedEngine):
-    """The service of the first rank. It runs an EngineWorker for `core` until stop() or until the engine stops."""
+    """A ServedEngine for the first rank. It runs an EngineWorker for `core` until stop() or until the engine stops."""
 
     def __init__(self, core: EngineCore, text: ModelText | None, *, name: str) -> None:
         self.worker: EngineWorker | None = None

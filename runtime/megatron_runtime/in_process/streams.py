@@ -1,4 +1,4 @@
-"""The iterators that generate_stream() returns, over the chunks of one answer.
+"""The iterators over the chunks of one answer. generate_stream() returns such an iterator.
 
 The caller may abandon or cancel the iteration at any point.
 """
@@ -89,7 +89,7 @@ class ChunkIterator(_Chunks[BlockingStream], Iterator[GenerationChunk]):
             raise
 
     def close(self) -> None:
-        """Abort the request if it is open. Return when the engine has dropped it. This method is idempotent."""
+        """Abort the request if it is open, and wait until the engine has dropped it. This method is idempotent."""
         if self._abort():
             self._settle()
 
@@ -124,6 +124,6 @@ class AsyncChunkIterator(_Chunks[AsyncStream], AsyncIterator[GenerationChunk]):
             raise
 
     async def aclose(self) -> None:
-        """Abort the request if it is open. Return when the engine has dropped it. This method is idempotent."""
+        """Abort the request if it is open, and wait until the engine has dropped it. This method is idempotent."""
         if self._abort():
             await self._settle()

@@ -84,7 +84,8 @@ class GreetingSocket:
     def send(self, message: Frames) -> bool:
         """Send a message, and return whether it was accepted.
 
-        Until the coordinator has answered CONNECT, the message must be HELLO, which is sent after the answer.
+        Before the coordinator has answered CONNECT, the only valid message is HELLO. This method then sends CONNECT,
+        and HELLO follows when the coordinator has answered.
         """
         if self._translator is not None:
             return self._translator.send(message)
@@ -267,7 +268,7 @@ class _Translator:
 def _final(request: _Request, reply: Any) -> Final:
     """Return the FINAL message for the reply in an ENGINE_REPLY. Raises MalformedMessageError.
 
-    reply: the map of a request, or the map of a record with the segments of a request in order.
+    reply: map of a request, or a map whose key "requests" has the maps of the segments of one request, in order.
     """
     parts = reply.get("requests", [reply]) if isinstance(reply, dict) else []
     if not parts or not all(isinstance(part, dict) for part in parts):
@@ -282,7 +283,7 @@ def _final(request: _Request, reply: Any) -> Final:
 
 
 def _partial(request: _Request, frame: Any) -> Partial:
-    """Return the PARTIAL message for the map in an ENGINE_REPLY_PARTIAL. Raises MalformedMessageError."""
+    """Return the PARTIAL message for `frame`, a map in an ENGINE_REPLY_PARTIAL. Raises MalformedMessageError."""
     if not isinstance(frame, dict):
         raise MalformedMessageError("ENGINE_REPLY_PARTIAL: want a map with new_tokens")
     tokens = _tokens(frame.get("new_tokens") or [])

@@ -1,6 +1,6 @@
 """The coordinator as a deterministic state machine. Events are its inputs, and effects are its outputs.
 
-Events are the methods of CoordinatorCore that begin with the time of the event. After each event, service.py performs
+Events are the methods of CoordinatorCore whose first argument is the time, `now`. After each event, service.py performs
 `context.effects` and empties the list. The core uses no socket, clock, event loop or random number generator.
 """
 
@@ -162,16 +162,19 @@ class CoordinatorCore:
         self._settle()
 
     def has_room(self, now: float, peer: PeerId) -> None:
-        """Handle a connection that accepts messages again, because it was full or because report_room() was called."""
+        """Continue to send to a peer whose connection accepts messages again.
+
+        service.py calls this method if the connection was full, or if Context.report_room() has requested the call.
+        """
         self.context.now = now
         self.membership.has_room(peer)
         self._settle()
 
     def not_sent(self, rejected: Sequence[tuple[PeerId, Outgoing, bool]]) -> None:
-        """Handle effects of the last event that connections did not accept.
+        """Handle messages that could not be sent, because their connections did not accept them.
 
-        rejected: peer, message, and whether the connection has ended, in the order of the effects. If a connection has
-            not ended, service.py calls has_room() when the connection accepts messages again.
+        rejected: for each of these messages, in the order of the effects: the peer, the message, and whether the
+            connection has ended. If it has not, service.py calls has_room() when it accepts messages again.
         """
         for peer, message, is_gone in reversed(rejected):
             engine, client = self.engines.at(peer), self.clients.at(peer)

@@ -260,7 +260,10 @@ class Dispatcher:
         return rejection is not None
 
     def _dispatch(self, entry: Entry, engine: Engine, stage: RequestStage = _DECODING) -> None:
-        """Send a request to an engine for `stage`. If the stage is an import, Transfers.begin() sends the message."""
+        """Send a request to an engine, where it begins in `stage`.
+
+        If `stage` is IMPORTING, Transfers.begin() sends the message.
+        """
         if not self._is_readable(entry, engine) and not self._tokenize(entry, engine):
             return
         dispatch_id = self.next_dispatch_id
@@ -336,7 +339,10 @@ class Dispatcher:
         return True
 
     def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
-        """Return a request to its position in the queue, because the connection did not accept its dispatch."""
+        """Put a request back in the queue, or reject it if it names an engine.
+
+        Call this method if the connection of `engine` did not accept the dispatch.
+        """
         entry = engine.take(dispatch_id)
         if entry is None:
             return
@@ -469,7 +475,7 @@ class Dispatcher:
         self._context.needs_pump = True
 
     def relieve(self, engine: Engine) -> None:
-        """Move requests from an engine that sends no heartbeats to other engines with capacity.
+        """Move the requests of an engine whose heartbeats are missing to other engines that have capacity.
 
         If the silent engine still answers one of these requests, the answer is accepted.
         """

@@ -78,7 +78,7 @@ class Handoffs:
         }
 
     def _token(self, kept: Handoff, entry: Entry) -> bytes:
-        """Return the token with which the client and the tenant of `entry` can take the handoff."""
+        """Return the token with which only the client and the tenant of `entry` can use the kept blocks."""
         number, client = kept.exported.dispatch_id, entry.client
         bound = pack((number, client.name, client.key, entry.tenant.key, kept.engine.epoch, kept.until))
         return number.to_bytes(_ID_BYTES, "big") + hmac.digest(self._secret, bound, "sha256")

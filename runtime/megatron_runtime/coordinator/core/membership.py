@@ -363,7 +363,10 @@ class Membership:
         self._context.needs_pump = True
 
     def _limit_unread(self) -> None:
-        """Remove clients until all unread answers fit in UNREAD_SHARE of the journal, most unread answers first."""
+        """Remove clients until the unread answers of the others fit in UNREAD_SHARE of the journal's memory.
+
+        The client with the most bytes of unread answers is removed first.
+        """
         unread = sum(client.outbox_bytes for client in self._clients)
         limit = int(self._context.settings.journal_bytes * UNREAD_SHARE)
         while unread > limit:

@@ -40,10 +40,9 @@ class MediaStore:
         """Maps (route of the client, digest) to the data and the number of open requests that use the data."""
 
     def completed(self, route: int, media: Media) -> Media | None:
-        """Return the media, completed with the data that the client omitted because it sent them with an earlier
-        request.
+        """Return `media` with the data of items that the client sent with an earlier request and has omitted here.
 
-        Returns None if some data is not stored.
+        Returns None if the data of an item is not stored.
         """
         items = [
             item if (held := self._held.get((route, item.digest))) is None else item._replace(data=held[0])
@@ -210,7 +209,11 @@ class WaitingQueue:
             del self._bands[_band_of(entry)]
 
     def heads(self) -> list[Entry]:
-        """Return the first replay and the first other request of each band, in the order of the whole queue."""
+        """Return each band's first replay and first other request, sorted by their position in the whole queue.
+
+        A band has the requests with equal priority, model, adapter and needs. A replay is a request whose engine was
+        lost.
+        """
         heads = []
         for band in self._bands.values():
             if band.replays:

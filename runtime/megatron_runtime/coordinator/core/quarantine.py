@@ -173,7 +173,10 @@ class Quarantine:
         self._free_cleared()
 
     def _free_cleared(self) -> None:
-        """Move requests that are no longer suspects to the normal queue. Some of their crashes no longer count."""
+        """Move requests from the quarantine to the normal queue if they are no longer suspects.
+
+        Call this method after a crash has stopped counting against requests.
+        """
         for entry in self._latest_first():
             if not self.suspects(entry):
                 self.forget(entry)

@@ -328,7 +328,7 @@ class Engine:
         return entry
 
     def computed(self, entry: Entry, tokens: int) -> None:
-        """Record that the engine has computed `tokens` uncached tokens of a request (at least 1)."""
+        """Record that the engine has computed `tokens` (at least 1) of the uncached tokens of a request."""
         entry.uncached -= tokens
         self.queued -= tokens
         self.waiting -= not entry.uncached
@@ -355,7 +355,10 @@ class Engine:
         return self.queued != before
 
     def has_model(self, model: str) -> bool:
-        """Return whether the engine can answer requests for `model`. Returns True if either model is unknown."""
+        """Return whether the engine can answer requests for `model`.
+
+        Returns True if `model` is empty or the engine's own model is unknown.
+        """
         return not model or not self.model or model == self.model
 
     def runs(self, entry: Entry) -> bool:
@@ -411,7 +414,7 @@ class Engine:
             self.state = hello.state
 
     def describe(self, now: float, *, recomputes: str | None = None) -> EngineStatus:
-        """Return the status of this engine at the time `now`. recomputes: as in EngineStatus."""
+        """Return the status of this engine at the time `now`. recomputes: value of EngineStatus.recomputes."""
         return EngineStatus(
             name=self.name,
             state=self.state,
@@ -449,7 +452,7 @@ class Entry:
     dispatch_id, engine: the current dispatch; 0 and None while it waits.
     former:     earlier dispatch ids, under which a late final answer is still accepted from an engine that was lost.
     slot:       its slot in Deadlines; None while it has no deadline.
-    crashes:    crashes of engines while they ran this request; empty again once it is acquitted.
+    crashes:    crashes of engines while they ran this request; emptied when the request passes a trial (quarantine.py).
     crash_position: number of generated tokens at the last crash; None if unknown.
     progress:   tokens that a reserved engine has reported for a request that does not stream.
     tenant:     the tenant whose share of the engines it counts against.
@@ -586,7 +589,7 @@ class Ended(NamedTuple):
 class Levels:
     """Tenants sorted by load.
 
-    Tenants with equal load are in the order in which they reached this load or began to wait.
+    Tenants with equal load are in the order in which they were added with this load.
     """
 
     def __init__(self) -> None:

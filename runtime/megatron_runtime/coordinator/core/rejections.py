@@ -53,7 +53,10 @@ def unpinnable(entry: Entry, engine: Engine | None, may_dispatch: bool) -> Rejec
 
 
 def engine_missing(entry: Entry, engine: Engine | None) -> Rejection:
-    """Return the error for a request whose named engine cannot answer it."""
+    """Return the error for a request that names an engine which cannot answer it.
+
+    engine: the registered engine with this name; None if there is none.
+    """
     why = "does not serve"
     if engine is not None and engine.reserved:
         why = "is reserved for a suspect request"

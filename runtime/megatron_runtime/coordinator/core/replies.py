@@ -180,10 +180,9 @@ class Replies:
     # --- clients that read slowly -------------------------------------------------------------------------------
 
     def catch_up(self, client: Client) -> None:
-        """Send a client the messages in its outbox and its missing tokens, in as few messages as possible, while its
-        connection accepts them.
+        """Send a client the messages in its outbox, and then the tokens that it lacks, in one message per request.
 
-        After CATCH_UP_BYTES, the remaining messages wait until has_room() is called, as for a full connection.
+        Stop if the connection is full, or after CATCH_UP_BYTES. The rest is sent when has_room() is called.
         """
         if client.stuck_since is not None or not client.reachable:
             return
@@ -266,7 +265,7 @@ def _read_map(raw: bytes | dict[str, Any], what: str) -> dict[Any, Any]:
 
 
 def _with_handoff(answer: Outgoing, offer: dict[str, Any]) -> Outgoing:
-    """Return a final answer with `disaggregated_params` in its reply."""
+    """Return the FINAL `answer` with `offer` added to its reply as `disaggregated_params`."""
     final = decode(answer) if isinstance(answer, list) else answer
     assert isinstance(final, Final)
     reply = {**_read_map(final.reply, "a reply"), "disaggregated_params": offer}
@@ -285,7 +284,10 @@ def _owed(entry: Entry) -> Frames:
 
 
 def _index_details(entries: Iterable[Entry]) -> None:
-    """Parse the raw extras of these entries. Entries whose tokens came in the same message share one Extras object."""
+    """Parse the log-probabilities (`Entry.details`) of these entries, which are raw bytes until then.
+
+    Entries whose tokens came in the same message share one Extras object.
+    """
     shared: dict[int, Extras] = {}
     for entry in entries:
         details = entry.details
@@ -298,7 +300,7 @@ def _index_details(entries: Iterable[Entry]) -> None:
 
 
 def _details_from(entry: Entry, first: int) -> dict[str, Any]:
-    """Return the merged details of the tokens from index `first` on."""
+    """Return `entry.details` from the token with index `first` on, merged into one map."""
     merged: dict[str, Any] = {}
     begin = bisect.bisect_right(entry.details, first, key=itemgetter(0))
     for offset, extras in islice(entry.details, max(0, begin - 1), None):

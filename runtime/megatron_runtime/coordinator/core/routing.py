@@ -39,8 +39,8 @@ PromptHashes = Mapping[int, Sequence[int]]
 class KnownBlocks:
     """The prompt blocks that each engine is known to hold, indexed by engine and by block.
 
-    A block is identified by its hash. An engine counts as a holder after the dispatch of a prompt with this block. The
-    engine stops to count when it reports the eviction of the block, or when the block is forgotten.
+    A block is identified by its hash. An engine counts as a holder of a block as soon as a prompt with this block is
+    dispatched to it. This ends when the engine reports the eviction of the block, or when the block is forgotten.
 
     clock: the number of prompts that engines have received.
     """
@@ -69,8 +69,9 @@ class KnownBlocks:
         return self._holders.get(block, ())
 
     def match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Return how many leading blocks of a prompt an engine holds, and the value of `clock` when it received the
-        last of these blocks. Return (0, 0) if it holds none.
+        """Return how many leading blocks of a prompt an engine holds, and when it received the last of these blocks.
+
+        The time is a value of `self.clock`. Returns (0, 0) if the engine holds no such block.
         """
         held = self._held.get(engine.index)
         # Blocks are chained, so without the first block a deeper block is useless.
@@ -141,7 +142,10 @@ class KnownBlocks:
 
 
 def load_by(policy: RoutingPolicy, *, alpha: float) -> Callable[[Engine], float]:
-    """Return the function that computes the load by which a policy sorts engines without a matching block."""
+    """Return the function that computes an engine's load.
+
+    `policy` uses the load to order the engines that hold no block of the prompt.
+    """
     if policy is RoutingPolicy.LEAST_COST:
         return Engine.cost
     if policy not in PREFIX_POLICIES:
@@ -167,7 +171,7 @@ class EnginesByLoad:
         return len(self._order)
 
     def __iter__(self) -> Iterator[Engine]:
-        """Yield all engines that are not full, by load. Loads must not change during the iteration."""
+        """Yield all engines that are not full, lowest load first. Loads must not change during the iteration."""
         changed = self.changed
         while changed:
             self.put(changed.popitem()[1])
@@ -322,8 +326,8 @@ class EngineRouter:
     ) -> Engine | None:
         """Return the engine with the lowest cost for a prompt, or None if no engine is suitable.
 
-        The candidates are the first MAX_COMPARED suitable engines in the order `by_load`, and the engines that hold a
-        block of the prompt if at most MAX_HOLDERS engines hold this block.
+        The candidates are the first MAX_COMPARED suitable engines in the order `by_load`, and the engines that hold
+        blocks of the prompt. A block that more than MAX_HOLDERS engines hold adds no candidates.
 
         tokens:   number of tokens of the prompt, and of the part of the answer that another engine has generated.
         min_prefill_cost: prefill cost of the fastest engine, in seconds per token.
@@ -393,7 +397,7 @@ class EngineRouter:
         return hashes.get(self._block_size or engine.block_size_tokens, ())
 
     def _rank(self, engine: Engine, hashes: PromptHashes) -> tuple[float, int, int]:
-        """Return the sort key of an engine: its score, when it last received the matching block, and its index."""
+        """Return the sort key of an engine: score, time at which it last received the matching block, and index."""
         blocks = self._of_engine(hashes, engine)
         depth, given = self.blocks.match(engine, blocks) if blocks else (0, 0)
         slots, waiting = engine.max_requests, len(engine.in_flight)
@@ -432,7 +436,7 @@ class EngineRouter:
         return cached
 
     def stored(self, engine: Engine, hashes: Sequence[int]) -> None:
-        """Record that `engine` has reported these blocks, such as the blocks of an answer, as stored in its cache."""
+        """Record blocks that `engine` reports to be in its cache, for example the blocks of an answer."""
         if self.by_prefix and not self._by_first_block:
             self.blocks.give(engine, hashes)
 

@@ -150,7 +150,7 @@ class Transfers:
     This component decides which requests are split, and records the exports. An export consists of the KV blocks that a
     prefill engine keeps for a transfer.
 
-    requeue: returns an exported request to the queue after its export was released.
+    requeue: puts an exported request back in the queue after its export was released.
     """
 
     def __init__(self, context: Context, router: EngineRouter, *, requeue: Callable[[Entry], None]) -> None:
@@ -197,7 +197,7 @@ class Transfers:
     # --- the choice of the stage ----------------------------------------------------------------------------------
 
     def choose(self, entry: Entry, among: Among) -> tuple[Engine, RequestStage] | None:
-        """Return the engine for a request and the stage in which the request starts there.
+        """Return the engine for a request, and the stage in which the request starts at this engine.
 
         Returns None if the request must wait.
 
@@ -227,7 +227,7 @@ class Transfers:
         return RequestStage.IMPORTING if can_import else RequestStage.DECODING
 
     def _importer(self, entry: Entry) -> Engine | None:
-        """Return the decode engine with the lowest load that can accept an exported request now.
+        """Return the decode engine with the lowest load that can now accept a request in the stage EXPORTED.
 
         Returns None if there is no such engine.
 

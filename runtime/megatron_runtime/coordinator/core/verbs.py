@@ -118,7 +118,7 @@ class Verbs:
                   this process.
     evict:        removes an engine, with a reason.
     stopped:      called after all engines were stopped.
-    cancel_transfers: called before engines are sent one of CANCELS_TRANSFERS.
+    cancel_transfers: called before a message in CANCELS_TRANSFERS is sent to engines.
     adapters_changed: called after a new list of adapters is committed, before the engines get it.
     """
 
@@ -207,7 +207,7 @@ class Verbs:
         self._source_revisions.add(revision)
 
     def source_for(self, engine: Engine) -> str | None:
-        """Return the weights that an engine must hold, or None if the engine keeps its own weights.
+        """Return the source of the weights that an engine must hold, or None if the engine keeps its own weights.
 
         Weights that a trainer publishes are for every engine. Other weights are only for engines of the revisions that
         have loaded them.

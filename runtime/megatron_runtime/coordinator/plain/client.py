@@ -183,7 +183,8 @@ class ClientTranslator:
     def _keep_log_probs(self, uid: bytes, offset: int, details: dict[str, Any]) -> None:
         """Store the log-probabilities of new tokens.
 
-        offset: index of the first token in `details`. Log-probabilities that are already stored are skipped.
+        offset: index, in the answer, of the first token in `details`. Log-probabilities that are already stored are
+                skipped.
         """
         for name in PER_TOKEN & details.keys():
             kept = self._log_probs.setdefault(uid, {}).setdefault(name, [])
@@ -205,7 +206,7 @@ class ClientTranslator:
 
 
 def _decoded(frames: Frames) -> Message:
-    """Return the message in frames from the core, without validating them again."""
+    """Return the message that `frames` contain. The frames come from the core, so they are not validated again."""
     if header_of(frames[0]) == _FINAL:
         return Final._make(unpack_request(frames[0])[1:5])
     return decode(frames)

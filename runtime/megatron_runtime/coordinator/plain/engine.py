@@ -148,7 +148,7 @@ class EngineTranslator:
             raise MalformedMessageError(f"header {header}: want a message of an engine of Megatron-Core")
 
     def _register(self) -> None:
-        """Register a process that has just started.
+        """Register an engine whose process has just started.
 
         The engine serves immediately, in the state that HELLO_ACK names.
         """
@@ -247,11 +247,10 @@ class EngineTranslator:
             raise MalformedMessageError(message) from error
 
     def _params_of(self, dispatch: Dispatch) -> bytes:
-        """Return the packed parameters.
+        """Return the packed sampling parameters that the engine gets for `dispatch`.
 
-        Tokens from an earlier dispatch are subtracted from the maximum number of tokens.
-
-        Without earlier tokens, a plain client's parameters are passed on unchanged.
+        Tokens that earlier dispatches generated are subtracted from the maximum number of tokens. Without such tokens,
+        the parameters of a plain client are unchanged.
         """
         request = self._requests.get(dispatch.uid)
         if request is not None and not dispatch.generated:

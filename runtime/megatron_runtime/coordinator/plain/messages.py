@@ -37,7 +37,7 @@ Detokenize: TypeAlias = Callable[[list[int]], str] | None
 
 _SUBMIT, _REPLY, _PARTIAL = int(Header.SUBMIT_REQUEST), int(Header.ENGINE_REPLY), int(Header.ENGINE_REPLY_PARTIAL)
 WANTS_RECORD = pack("return_record") + pack(True)
-"""Parameter with which an engine of this project adds the text and the times that are in Megatron-Core's record."""
+"""Parameter with which an engine of this project returns an answer's text and token times, as Megatron-Core does."""
 _NIL = pack(None)
 _MAX_REMEMBERED_BYTES = 2048
 """Maximum size of parameters that are cached for comparison with later requests."""
@@ -139,12 +139,13 @@ class OpenRequest(NamedTuple):
 
 
 def read_submit(frames: Frames, *, randbits: Callable[[int], int]) -> tuple[OpenRequest, bytes, RequestMeta]:
-    """Read SUBMIT_REQUEST of a client.
+    """Read SUBMIT_REQUEST of a client. Return the request, its prompt, and its metadata for the core.
 
-    The message is `[20, id, prompt, params]`, or four frames with `[20, id, params, …]`, prompt, hashes and media.
+    The message has one frame, `[20, id, prompt, params]`, or four frames: `[20, id, params, …]`, the prompt, the
+    hashes of its blocks, and the media. The hashes are not read. The returned prompt is UTF-8 text, or the token ids
+    as the client sent them.
 
-    Return the request, its prompt (UTF-8 as in SUBMIT, or the token ids as the client sent them), and its metadata for
-    the core. The hashes of the prompt's blocks are not read. Raises MalformedMessageError.
+    Raises MalformedMessageError.
     """
     items = split_list(frames[0])
     if len(frames) == 1 and len(items) >= 4:
@@ -184,7 +185,7 @@ def _is_list(data: bytes) -> bool:
 
 
 def submit_frames(form: FrameForm, dispatch_id: int, prompt: bytes, params: bytes) -> Frames:
-    """Return the frames of a SUBMIT_REQUEST for an engine. prompt, params: packed."""
+    """Return the frames of a SUBMIT_REQUEST for an engine. `prompt` and `params` are packed."""
     begin = b"\x94" + pack(_SUBMIT) + pack(dispatch_id)
     if form is FrameForm.ONE_FRAME:
         return [begin + prompt + params]
@@ -208,7 +209,7 @@ class EngineOutput(NamedTuple):
     values: dict[str, Any]
 
     def details(self) -> dict[str, Any]:
-        """The log-probabilities of a partial, by their native names."""
+        """The log-probabilities of a partial, by the names of this project's protocol."""
         found = {name: self.values.get(_TO_PARTIAL.get(name, name)) for name in (*_TO_PARTIAL, *_PROMPT_DETAILS)}
         return {name: value for name, value in found.items() if value is not None}
 
@@ -273,8 +274,10 @@ def failed_reply(code: ErrorCode, message: str) -> bytes:
 def read_outputs(frames: Frames, *, is_final: bool) -> list[EngineOutput]:
     """Return the outputs in an ENGINE_REPLY or ENGINE_REPLY_PARTIAL.
 
-    The message is `[header, [map, …]]`, or `[header, [id, …]]` followed by one frame per map. In an ENGINE_REPLY, each
-    id is `[id, needs_detokenize]`. Raises MalformedMessageError.
+    The message has one frame, `[header, [map, …]]`, or a frame `[header, [id, …]]` and then one frame per map. In the
+    second form of an ENGINE_REPLY, `[id, needs_detokenize]` replaces each id.
+
+    Raises MalformedMessageError.
     """
     match unpack(frames[0], REPLIES):
         case [_, list(items), *_]:

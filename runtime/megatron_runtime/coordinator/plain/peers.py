@@ -39,8 +39,8 @@ class PlainPeers:
     with an empty frame is a plain engine. A CONNECT that contains a protocol version comes from a client of this
     project. This client continues with HELLO.
 
-    send:         sends a message to a peer; with a flag, also if the send buffer is full. Returns False if the message
-                  was not accepted.
+    send:         sends a message to a peer. The last argument is whether to send it even if the send buffer is full.
+                  Returns False if the connection did not accept the message.
     is_connected: whether the peer has a connection.
     now:          seconds on the core's clock.
     shut_down:    ends the coordinator at a client's request.
@@ -88,7 +88,7 @@ class PlainPeers:
         return True
 
     def deliver(self) -> None:
-        """Deliver the messages of the translators to the core."""
+        """Pass the messages that the translators have queued in `messages` to the core."""
         while self.messages:
             peer, message = self.messages.popleft()
             kind = type(message)

@@ -1,5 +1,6 @@
-"""The base class of MegatronLLM and MegatronAsyncLLM: the engine, its background loop, and each call as a coroutine.
+"""The base class of MegatronLLM and MegatronAsyncLLM.
 
+The base class has the engine and the background loop, and implements each call as a coroutine.
 The two classes differ only in how a caller waits for results. The only public name in this module is `GenerationChunk`.
 """
 
@@ -445,7 +446,7 @@ class _MegatronLLMBase:
         return self._bridge(coro).submit(coro)
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the background loop, and block until its result can be returned.
+        """Run a coroutine on the background loop, block until it has completed, and return its result.
 
         If the caller runs on an event loop, this call blocks the loop too.
         """
@@ -460,9 +461,9 @@ class _MegatronLLMBase:
 
 
 def _release(manager: _EventLoopManager, runtime: _CoordinatorRuntime, pid: int) -> None:
-    """Close the resources of an object that has not been shut down.
+    """Shut down the coordinator, the client and the background loop of an object that was not shut down before.
 
-    The garbage collector can call this in any thread.
+    The garbage collector can call this function in any thread.
     """
     if os.getpid() == pid:
         manager.end(runtime.teardown())
