@@ -1,4 +1,4 @@
-"""Requests, records, events and block hashes, under their Megatron-Core module path."""
+"""Requests, records, events and block hashes. The module path is the same as in Megatron-Core."""
 
 from __future__ import annotations
 

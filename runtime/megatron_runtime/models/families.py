@@ -1,7 +1,7 @@
 """The supported model families: their tensor names, and how config.json and GGUF files describe their configurations.
 
 To add a family, add a `Family` with its names and traits to `FAMILIES`, and an example to `CONFIGS` of
-tests/support/random_checkpoint.py, which parametrises its tests.
+tests/support/random_checkpoint.py. The tests of families run for each example.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ _QWEN_EXPERT_NAMES = {
 
 
 def _qwen_window(fields: Fields) -> Traits:
-    """Return the ModelConfig field `sliding` of a Qwen model; empty if no layer has a sliding window.
+    """Return the ModelConfig field `sliding` of a Qwen model, or no field if no layer has a sliding window.
 
     Only the layers from `max_window_layers` on have a window.
     """
@@ -589,7 +589,7 @@ def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json for transformers."""
+    """Return the fields of a config.json from which transformers constructs the same model."""
     family = FAMILIES[config.family]
     return {
         "architectures": [family.architecture],

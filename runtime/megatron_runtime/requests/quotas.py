@@ -76,7 +76,10 @@ class Quotas:
         return self._answer(now, asked, number=number)
 
     def charge(self, now: float, charge: Charge) -> None:
-        """Count tokens even beyond the limit, or return tokens to the window in which they were counted."""
+        """Add `charge.tokens` to the tenant's usage, even beyond the limit.
+
+        Negative tokens reduce the usage, unless the window in which they were counted has ended.
+        """
         self._forget_old(now)
         if charge.tokens > 0:
             self._count(now, charge.tenant, "tokens", charge.tokens_per_minute, charge.tokens)
@@ -111,7 +114,7 @@ class Quotas:
         return window
 
     def _wait(self, now: float, tenant: str, kind: Kind, limit: int, amount: int) -> float:
-        """Return the seconds until `amount` fits the limit; 0 if it fits now.
+        """Return the seconds until the tenant may use `amount` requests or tokens; 0 if it may use them now.
 
         For an amount of 0 tokens, return the seconds until the tenant has at least 1 token left.
         """

@@ -157,7 +157,7 @@ class InferenceRequest:
     def deserialize(cls, obj: dict[str, Any]) -> Self:
         """Return the request that serialize() converted to `obj`.
 
-        msgpack may have serialized `obj` in between. Unknown keys are ignored.
+        `obj` can also be a copy that msgpack has packed and unpacked. Unknown keys are ignored.
         """
         known = {item.name for item in fields(cls) if item.init}
         values = {name: unpack_value(value) for name, value in obj.items() if name in known}
@@ -171,7 +171,7 @@ class InferenceRequest:
         return request
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
-        """Set the fields that need a conversion from `obj`. Subclasses override this method."""
+        """Set the fields whose values in `obj` have another type. Subclasses override this method."""
 
 
 @dataclass(kw_only=True)
@@ -234,7 +234,7 @@ class DynamicInferenceRequest(InferenceRequest):
             self._compute_block_hashes()
 
     def _compute_block_hashes(self) -> None:
-        """Set the hashes of the complete prompt blocks; [] for a prompt shorter than one block."""
+        """Set `precomputed_block_hashes` to the hashes of the complete blocks of the prompt."""
         assert self.block_size_tokens is not None, f"request {self.request_id} has no block_size_tokens"
         salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
         self.precomputed_block_hashes = block_hashes(
@@ -451,7 +451,7 @@ _WEIGHTS = ("policy_epoch", "kv_cache_epoch", "policy_staleness", "kv_cache_stal
 
 @dataclass
 class DynamicInferenceRequestRecord:
-    """The segments of one request.
+    """A request as a list of segments, each a DynamicInferenceRequest.
 
     checkpoint() appends a segment, whose prompt includes the tokens generated so far.
     """
@@ -528,7 +528,8 @@ class DynamicInferenceRequestRecord:
     def checkpoint(self, tokenizer: Any = None) -> None:
         """Append a segment whose prompt includes the tokens generated so far. `tokenizer` is not used.
 
-        The KV of the new segment is computed again, so its staleness is 0. Raises ValueError like continued().
+        The KV of the new segment is computed again, so its staleness is 0. Raises ValueError if all tokens have been
+        generated, or if the prompt tokens are missing.
         """
         total = self.total_tokens
         segment = self.requests[-1].continued()

@@ -1,4 +1,7 @@
-"""Validation rules for the fields of InferenceConfig and SamplingParams. The bounds in a rule are data."""
+"""Validation rules for the fields of InferenceConfig and SamplingParams.
+
+The bounds in a rule are data, from which the OpenAI server derives the types of its request fields.
+"""
 
 from __future__ import annotations
 

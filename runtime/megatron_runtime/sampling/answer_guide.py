@@ -22,7 +22,7 @@ BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[An
 class AnswerGuide:
     """The AnswerState of an answer with several parts. Not thread-safe.
 
-    The grammar of tool calls is compiled only when an answer begins with a marker. Only this request waits for the
+    The grammar of tool calls is compiled only when the answer begins a tool call. Only this request waits for the
     compilation. If the grammar is not available or fails, any token is allowed, and the client receives the
     unconstrained output of the model.
 

@@ -263,9 +263,10 @@ def _values(root: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_references(kind: str, schema: Any) -> None:
-    """Check the length of the longest chain of schemas in which each schema contains the next schema or refers to it.
+    """Raise InvalidSamplingParamsError if a chain of schemas is too long.
 
-    Only schemas that are targets of a `$ref` count. They can be anywhere in the root schema.
+    Each schema of a chain contains the next schema or refers to it. Only schemas that are targets of a `$ref` count.
+    They can be anywhere in the root schema.
     """
     references: set[str] = set()
     named: dict[str, Any] = {"#": schema}

@@ -60,7 +60,8 @@ class RotaryEmbedding:
 
     magnitude: factor by which cos and sin are multiplied.
     long_frequencies_F: frequencies for long sequences; None if the model has only one set of frequencies. With two
-                        sets, a position is twice the index in the sequence, plus 1 if the sequence is long.
+                        sets, the position of a token is twice its index in the sequence, plus 1 if the sequence is
+                        long.
     """
 
     frequencies_F: torch.Tensor
@@ -126,7 +127,7 @@ def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -
     count = len(frequencies)
 
     def pair_of(rotations: float) -> float:
-        """Return the (fractional) index of the pair with this many rotations within the original length."""
+        """Return the (fractional) index of the rotary pair that makes `rotations` rotations in the original length."""
         length = scaling.original_max_position_embeddings / (2 * math.pi * rotations)
         return count * math.log(length) / math.log(theta)
 

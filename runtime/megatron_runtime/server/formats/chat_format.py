@@ -186,7 +186,7 @@ class ChatFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NativeAnswerFormat:
-    """The structure of answers of a model whose format is in this package's tables."""
+    """The AnswerFormat of a model whose tool calls and reasoning have a format in this package's tables."""
 
     request: AnswerRequest
     calls: ToolFormat | None
