@@ -180,7 +180,9 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
 
 
 def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the ModelConfig field `sliding` of a GGUF file, or no field if no layer has a sliding window.
+    """Return the ModelConfig field `sliding` that a GGUF file describes, or no field if no layer has a sliding window.
+
+    A window of 0 in the file means no window.
 
     is_local:   for each layer, whether it has a window. Used if the file has no pattern of layers.
     rope_theta: rotary base of the layers with a window; None if all layers have the same rotary embedding.

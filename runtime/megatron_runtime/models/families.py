@@ -589,7 +589,7 @@ def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of a config.json from which transformers constructs the same model."""
+    """Return the fields of a config.json with which transformers constructs the model that `config` describes."""
     family = FAMILIES[config.family]
     return {
         "architectures": [family.architecture],

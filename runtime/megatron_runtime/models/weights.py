@@ -266,5 +266,5 @@ def _moved(part: slice, rows: int) -> slice:
 
 
 def _slice(held: range, size: int = 1) -> slice:
-    """Return the slice of the rows or columns of the items `held`, such as heads. Each item has `size` of them."""
+    """Return the slice of the rows (or columns) of the items `held`, such as heads. Each item has `size` rows."""
     return slice(held.start * size, held.stop * size)

@@ -49,7 +49,7 @@ class AsyncStream:
         return self._finished
 
     def put(self, item: Any) -> None:
-        """Add an item. Ignored after finish()."""
+        """Add an item. Do nothing after finish()."""
         if self._is_foreign():
             self._call_reader(self.put, item)
         elif not self._finished:
@@ -152,7 +152,7 @@ class BlockingStream:
         return self._finished
 
     def put(self, item: Any) -> None:
-        """Add an item. Ignored after finish()."""
+        """Add an item. Do nothing after finish()."""
         if not self._finished:
             self._items.put(item)
 
@@ -189,7 +189,7 @@ AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 
 
 class _End:
-    """The last item of a BlockingStream, with the error to raise."""
+    """The last item of a BlockingStream, with the error that the iteration raises; None if it raises no error."""
 
     __slots__ = ("error",)
 

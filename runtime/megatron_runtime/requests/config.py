@@ -28,7 +28,7 @@ class _Option(StrEnum):
 
 
 class KVCacheManagementMode(_Option):
-    """Values of `kv_cache_management_mode`, which determines what the signal SUSPEND does with the KV cache."""
+    """Values of `InferenceConfig.kv_cache_management_mode`: what the signal SUSPEND does with the KV cache."""
 
     PERSIST = "persist"
     """The KV cache stays in device memory."""
@@ -39,9 +39,9 @@ class KVCacheManagementMode(_Option):
 
 
 class PrefixCachingEvictionPolicy(_Option):
-    """Values of `prefix_caching_eviction_policy`.
+    """Values of `InferenceConfig.prefix_caching_eviction_policy`.
 
-    The policy determines what happens to a block of the prefix cache when the last request that uses it ends.
+    The policy determines what happens to a block of the prefix cache when the last request that uses the block ends.
     """
 
     REF_ZERO = "ref_zero"
@@ -51,7 +51,10 @@ class PrefixCachingEvictionPolicy(_Option):
 
 
 class RoutingPolicy(_Option):
-    """Values of `prefix_caching_coordinator_policy`: how the coordinator chooses the engine of a request."""
+    """Values of `InferenceConfig.prefix_caching_coordinator_policy`.
+
+    The policy determines how the coordinator chooses the engine of a request.
+    """
 
     LOAD_BALANCED = "LoadBalanced"
     """The engine with the fewest requests in flight. A tie goes to the lowest index."""
@@ -70,7 +73,7 @@ PrefixCachingCoordinatorPolicy = RoutingPolicy
 
 
 class AsyncScheduleMode(_Option):
-    """Values of `async_sched_mode`, which determines whether an engine plans a step while the previous step runs."""
+    """Values of `InferenceConfig.async_sched_mode`: whether an engine plans a step while the previous step runs."""
 
     LEGACY = "legacy"
     """A step is planned when the previous step has ended."""
@@ -79,7 +82,7 @@ class AsyncScheduleMode(_Option):
 
 
 class CudaGraphSizingDistribution(_Option):
-    """Values of `cuda_graph_sizing_distribution`, which has no effect in this runtime.
+    """Values of `InferenceConfig.cuda_graph_sizing_distribution`, which has no effect in this runtime.
 
     In Megatron-Core, the option determines the sizes of the CUDA graphs.
     """

@@ -99,7 +99,7 @@ class Quotas:
         return window
 
     def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
-        """Return the tenant's current window, or None if it has no usage and earlier windows left no excess usage."""
+        """Return the tenant's current window, with the excess usage of earlier windows; None if there is no usage."""
         window = self._windows.get((tenant, kind))
         if window is None or now < window.ends:
             return window

@@ -82,7 +82,7 @@ def pack_array(values: npt.NDArray[Any]) -> Any:
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the value that pack_value() or pack_array() has packed, also after msgpack has serialized `value`."""
+    """Return the value that pack_value() or pack_array() has packed. msgpack can have copied `value` since then."""
     match value:
         case ["tensor" | b"tensor", values, *_] if _load_torch is None:
             return np.array(values)
@@ -494,7 +494,10 @@ class DynamicInferenceRequestRecord:
 
     @staticmethod
     def _update_staleness_tensor(tensor: Any, total_tokens: int, increment: bool = True) -> Any:
-        """Return a tensor or array as a tensor, padded with zeros to `total_tokens`. Add 1 if `increment` is true."""
+        """Return a tensor with the elements of `tensor`, padded with zeros to `total_tokens` elements.
+
+        If `increment` is true, each element of the result is increased by 1.
+        """
         torch = _torch()
         current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)

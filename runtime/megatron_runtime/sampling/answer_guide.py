@@ -62,9 +62,10 @@ class AnswerGuide:
         return self._begun is None and (grammar is None or grammar.is_ready)
 
     def is_fresh(self) -> bool:
-        """Return is_fresh() of the current grammar.
+        """Return whether this is the first call since the computation of the current mask began.
 
-        Return False while the grammar is compiled, so that steps do not wait for the compilation.
+        Return False if no grammar applies. Also return False while the grammar is compiled, so that steps do not wait
+        for the compilation.
         """
         grammar = self._current()
         return grammar is not None and grammar.is_fresh()

@@ -52,9 +52,9 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
 
 
 class _Normaliser:
-    """A converter for one schema; see normalised().
+    """Converts one JSON schema to a schema that the compiler supports.
 
-    dropped: the keywords that were removed.
+    dropped: the keywords that the conversion has removed.
     """
 
     def __init__(self, root: Mapping[str, Any], *, closes: bool, keeps_one_of: bool) -> None:
@@ -144,7 +144,7 @@ def _combines(schema: Mapping[str, Any]) -> bool:
 
 
 def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
-    """Return JSON pointers to the definitions in `root` that share the description of an object with another schema."""
+    """Return JSON pointers to the definitions of `root` that describe an object which another schema also describes."""
     combined: set[str] = set()
     leads_to: dict[str, set[str]] = {}
     """For each definition, the definitions that describe the same value."""

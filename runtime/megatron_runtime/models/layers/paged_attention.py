@@ -56,7 +56,7 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """The rotary embedding of all layers with a sliding window, or of all other layers.
+    """A rotary embedding. All layers with a sliding window share one, and all other layers share another.
 
     magnitude: factor by which cos and sin are multiplied.
     long_frequencies_F: frequencies for long sequences; None if the model has only one set of frequencies. With two

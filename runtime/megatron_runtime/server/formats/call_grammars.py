@@ -308,7 +308,7 @@ class ToolParameter:
 
     @property
     def is_json(self) -> bool:
-        """Whether this value is written as JSON in a format that writes other values as plain text."""
+        """Whether tool-call formats that write strings as plain text write the parameter's value as JSON."""
         return self.kind in _OF_JSON
 
 
