@@ -1,4 +1,4 @@
-"""`DataParallelInferenceCoordinator`. The module path is the same as in Megatron-Core.
+"""Defines `DataParallelInferenceCoordinator`. The module path is the same as in Megatron-Core.
 
 This coordinator runs in the caller's process and has one port for clients and engines. This module does not import
 torch.

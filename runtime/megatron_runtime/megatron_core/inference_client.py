@@ -350,7 +350,7 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.PAUSE, **options)
 
     def unpause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Continue generation."""
+        """Continue the generation that pause_engines() has paused."""
         return self._send_signal_to_engines(Header.UNPAUSE, **options)
 
     def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:

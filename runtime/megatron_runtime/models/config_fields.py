@@ -127,7 +127,7 @@ class Fields:
         return value
 
     def constants(self, key: str) -> list[float]:
-        """Return the list in a required field, which has at most _MAX_LISTED finite numbers above zero."""
+        """Return the list in a required field. The list has at most _MAX_LISTED numbers, all finite and above zero."""
         values = self.need(key)
         if not isinstance(values, list) or len(values) > _MAX_LISTED:
             raise self._wrong(key, values, f"want a list of at most {_MAX_LISTED} numbers")

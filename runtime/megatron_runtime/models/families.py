@@ -674,9 +674,11 @@ def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True
 
 
 def _config(family: Family, fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """Return a configuration with the sizes from `fields`. Checks the sizes against each other.
+    """Return a configuration with the sizes from `fields`.
 
     names: for each size, the name of its field in the file.
+
+    Raises UnsupportedModelError if the sizes contradict each other or are not supported.
     """
     hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
     for name in ("intermediate_size", "num_layers"):

@@ -205,10 +205,7 @@ class HealthServer:
 
 
 class MetricsPage:
-    """The metrics page.
-
-    A thread renders a registry. One rendering answers all requests that wait.
-    """
+    """Renders the metrics of a registry in a thread. One rendering answers all requests that wait."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

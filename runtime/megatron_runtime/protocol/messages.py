@@ -700,8 +700,7 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """FINAL, the result of a request. The coordinator forwards `tokens` and `reply` unchanged.
-    """
+    """FINAL, the result of a request. The coordinator forwards `tokens` and `reply` unchanged."""
 
     dispatch_id: int
     uid: bytes
@@ -794,7 +793,7 @@ class ReleaseBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """ABORT_REQUEST.
+    """ABORT_REQUEST, which aborts one request.
 
     id: uid of the request in a message from a client, dispatch id in a message to an engine, or integer id in a message
         from a plain client.

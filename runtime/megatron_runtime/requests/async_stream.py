@@ -100,7 +100,7 @@ class AsyncStream:
         self.close()
 
     def close(self) -> None:
-        """Do the same as aclose().
+        """Abort the request if it is open, drop unread items, and wake up the reader. Idempotent.
 
         Call this on the reader's event loop, or in any thread if nothing reads the stream.
         """

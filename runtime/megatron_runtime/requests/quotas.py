@@ -39,7 +39,9 @@ class _Window:
 
 
 class Quotas:
-    """The usage counts of all tenants. A tenant without usage in the last minute and without excess usage has no entry.
+    """The usage counts of all tenants.
+
+    A tenant has an entry only if it has usage in the last minute, or has exceeded its limit in the minutes before.
 
     first_window: number of the first window. Each start of a coordinator must pass a different number.
     """
@@ -139,7 +141,7 @@ class Quotas:
         return Quota(**fields)
 
     def _forget_old(self, now: float) -> None:
-        """Remove the windows that have ended, the oldest first."""
+        """Remove the windows that have ended. Excess usage continues in a new window."""
         while self._windows:
             key, window = next(iter(self._windows.items()))
             if now < window.ends:

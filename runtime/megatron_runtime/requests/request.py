@@ -82,7 +82,10 @@ def pack_array(values: npt.NDArray[Any]) -> Any:
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the value that pack_value() or pack_array() has packed. msgpack can have copied `value` since then."""
+    """Return the value that pack_value() or pack_array() has packed.
+
+    `value` can also be a copy that msgpack has packed and unpacked.
+    """
     match value:
         case ["tensor" | b"tensor", values, *_] if _load_torch is None:
             return np.array(values)

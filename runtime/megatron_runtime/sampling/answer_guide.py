@@ -92,7 +92,7 @@ class AnswerGuide:
             grammar.accept(token)
 
     def _begin_calls(self, tokens: Sequence[int]) -> None:
-        """Start to compile the grammar of tool calls if the tool calls have begun.
+        """Start to compile the grammar of tool calls if the answer has begun its tool calls.
 
         tokens: tokens of the tool calls so far.
         """

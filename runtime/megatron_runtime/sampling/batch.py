@@ -30,7 +30,7 @@ _MIN_TOP_P = float(np.finfo(np.float32).tiny)
 
 
 class RowFailure(IntEnum):
-    """A value in place of the token of a row that cannot be sampled.
+    """The reason why no token can be sampled for a row. The value takes the place of the row's token.
 
     Only this row fails. The step and its other rows succeed.
     """

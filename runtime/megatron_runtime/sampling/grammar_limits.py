@@ -143,7 +143,10 @@ def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
 
 
 def _check_rules(kind: str, text: str) -> None:
-    """Check a grammar against the limits, and also the regular expressions, schemas and %lark grammars inside it."""
+    """Raise InvalidSamplingParamsError if a grammar exceeds the limits.
+
+    This function also checks the regular expressions, schemas and %lark grammars inside the grammar.
+    """
     _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
     if text.lstrip().startswith("{"):
         # The compiler would read a JSON object as several grammars, in a notation that this module does not check.

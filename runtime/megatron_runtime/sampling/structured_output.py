@@ -162,7 +162,7 @@ class GrammarState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Return a context manager that turns errors and panics of the matcher into a failure of this grammar."""
+        """Return a context manager that catches errors and panics of the matcher, and sets `failure` instead."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):

@@ -1,4 +1,4 @@
-"""The context, which is the state of an engine. The package path is the same as in Megatron-Core."""
+"""`DynamicInferenceContext`, the limits and state of an engine. The package path is the same as in Megatron-Core."""
 
 from megatron_runtime.megatron_core.contexts.dynamic_context import (
     ActiveRequestCountOverflowError,

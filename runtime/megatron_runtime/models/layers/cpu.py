@@ -59,7 +59,7 @@ class PackedLinear(Linear):
         return sum(matrix.data.nbytes for matrix in self.matrices)
 
     def dense(self) -> torch.Tensor:
-        """Return a dense float32 copy of the packed matrix, [N, K]. The values are as rounded by the packing."""
+        """Return a dense float32 copy of the packed matrix, [N, K]. The packing has rounded the values."""
         return torch.cat([matrix.dequantize() for matrix in self.matrices])
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:

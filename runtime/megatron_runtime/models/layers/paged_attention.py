@@ -90,7 +90,7 @@ class RotaryEmbedding:
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Return two rotary embeddings. The first is for layers that attend to all tokens, the second for local layers."""
+    """Return two rotary embeddings: for layers that attend to all tokens, and for layers with a sliding window."""
     scaling, sliding = config.rope_scaling, config.sliding
     frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -122,7 +122,7 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
     """Return the scaled frequencies.
 
-    Unlike _scale_llama3(), this function interpolates by the pair's index, not by the pair's number of rotations.
+    Unlike _scale_llama3(), this function interpolates by the index of a rotary pair, not by its number of rotations.
     """
     count = len(frequencies)
 

@@ -308,7 +308,7 @@ class ToolParameter:
 
     @property
     def is_json(self) -> bool:
-        """Whether tool-call formats that write strings as plain text write the parameter's value as JSON."""
+        """Whether the parameter's value is JSON even in tool-call formats that write strings as plain text."""
         return self.kind in _OF_JSON
 
 
