@@ -1,4 +1,4 @@
-"""`AsyncStream`, under its Megatron-Core module path."""
+"""Re-exports `AsyncStream` under the module path that the class has in Megatron-Core."""
 
 from megatron_runtime.requests.async_stream import AsyncStream
 

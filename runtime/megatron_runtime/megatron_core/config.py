@@ -1,4 +1,4 @@
-"""`InferenceConfig`, its enumerations and its nested configurations, under their Megatron-Core module path."""
+"""`InferenceConfig`, its enumerations and its nested configurations. The module path is as in Megatron-Core."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`DataParallelInferenceCoordinator`, under its Megatron-Core module path.
+"""Defines `DataParallelInferenceCoordinator`. The module path is the same as in Megatron-Core.
 
 This coordinator runs in the caller's process and has one port for clients and engines. This module does not import
 torch.
@@ -214,7 +214,7 @@ class DataParallelInferenceCoordinator:
         return self._core.router.select(self._candidates(), hashes).peer[1]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
-        """Record that the blocks with these hashes were sent to an engine."""
+        """Record that an engine receives a prompt whose blocks have these hashes."""
         self._core.router.blocks.give(self._engine(rank_identity), request_hashes)
 
     def _candidates(self) -> list[Engine]:
@@ -239,7 +239,7 @@ class DataParallelInferenceCoordinator:
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
         """Send one frame to an engine. Return whether the socket accepted the frame.
 
-        If the engine has no connection, this method also removes the engine.
+        If the engine has no connection, this method also removes the engine from the coordinator.
         """
         engine = self._engine(identity)
         is_sent = self._coordinator.transport.send(engine.peer, [payload])

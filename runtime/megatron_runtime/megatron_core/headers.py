@@ -1,4 +1,4 @@
-"""`Headers`, the integers with which messages begin, and their decoder, under their Megatron-Core module path."""
+"""`Headers`, the integers with which messages begin, and decode_header(). The module path is as in Megatron-Core."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`InferenceClient`, and the errors that it raises, under their Megatron-Core module path."""
+"""`InferenceClient`, and the errors that it raises. The module path is the same as in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -309,10 +309,9 @@ class InferenceClient:
     def add_request_with_kv_handoff(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams, kv_meta: Any, src_block_ids: Sequence[int]
     ) -> asyncio.Future[Any]:
-        """Submit a request that reuses the prompt KV of an earlier request with `do_kv_handoff`.
+        """Submit a request that reuses the prompt KV of an earlier request. Return a future for the answer.
 
-        Return a future for the answer.
-
+        The earlier request must have had the sampling parameter `do_kv_handoff`.
         Only this client can use the KV, once and within 50 s. If the KV cannot be used, the engine computes the prompt.
 
         prompt:  the prompt of the earlier request, optionally followed by more tokens.
@@ -328,7 +327,7 @@ class InferenceClient:
         return self.native.add_request_streaming(prompt, sampling_params, kv_meta=kv_meta)
 
     def release_handoff(self, request_id: int) -> None:
-        """Release the KV that an engine keeps after the answer to a request. An id without a KV handoff is ignored."""
+        """Release the KV that an engine keeps after the answer to a request. Do nothing if no engine keeps any."""
         self.native.release_handoff(request_id)
 
     # --- control signals ----------------------------------------------------------------------------------------
@@ -351,7 +350,7 @@ class InferenceClient:
         return self._send_signal_to_engines(Header.PAUSE, **options)
 
     def unpause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
-        """Continue generation."""
+        """Continue the generation that pause_engines() has paused."""
         return self._send_signal_to_engines(Header.UNPAUSE, **options)
 
     def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:

@@ -1,4 +1,4 @@
-"""Requests, records, events and block hashes, under their Megatron-Core module path."""
+"""Requests, records, events and block hashes. The module path is the same as in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
 
 
 def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
-    """Return a tensor with the values in `tensor_as_list`, which are nested lists."""
+    """Return a tensor with the values of the nested lists `tensor_as_list`."""
     tensor: torch.Tensor = unpack_value(("tensor", tensor_as_list))
     return tensor
 

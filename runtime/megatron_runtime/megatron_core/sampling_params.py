@@ -1,4 +1,4 @@
-"""`SamplingParams`, under its Megatron-Core module path."""
+"""Re-exports `SamplingParams` under the module path that the class has in Megatron-Core."""
 
 from megatron_runtime.requests.sampling_params import (
     IGNORE_EOS,

@@ -73,9 +73,9 @@ class Fields:
         return default if value is None else value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """Return an integer above zero and up to the maximum for this field.
+        """Return the value of a field, an integer from 1 to the maximum for this field.
 
-        Without `default`, the field is required.
+        The field is required if `default` is None. Otherwise, return `default` if the field is absent or null.
         """
         value = self.need(key) if default is None else self.get(key, default)
         limit = _MAX_SIZES.get(key, MAX_SIZE)
@@ -117,14 +117,17 @@ class Fields:
         return values
 
     def constant(self, key: str, default: float | None = None) -> float:
-        """Return a finite number above zero. Without `default`, the field is required."""
+        """Return the value of a field, a finite number above zero.
+
+        The field is required if `default` is None. Otherwise, return `default` if the field is absent or null.
+        """
         value = self.need(key) if default is None else self.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _LARGEST_CONSTANT:
             raise self._wrong(key, value, f"want a number above zero and up to {_LARGEST_CONSTANT:g}")
         return value
 
     def constants(self, key: str) -> list[float]:
-        """Return the list in a required field, which has at most _MAX_LISTED finite numbers above zero."""
+        """Return the list in a required field. The list has at most _MAX_LISTED numbers, all finite and above zero."""
         values = self.need(key)
         if not isinstance(values, list) or len(values) > _MAX_LISTED:
             raise self._wrong(key, values, f"want a list of at most {_MAX_LISTED} numbers")
@@ -148,7 +151,7 @@ def _is_whole(value: object) -> TypeGuard[int]:
 def window_everywhere(fields: Fields) -> Traits:
     """Return the ModelConfig field `sliding` of a family in which either all layers or no layers have a window.
 
-    The result is empty if no layer has a sliding window.
+    Returns no field if no layer has a sliding window.
     """
     return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
@@ -156,7 +159,7 @@ def window_everywhere(fields: Fields) -> Traits:
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
     """Return the ModelConfig field `sliding` of a family in which some layers have a sliding window.
 
-    The result is empty if no layer has a sliding window.
+    Returns no field if no layer has a sliding window.
 
     is_local: for each layer, whether it has a window. Used if the file does not list `layer_types`.
     """
@@ -177,10 +180,12 @@ def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: floa
 
 
 def windows_of_gguf(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
-    """Return the ModelConfig field `sliding` from the metadata of a GGUF file. In the file, 0 means no window.
+    """Return the ModelConfig field `sliding` that a GGUF file describes, or no field if no layer has a sliding window.
 
-    The result is empty if no layer has a window. The arguments are as in sliding_traits(). `is_local` is used if the
-    file has no pattern of layers.
+    A window of 0 in the file means no window.
+
+    is_local:   for each layer, whether it has a window. Used if the file has no pattern of layers.
+    rope_theta: rotary base of the layers with a window; None if all layers have the same rotary embedding.
     """
     pattern, layers = "attention.sliding_window_pattern", fields.size("block_count")
     if isinstance(fields.get(pattern), list):  # one flag per layer; otherwise the field is a period

@@ -165,7 +165,10 @@ class CppDecoder(DecoderModel):
         return self._collectives.scatter_sums(y_AD)
 
     def _add_sums(self, step: Step, phase: int, part_TD: torch.Tensor, sums_TD: torch.Tensor) -> None:
-        """Sum `part_TD`, the result of a phase, over the ranks into sums_TD, and add the sum to the hidden states."""
+        """Add the result of a phase to the hidden states.
+
+        The result is the sum of `part_TD` over all ranks. It is also written to `sums_TD`.
+        """
         summed_TD = self._collectives.all_reduce(part_TD)
         if summed_TD is not sums_TD:
             sums_TD.copy_(summed_TD)
@@ -176,7 +179,10 @@ class CppDecoder(DecoderModel):
             raise MemoryError(f"the memory of a step of {step.tokens} tokens cannot be allocated")
 
     def _step(self, plan: PlannedTokens, x_TD: torch.Tensor, cache_LPXE: torch.Tensor) -> Step:
-        """Return the arguments of a step without logits. The arguments contain addresses of the plan's arrays."""
+        """Return the arguments with which the C++ kernels compute a step, without the arguments for logits.
+
+        The arguments contain addresses of the plan's arrays.
+        """
         size, tables = cache_LPXE.element_size(), plan.block_tables
         assert tables.strides[1] == tables.itemsize
         self._extend_rotations(int(plan.positions.max()) + 1)

@@ -108,9 +108,9 @@ class DecoderWeights:
         return [*(linear.dense() for linear in self.matrices() + self._routers), *self._vectors]
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the memory of all tensors in a fixed order, as pairs (name, view).
+        """Return the tensors as they are in memory, in a fixed order, as pairs (name, tensor).
 
-        A name consists of an index and a format.
+        A name consists of the index of the pair and the format of the tensor.
         """
         parts = [part for linear in self.matrices() + self._routers for part in linear.stored()]
         parts += [("vector", vector) for vector in self._vectors]
@@ -228,7 +228,7 @@ class Decoder(ABC):
 
 
 class DecoderModel(Decoder):
-    """The decoder in torch operators. It keeps no state between steps. The caller passes the KV cache."""
+    """A decoder that runs torch operators. It keeps no state between steps. The caller passes the KV cache."""
 
     @cached_property
     def _attention(self) -> PagedAttention:

@@ -1,7 +1,7 @@
 """The supported model families: their tensor names, and how config.json and GGUF files describe their configurations.
 
 To add a family, add a `Family` with its names and traits to `FAMILIES`, and an example to `CONFIGS` of
-tests/support/random_checkpoint.py, which parametrises its tests.
+tests/support/random_checkpoint.py. The tests of families run for each example.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ _QWEN_EXPERT_NAMES = {
 
 
 def _qwen_window(fields: Fields) -> Traits:
-    """Return the ModelConfig field `sliding` of a Qwen model; empty if no layer has a sliding window.
+    """Return the ModelConfig field `sliding` of a Qwen model, or no field if no layer has a sliding window.
 
     Only the layers from `max_window_layers` on have a window.
     """
@@ -589,7 +589,7 @@ def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields of config.json for transformers."""
+    """Return the fields of a config.json with which transformers constructs the model that `config` describes."""
     family = FAMILIES[config.family]
     return {
         "architectures": [family.architecture],
@@ -674,9 +674,11 @@ def _experts(fields: Fields, names: Mapping[str, str], *, normalize: bool = True
 
 
 def _config(family: Family, fields: Fields, names: Mapping[str, str], **others: Any) -> ModelConfig:
-    """Return a configuration with the sizes from `fields`. Checks the sizes against each other.
+    """Return a configuration with the sizes from `fields`.
 
     names: for each size, the name of its field in the file.
+
+    Raises UnsupportedModelError if the sizes contradict each other or are not supported.
     """
     hidden, heads = fields.size(names["hidden_size"]), fields.size(names["num_heads"])
     for name in ("intermediate_size", "num_layers"):

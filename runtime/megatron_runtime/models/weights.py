@@ -76,7 +76,7 @@ def require_fitting(checkpoint: Checkpoint) -> None:
 
 
 def require_divisible(config: ModelConfig, shard: Shard) -> None:
-    """Raise IndivisibleError if the model cannot be divided among this many ranks."""
+    """Raise IndivisibleError if the model cannot be divided among the ranks of `shard`."""
     shard.layers(config.num_layers)
     shard.heads(config.num_heads)
     shard.kv_heads(config.num_kv_heads)
@@ -266,5 +266,5 @@ def _moved(part: slice, rows: int) -> slice:
 
 
 def _slice(held: range, size: int = 1) -> slice:
-    """Return the slice of the rows or columns of this rank's heads. Each head has `size` rows or columns."""
+    """Return the slice of the rows (or columns) of the items `held`, such as heads. Each item has `size` rows."""
     return slice(held.start * size, held.stop * size)

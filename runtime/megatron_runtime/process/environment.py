@@ -18,7 +18,10 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class UnusableProxyError(OSError):
-    """A proxy variable has a value that the HTTP client cannot use. The message names the variables, not the value."""
+    """An environment variable names a proxy that the HTTP client cannot use.
+
+    The message has the names of the proxy variables, not their values.
+    """
 
 
 def prepare_process() -> None:

@@ -59,11 +59,11 @@ class Budget:
 class FairQueue(Generic[_Job]):
     """A queue of jobs for a number of workers, round robin over keys.
 
-    The next job belongs to the waiting key with the fewest running jobs. Among equal keys, it belongs to the key with
-    the lowest turn number. A job's turn number is one more than the turn number of its key's previous job. If no job of
-    the key waits, the turn number is at least the highest turn number of a started job. A key therefore has one running
-    job at a time while another key waits, and waits for at most one further job of each other key. The jobs of a key
-    keep their order.
+    The next job to start belongs to the waiting key with the fewest running jobs. Among keys with equally few running
+    jobs, it belongs to the key with the lowest turn number. A key's turn number increases by one when a job of the key
+    starts. When a job is added to a key that has no waiting job, the key's turn number becomes at least the highest
+    turn number at which a job has started. A key therefore has one running job at a time while another key waits, and
+    waits for at most one further job of each other key. The jobs of a key keep their order.
     """
 
     def __init__(self, *, workers: int) -> None:
@@ -169,7 +169,7 @@ class FairThreads:
 
 
 class FairLanes:
-    """Named lanes of threads that run work of an event loop. Each lane has its own threads and queue.
+    """Runs blocking calls for an event loop in named lanes. Each lane has its own threads and its own queue.
 
     lanes:              number of threads by lane.
     what:               name of the work, for the error of a key that has used up its budget.

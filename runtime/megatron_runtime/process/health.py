@@ -152,7 +152,7 @@ class HealthServer:
         self._open.pop(connection, None)
 
     def answer(self, connection: _Connection, request: bytes) -> None:
-        """Answer a request now, or after its metrics have been rendered.
+        """Answer a request now or, if it is for /metrics, after the metrics have been rendered.
 
         request: bytes up to the empty line.
         """
@@ -205,10 +205,7 @@ class HealthServer:
 
 
 class MetricsPage:
-    """The metrics page.
-
-    A thread renders a registry. One rendering answers all requests that wait.
-    """
+    """Renders the metrics of a registry in a thread. One rendering answers all requests that wait."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
@@ -216,7 +213,7 @@ class MetricsPage:
         self._rendering: asyncio.Task[None] | None = None
 
     def request(self) -> asyncio.Future[bytes] | None:
-        """Return a future for the text of the page, or None if too many requests wait.
+        """Return a future for the text of /metrics, or None if too many requests wait.
 
         Cancel the future if the text is no longer needed.
         """
@@ -389,7 +386,7 @@ def _status(is_good: bool) -> HTTPStatus:
 def _response(status: HTTPStatus, content: Body, more: str = "") -> tuple[bytes, bytes]:
     """Return the header and the body of a response.
 
-    content: metrics as text if it is bytes, otherwise JSON data.
+    content: the text of the metrics as bytes, or a value that is sent as JSON.
     more:    additional header lines.
     """
     if isinstance(content, bytes):

@@ -56,23 +56,23 @@ class Declaration:
 
 
 def counter(name: str, text: str, **options: Any) -> Any:
-    """Declare a field as a counter, which only increases. options: further fields of Declaration."""
+    """Return a dataclass field that declares a counter, which only increases. options: more fields of Declaration."""
     return field(default=0, metadata={"metric": Declaration(kind="counter", name=name, text=text, **options)})
 
 
 def gauge(name: str, text: str, **options: Any) -> Any:
-    """Declare a field as a gauge, which holds a current value."""
+    """Return a dataclass field that declares a gauge, which holds a current value."""
     return field(default=0, metadata={"metric": Declaration(kind="gauge", name=name, text=text, **options)})
 
 
 def histogram(name: str, text: str, *, bounds: Sequence[float] = SECONDS, **options: Any) -> Any:
-    """Declare a field as a Histogram."""
+    """Return a dataclass field that declares a Histogram."""
     declaration = Declaration(kind="histogram", name=name, text=text, **options)
     return field(default_factory=lambda: Histogram(bounds), metadata={"metric": declaration})
 
 
 def declared(record: Any) -> list[tuple[str, Declaration]]:
-    """Return the metrics of a dataclass or of an instance, each with the name of its field."""
+    """Return the metrics that `record`, a dataclass or an instance of one, declares, as pairs (field name, metric)."""
     return [(each.name, each.metadata["metric"]) for each in fields(record) if "metric" in each.metadata]
 
 

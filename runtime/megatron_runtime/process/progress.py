@@ -26,7 +26,7 @@ COUNTS_BYTES = frozenset({Stage.DOWNLOAD, Stage.VERIFY, Stage.LOAD})
 
 
 class StartProgress:
-    """The current stage of a start, and the completed amount of the stage. Thread-safe.
+    """The current stage of an engine's start, and how much of the stage is complete. Thread-safe.
 
     clock: returns monotonic seconds.
     """
@@ -63,7 +63,7 @@ class StartProgress:
         return self._current[2] if self._current is not None else 0
 
     def page(self) -> Mapping[str, object] | None:
-        """Return the stage and, if they are known, its bytes, the rate, and an estimate of the remaining seconds.
+        """Return the current stage and, if known, its completed and total bytes, its rate and its remaining seconds.
 
         Returns None before the first report.
         """

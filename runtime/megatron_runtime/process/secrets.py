@@ -54,5 +54,8 @@ INTEGER = Form(r"-?[0-9]{1,18}", "a whole number")
 
 
 def integer(environment: Mapping[str, str], name: str, default: int) -> int:
-    """Return the integer in an environment variable. Return `default` if it is not set. Raises SecretError."""
+    """Return the integer in the environment variable `name`, or `default` if the variable is not set.
+
+    Raises SecretError if the value is not an integer.
+    """
     return int(INTEGER.check(f"the environment variable {name}", environment.get(name, str(default)).strip()))

@@ -156,7 +156,7 @@ class Tracer:
 
 
 def _check_variables(environment: Mapping[str, str]) -> None:
-    """Check the variables of the SDK. Raises SecretError if a value is unusable."""
+    """Check the environment variables that OpenTelemetry's SDK reads. Raises SecretError if a value is unusable."""
     protocol = next((name for name in _PROTOCOLS if environment.get(name)), None)
     if protocol is not None:
         _PROTOCOL_FORM.check(protocol, environment[protocol])

@@ -1,4 +1,4 @@
-"""Messages, headers, codec, limits and lifecycle tables of docs/reference/protocol.md.
+"""The protocol that docs/reference/protocol.md describes: messages, headers, codec, limits and lifecycle tables.
 
 This package imports no other package of the project.
 """

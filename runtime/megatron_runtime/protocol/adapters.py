@@ -1,4 +1,4 @@
-"""The LoRA adapters of a pool of engines, as messages describe them."""
+"""Descriptions of LoRA adapters in messages: one adapter, and the list of all adapters of a pool of engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the log-probabilities of one request in a PARTIAL by its uid, without unpacking the other requests' details."""
+"""Finds the log-probabilities of one request in a PARTIAL, without unpacking the other requests' values."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 class Extras:
-    """The packed log-probabilities of all requests in one PARTIAL, with the position of each request's details.
+    """The packed log-probabilities of all requests in one PARTIAL, with an index by request.
 
-    raw: `extras` of the message. All requests of the message share this object, so the positions are determined once.
+    raw: `extras` of the message. All requests of the message share this object, so the index is built once.
     """
 
     __slots__ = ("_bounds", "_raw", "_uids")

@@ -116,7 +116,7 @@ ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
 def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
     """Return the signals, in order, that bring a joining engine from `state` to `target`, the coordinator's state.
 
-    Returns an empty tuple if both states already agree, or if `state` or `target` is a state of transition.
+    Returns an empty tuple if both states already agree, or if `state` or `target` is a transitional state.
     """
     if state.value not in CoordinatorState.__members__ or target not in STEADY_ENGINE_STATES:
         return ()

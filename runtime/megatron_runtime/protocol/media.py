@@ -1,8 +1,8 @@
 """Images, audio and video of a request, which are an optional last element of SUBMIT and DISPATCH.
 
 A message contains each item as the file that the client sent, and the item's digest. It does not contain the features
-that the model computes from the file, because for some models a photo of 200 KB has 25 MB of features. In addition, a
-file can be read without pickle.
+that the model computes from the file, because for some models a photo of 200 KB has 25 MB of features, and because the
+receiver would need pickle to read them.
 """
 
 from __future__ import annotations

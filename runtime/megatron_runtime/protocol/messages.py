@@ -700,10 +700,7 @@ class Partial(NamedTuple):
 
 
 class Final(NamedTuple):
-    """FINAL, the result of a request, with all generated tokens and the reply map.
-
-    The coordinator forwards the tokens and the reply map unchanged.
-    """
+    """FINAL, the result of a request. The coordinator forwards `tokens` and `reply` unchanged."""
 
     dispatch_id: int
     uid: bytes
@@ -766,7 +763,7 @@ class Imported(NamedTuple):
 
     ok:       whether the import succeeded. If so, the engine keeps the blocks until it starts a request that begins
               with these blocks, until RELEASE, or until the engine's deadline for imports.
-    has_room: False if too few blocks were free, so that the engine requested no block.
+    has_room: whether the engine had enough free blocks. If not, it requested no blocks.
     seconds:  time in which the blocks were received.
     """
 
@@ -796,7 +793,7 @@ class ReleaseBlocks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """ABORT_REQUEST.
+    """ABORT_REQUEST, which aborts one request.
 
     id: uid of the request in a message from a client, dispatch id in a message to an engine, or integer id in a message
         from a plain client.
@@ -1053,7 +1050,7 @@ _CONTROL: dict[int, type[ControlMessage]] = {
 def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message:
     """Return the message in `frames`, which do not include the routing identity.
 
-    plain: limits of messages of the Megatron protocol, for a port that serves it.
+    plain: limits of messages of the Megatron protocol, for a port to which plain peers can connect.
 
     Raises:
         MalformedMessageError: the frames are not a message. No other exception is raised.

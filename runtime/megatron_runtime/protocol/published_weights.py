@@ -36,7 +36,7 @@ _OPENING = UnpackLimits(elements=16, containers=2, depth=2, frame_bytes=limits.M
 
 
 class WeightsUnavailableError(OSError):
-    """No reachable engine or trainer sends the requested weights with bytes that match their digests.
+    """The requested weights cannot be received, or their bytes do not match the digests.
 
     The message names the remedy.
     """
@@ -102,7 +102,7 @@ class PublishedTensor:
     """The manifest entry of one tensor. A trainer publishes whole tensors, with the names and layout of transformers.
 
     dtype:   one of STORED_TYPES.
-    digests: SHA-256 of all blocks, joined in order.
+    digests: the SHA-256 digests of the tensor's blocks, concatenated in the order of the blocks.
     """
 
     name: str
@@ -133,7 +133,7 @@ class PublishedTensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightsManifest:
-    """The manifest of one weight update, which describes its tensors."""
+    """The description of all tensors of one weight update."""
 
     epoch: int
     tensors: tuple[PublishedTensor, ...]
@@ -175,11 +175,13 @@ def digest_of(manifest: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OpenSession:
-    """A message from an engine's rank to a trainer or to another engine's rank, which opens the session of a reference.
+    """A message that opens a session, in which a rank of an engine receives weights. The rank sends the message.
 
-    session:     the session to open; empty in a query for the newest session.
-    is_question: whether the message is a query, which opens no session. With a session, the query is whether the
-                 receiver holds the tensors of this session.
+    The receiver is a trainer or a rank of another engine.
+
+    session:     name of the session, EPOCH-DIGEST as in the reference; empty in a query for the newest session.
+    is_question: whether the message is a query, which opens no session. If `session` is not empty, the query is whether
+                 the receiver holds the tensors of the session.
     part:        text that describes which part of the model the rank stores, and how; empty for the whole tensors of a
                  trainer.
     """
@@ -207,7 +209,7 @@ class SessionOpened:
 
     token:  hexadecimal digits of the TOKEN_BYTES that the second connection sends first; usable once.
     digest: weights digest of the engine that answers; empty from a trainer. In the answer to a query for the newest
-            session, this session.
+            session, this field has the name of that session.
     """
 
     error: str = ""

@@ -33,7 +33,7 @@ class Class:
 
     kind:   the effect that the argument can have.
     values: for a harmless argument, the values that load no code; empty means all values.
-    field:  path of the field that sets the argument.
+    field:  path of the custom resource's field that sets the argument; "" if there is no such field.
     """
 
     kind: Effect

@@ -49,7 +49,7 @@ class AsyncStream:
         return self._finished
 
     def put(self, item: Any) -> None:
-        """Add an item. Ignored after finish()."""
+        """Add an item. Do nothing after finish()."""
         if self._is_foreign():
             self._call_reader(self.put, item)
         elif not self._finished:
@@ -100,7 +100,7 @@ class AsyncStream:
         self.close()
 
     def close(self) -> None:
-        """Do the same as aclose().
+        """Abort the request if it is open, drop unread items, and wake up the reader. Idempotent.
 
         Call this on the reader's event loop, or in any thread if nothing reads the stream.
         """
@@ -152,7 +152,7 @@ class BlockingStream:
         return self._finished
 
     def put(self, item: Any) -> None:
-        """Add an item. Ignored after finish()."""
+        """Add an item. Do nothing after finish()."""
         if not self._finished:
             self._items.put(item)
 
@@ -189,7 +189,7 @@ AnyStream = TypeVar("AnyStream", AsyncStream, BlockingStream)
 
 
 class _End:
-    """The last item of a BlockingStream, with the error to raise."""
+    """The last item of a BlockingStream, with the error that the iteration raises; None if it raises no error."""
 
     __slots__ = ("error",)
 

@@ -16,8 +16,9 @@ DEFAULT_MAX_TOKENS = 16_384
 
 
 class _Option(StrEnum):
-    """An enumeration whose constructor also accepts a member's name in any case, and the member of Megatron-Core's
-    enumeration with the same name.
+    """An enumeration whose constructor also accepts the name of a member, in upper or lower case.
+
+    The constructor also accepts a member of another enumeration, such as Megatron-Core's, and uses its name.
     """
 
     @classmethod
@@ -27,7 +28,7 @@ class _Option(StrEnum):
 
 
 class KVCacheManagementMode(_Option):
-    """Values of an option: what the signal SUSPEND does with the KV cache."""
+    """Values of `InferenceConfig.kv_cache_management_mode`: what the signal SUSPEND does with the KV cache."""
 
     PERSIST = "persist"
     """The KV cache stays in device memory."""
@@ -38,7 +39,10 @@ class KVCacheManagementMode(_Option):
 
 
 class PrefixCachingEvictionPolicy(_Option):
-    """Values of an option: what happens to a block of the prefix cache when the last request that uses it ends."""
+    """Values of `InferenceConfig.prefix_caching_eviction_policy`.
+
+    The policy determines what happens to a block of the prefix cache when the last request that uses the block ends.
+    """
 
     REF_ZERO = "ref_zero"
     """The block is freed immediately."""
@@ -47,7 +51,10 @@ class PrefixCachingEvictionPolicy(_Option):
 
 
 class RoutingPolicy(_Option):
-    """Values of an option: how the coordinator chooses the engine of a request."""
+    """Values of `InferenceConfig.prefix_caching_coordinator_policy`.
+
+    The policy determines how the coordinator chooses the engine of a request.
+    """
 
     LOAD_BALANCED = "LoadBalanced"
     """The engine with the fewest requests in flight. A tie goes to the lowest index."""
@@ -66,7 +73,7 @@ PrefixCachingCoordinatorPolicy = RoutingPolicy
 
 
 class AsyncScheduleMode(_Option):
-    """Values of an option: whether the engine plans the next step while the current step runs."""
+    """Values of `InferenceConfig.async_sched_mode`: whether an engine plans a step while the previous step runs."""
 
     LEGACY = "legacy"
     """A step is planned when the previous step has ended."""
@@ -75,7 +82,10 @@ class AsyncScheduleMode(_Option):
 
 
 class CudaGraphSizingDistribution(_Option):
-    """Values of an option: how Megatron-Core chooses the sizes of CUDA graphs. It has no effect in this runtime."""
+    """Values of `InferenceConfig.cuda_graph_sizing_distribution`, which has no effect in this runtime.
+
+    In Megatron-Core, the option determines the sizes of the CUDA graphs.
+    """
 
     EXPONENTIAL = "exponential"
     LINEAR = "linear"

@@ -31,7 +31,7 @@ class RequestOverflowError(ContextOverflowError):
 
 
 class TokenOverflowError(ContextOverflowError):
-    """The request needs more tokens in one step than max_tokens allows."""
+    """The request needs more tokens in one step than the engine's `InferenceConfig.max_tokens` allows."""
 
     is_transient = False
 

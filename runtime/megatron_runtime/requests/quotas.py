@@ -39,7 +39,9 @@ class _Window:
 
 
 class Quotas:
-    """The usage counts of all tenants. A tenant without usage in the last minute and without excess usage has no entry.
+    """The usage counts of all tenants.
+
+    A tenant has an entry only if it has usage in the last minute, or has exceeded its limit in the minutes before.
 
     first_window: number of the first window. Each start of a coordinator must pass a different number.
     """
@@ -76,7 +78,10 @@ class Quotas:
         return self._answer(now, asked, number=number)
 
     def charge(self, now: float, charge: Charge) -> None:
-        """Count tokens even beyond the limit, or return tokens to the window in which they were counted."""
+        """Add `charge.tokens` to the tenant's usage, even beyond the limit.
+
+        Negative tokens reduce the usage, unless the window in which they were counted has ended.
+        """
         self._forget_old(now)
         if charge.tokens > 0:
             self._count(now, charge.tenant, "tokens", charge.tokens_per_minute, charge.tokens)
@@ -96,7 +101,7 @@ class Quotas:
         return window
 
     def _current(self, now: float, tenant: str, kind: Kind) -> _Window | None:
-        """Return the tenant's current window, or None if it has no usage and earlier windows left no excess usage."""
+        """Return the tenant's current window, with the excess usage of earlier windows; None if there is no usage."""
         window = self._windows.get((tenant, kind))
         if window is None or now < window.ends:
             return window
@@ -111,7 +116,7 @@ class Quotas:
         return window
 
     def _wait(self, now: float, tenant: str, kind: Kind, limit: int, amount: int) -> float:
-        """Return the seconds until `amount` fits the limit; 0 if it fits now.
+        """Return the seconds until the tenant may use `amount` requests or tokens; 0 if it may use them now.
 
         For an amount of 0 tokens, return the seconds until the tenant has at least 1 token left.
         """
@@ -136,7 +141,7 @@ class Quotas:
         return Quota(**fields)
 
     def _forget_old(self, now: float) -> None:
-        """Remove the windows that have ended, the oldest first."""
+        """Remove the windows that have ended. Excess usage continues in a new window."""
         while self._windows:
             key, window = next(iter(self._windows.items()))
             if now < window.ends:

@@ -82,7 +82,10 @@ def pack_array(values: npt.NDArray[Any]) -> Any:
 
 
 def unpack_value(value: Any) -> Any:
-    """Return the value that pack_value() or pack_array() has packed, also after msgpack has serialized `value`."""
+    """Return the value that pack_value() or pack_array() has packed.
+
+    `value` can also be a copy that msgpack has packed and unpacked.
+    """
     match value:
         case ["tensor" | b"tensor", values, *_] if _load_torch is None:
             return np.array(values)
@@ -157,7 +160,7 @@ class InferenceRequest:
     def deserialize(cls, obj: dict[str, Any]) -> Self:
         """Return the request that serialize() converted to `obj`.
 
-        msgpack may have serialized `obj` in between. Unknown keys are ignored.
+        `obj` can also be a copy that msgpack has packed and unpacked. Unknown keys are ignored.
         """
         known = {item.name for item in fields(cls) if item.init}
         values = {name: unpack_value(value) for name, value in obj.items() if name in known}
@@ -171,7 +174,7 @@ class InferenceRequest:
         return request
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
-        """Set the fields that need a conversion from `obj`. Subclasses override this method."""
+        """Set the fields whose values in `obj` have another type. Subclasses override this method."""
 
 
 @dataclass(kw_only=True)
@@ -234,7 +237,7 @@ class DynamicInferenceRequest(InferenceRequest):
             self._compute_block_hashes()
 
     def _compute_block_hashes(self) -> None:
-        """Set the hashes of the complete prompt blocks; [] for a prompt shorter than one block."""
+        """Set `precomputed_block_hashes` to the hashes of the complete blocks of the prompt."""
         assert self.block_size_tokens is not None, f"request {self.request_id} has no block_size_tokens"
         salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
         self.precomputed_block_hashes = block_hashes(
@@ -451,7 +454,7 @@ _WEIGHTS = ("policy_epoch", "kv_cache_epoch", "policy_staleness", "kv_cache_stal
 
 @dataclass
 class DynamicInferenceRequestRecord:
-    """The segments of one request.
+    """A request as a list of segments, each a DynamicInferenceRequest.
 
     checkpoint() appends a segment, whose prompt includes the tokens generated so far.
     """
@@ -494,7 +497,10 @@ class DynamicInferenceRequestRecord:
 
     @staticmethod
     def _update_staleness_tensor(tensor: Any, total_tokens: int, increment: bool = True) -> Any:
-        """Return a tensor or array as a tensor, padded with zeros to `total_tokens`. Add 1 if `increment` is true."""
+        """Return a tensor with the elements of `tensor`, padded with zeros to `total_tokens` elements.
+
+        If `increment` is true, each element of the result is increased by 1.
+        """
         torch = _torch()
         current = torch.zeros(0, dtype=torch.int32) if tensor is None else torch.as_tensor(tensor)
         missing = total_tokens - len(current)
@@ -528,7 +534,8 @@ class DynamicInferenceRequestRecord:
     def checkpoint(self, tokenizer: Any = None) -> None:
         """Append a segment whose prompt includes the tokens generated so far. `tokenizer` is not used.
 
-        The KV of the new segment is computed again, so its staleness is 0. Raises ValueError like continued().
+        The KV of the new segment is computed again, so its staleness is 0. Raises ValueError if all tokens have been
+        generated, or if the prompt tokens are missing.
         """
         total = self.total_tokens
         segment = self.requests[-1].continued()

@@ -1,4 +1,7 @@
-"""Validation rules for the fields of InferenceConfig and SamplingParams. The bounds in a rule are data."""
+"""Validation rules for the fields of InferenceConfig and SamplingParams.
+
+The bounds in a rule are data, from which the OpenAI server derives the types of its request fields.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,9 @@ def bounded(bounds: Bounds, note: str = "", *, or_none: bool = False) -> Rule:
 
 
 def field_rules(kind: Any, rules: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rule of each field of the dataclass `kind`. Only true and false fit a field whose default is a bool.
+    """Return the rules of the fields of the dataclass `kind`, by name of the field.
+
+    A field whose default is a bool gets the rule FLAG, which allows only true and false.
 
     rules: maps the names of the fields that share a rule, separated by spaces, to the rule.
     """

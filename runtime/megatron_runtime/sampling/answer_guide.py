@@ -22,7 +22,7 @@ BeginGrammar: TypeAlias = Callable[[Mapping[str, Any], Sequence[int]], Future[An
 class AnswerGuide:
     """The AnswerState of an answer with several parts. Not thread-safe.
 
-    The grammar of tool calls is compiled only when an answer begins with a marker. Only this request waits for the
+    The grammar of tool calls is compiled only when the answer begins a tool call. Only this request waits for the
     compilation. If the grammar is not available or fails, any token is allowed, and the client receives the
     unconstrained output of the model.
 
@@ -62,9 +62,10 @@ class AnswerGuide:
         return self._begun is None and (grammar is None or grammar.is_ready)
 
     def is_fresh(self) -> bool:
-        """Return is_fresh() of the current grammar.
+        """Return whether this is the first call since the computation of the current mask began.
 
-        Return False while the grammar is compiled, so that steps do not wait for the compilation.
+        Return False if no grammar applies. Also return False while the grammar is compiled, so that steps do not wait
+        for the compilation.
         """
         grammar = self._current()
         return grammar is not None and grammar.is_fresh()
@@ -91,7 +92,7 @@ class AnswerGuide:
             grammar.accept(token)
 
     def _begin_calls(self, tokens: Sequence[int]) -> None:
-        """Start to compile the grammar of tool calls if the tool calls have begun.
+        """Start to compile the grammar of tool calls if the answer has begun its tool calls.
 
         tokens: tokens of the tool calls so far.
         """

@@ -1,4 +1,4 @@
-"""The parts of an answer: reasoning, the text or tool call that follows, and the position where a grammar begins.
+"""Determines the parts of an answer (reasoning, then text or tool calls), and the token at which a grammar begins.
 
 The tokens before a token determine the token's part, so a request that moves to another engine continues in the same
 part. This module does not import torch.
@@ -81,8 +81,9 @@ class AnswerParts:
 
     @property
     def structure(self) -> dict[str, Any] | None:
-        """The description of the structured output, which the tokens after the first `free` must match; None until it
-        has begun.
+        """The description of the structured output. All tokens from index `free` on must match the description.
+
+        The value is None until the structured output has begun.
         """
         if self.part is not AnswerPart.STRUCTURE:
             return None
@@ -105,7 +106,7 @@ class AnswerParts:
         return ending[next(size for size in sizes if last[len(last) - size :] == ending[:size])]
 
     def feed(self, token: int) -> None:
-        """Process the next token of the answer, which can begin another part."""
+        """Process the next token of the answer, and set `part` for the token after it."""
         self.tokens += 1
         if self.part is AnswerPart.REASONING:
             self._reasoned += 1

@@ -1,7 +1,8 @@
 """The sampling parameters of one step, by row of the batch, and of all running requests, by slot.
 
-The parameters of a step are plain arrays, so that a plan can be sent to other ranks. n rows, V vocabulary. This module
-does not import torch.
+The parameters of a step are plain arrays, so that a plan can be sent to other ranks. This module does not import torch.
+
+Shapes: n rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MIN_TOP_P = float(np.finfo(np.float32).tiny)
 
 
 class RowFailure(IntEnum):
-    """A value in place of the token of a row that cannot be sampled.
+    """The reason why no token can be sampled for a row. The value takes the place of the row's token.
 
     Only this row fails. The step and its other rows succeed.
     """
@@ -140,7 +141,7 @@ class SamplingBatch:
 
 
 class _TokenCounts:
-    """The number of occurrences of each distinct token of a request in its answer. append() takes constant time."""
+    """Counts how often each token of a request occurs in the request's answer. append() takes constant time."""
 
     def __init__(self, prompt: Int32) -> None:
         distinct = np.unique(prompt)
@@ -228,7 +229,7 @@ def _both(one: npt.NDArray[np.uint32] | None, other: npt.NDArray[np.uint32] | No
 class SamplingColumns:
     """The sampling parameters of all requests that hold a slot.
 
-    The edits of a step share memory with this object, and are valid until the next append().
+    The LogitEdits that rows() returns share memory with this object, and are valid until the next append().
     """
 
     def __init__(self, max_requests: int) -> None:

@@ -52,9 +52,9 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
 
 
 class _Normaliser:
-    """A converter for one schema; see normalised().
+    """Converts one JSON schema to a schema that the compiler supports.
 
-    dropped: the keywords that were removed.
+    dropped: the keywords that the conversion has removed.
     """
 
     def __init__(self, root: Mapping[str, Any], *, closes: bool, keeps_one_of: bool) -> None:
@@ -110,8 +110,8 @@ class _Normaliser:
     def _name_of(self, key: str, schema: Mapping[str, Any]) -> str:
         """Return the keyword that replaces `key` in the normalised schema.
 
-        This is `key` itself, except that `oneOf` becomes `anyOf` unless `oneOf` is kept. The compiler accepts `oneOf`
-        only if the alternatives are disjoint.
+        This is `key` itself, except that `oneOf` can become `anyOf`, because the compiler accepts `oneOf` only if the
+        alternatives are disjoint.
         """
         if key == "oneOf" and not self._keeps_one_of and "anyOf" not in schema:
             self.dropped.add(key)
@@ -144,7 +144,7 @@ def _combines(schema: Mapping[str, Any]) -> bool:
 
 
 def _combined_definitions(root: Mapping[str, Any]) -> set[str]:
-    """Return the JSON pointers of the definitions that describe an object together with other schemas."""
+    """Return JSON pointers to the definitions of `root` that describe an object which another schema also describes."""
     combined: set[str] = set()
     leads_to: dict[str, set[str]] = {}
     """For each definition, the definitions that describe the same value."""

@@ -143,7 +143,10 @@ def _lexemes(kind: str, text: str) -> Iterator[_Lexeme]:
 
 
 def _check_rules(kind: str, text: str) -> None:
-    """Check a grammar against the limits, and also the regular expressions, schemas and %lark grammars inside it."""
+    """Raise InvalidSamplingParamsError if a grammar exceeds the limits.
+
+    This function also checks the regular expressions, schemas and %lark grammars inside the grammar.
+    """
     _at_most(kind, len(text), MAX_GRAMMAR_BYTES, _SHORTEN)
     if text.lstrip().startswith("{"):
         # The compiler would read a JSON object as several grammars, in a notation that this module does not check.
@@ -263,9 +266,10 @@ def _values(root: Any) -> Iterator[tuple[Any, int]]:
 
 
 def _check_references(kind: str, schema: Any) -> None:
-    """Check the length of the longest chain of schemas in which each schema contains the next schema or refers to it.
+    """Raise InvalidSamplingParamsError if a chain of schemas is too long.
 
-    Only schemas that are targets of a `$ref` count. They can be anywhere in the root schema.
+    Each schema of a chain contains the next schema or refers to it. Only schemas that are targets of a `$ref` count.
+    They can be anywhere in the root schema.
     """
     references: set[str] = set()
     named: dict[str, Any] = {"#": schema}

@@ -214,7 +214,7 @@ def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> npt.N
 def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
     """Sample a token for every row. Return int32 [N], a token or a RowFailure per row.
 
-    Overwrites logits of rows with edits.
+    Overwrites the logits of the rows that have edits.
 
     rows: int64 [N]; the row of `batch` for each row of logits.
     """

@@ -162,7 +162,7 @@ class GrammarState:
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
-        """Return a context manager that turns errors and panics of the matcher into a failure of this grammar."""
+        """Return a context manager that catches errors and panics of the matcher, and sets `failure` instead."""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
@@ -171,7 +171,7 @@ class GrammarState:
             self.failure = f"the matcher raised {type(error).__name__}: {_first_line(str(error))}"
 
     def _update(self, seconds: float) -> None:
-        """Read the state of the matcher after work that took `seconds` of CPU time."""
+        """Record that the matcher has worked for `seconds` of CPU time, and check whether it failed or stopped."""
         self._seconds += seconds
         if self._matcher.is_error():
             self.failure = self._matcher.get_error().strip()

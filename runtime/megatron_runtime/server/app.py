@@ -212,7 +212,7 @@ class RequestMiddleware:
             logger.debug("%s %s: status %d", scope["method"], scope["path"], status)
 
     def _headers(self, scope: Scope, request: Headers) -> list[tuple[bytes, bytes]]:
-        """Return the headers that all answers have, for any route."""
+        """Return the headers that the application adds to the answer of every route."""
         state = scope["state"]
         headers = [(b"x-request-id", state["request_id"].encode()), *self._service.rate_limit_headers(scope)]
         headers += self._origins.headers(request)
@@ -262,7 +262,10 @@ def _add_page(app: FastAPI) -> None:
 
 
 def _add_get_routes(app: FastAPI, service: Service) -> None:
-    """Add the probes, which need no API key, and the routes for models, server and load, which need an API key."""
+    """Add the routes of GET requests.
+
+    The probes and the version need no API key. Models, status, metrics and the OpenAPI description need an API key.
+    """
     base, *aliases = service.settings.served_names
     view = ResourceView(service)
     page = MetricsPage(service.metrics.registry)

@@ -1,4 +1,4 @@
-"""The state of an engine's open requests, under Megatron-Core's package path."""
+"""`DynamicInferenceContext`, the limits and state of an engine. The package path is the same as in Megatron-Core."""
 
 from megatron_runtime.megatron_core.contexts.dynamic_context import (
     ActiveRequestCountOverflowError,

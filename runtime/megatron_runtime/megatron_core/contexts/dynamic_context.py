@@ -1,4 +1,4 @@
-"""`DynamicInferenceContext`, and the overflow errors of requests, under their Megatron-Core module path."""
+"""`DynamicInferenceContext`, and the overflow errors of requests. The module path is the same as in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class DynamicInferenceContext:
-    """The limits of an engine. After the construction of the engine with this object, also the engine's state.
+    """The limits of an engine and, once an engine has been constructed with this object, the engine's state.
 
     An attribute that this class does not define is read from the engine's native context.
 

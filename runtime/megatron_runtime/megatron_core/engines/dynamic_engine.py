@@ -1,4 +1,4 @@
-"""`DynamicInferenceEngine`, an engine in this process, under its Megatron-Core module path."""
+"""`DynamicInferenceEngine`, an engine in this process. The module path is the same as in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -170,7 +170,9 @@ class DynamicInferenceEngine:
         self.context.restart_counters()
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
-        """Release the memory that `tags` name; see EngineCore.
+        """Release memory of the engine.
+
+        tags: the kinds of memory to release: "weights", "kv_cache" or both.
 
         Raises RuntimeError while direct calls are open, because these calls need the memory.
         """

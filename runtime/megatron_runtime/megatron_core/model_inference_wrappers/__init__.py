@@ -1,1 +1,1 @@
-"""Models that run the steps of an engine, under Megatron-Core's package path."""
+"""Classes that run a model in the steps of an engine. The package path is the same as in Megatron-Core."""

@@ -1,1 +1,1 @@
-"""Models with their tokenizers, under Megatron-Core's package path."""
+"""Classes that hold a model and its tokenizer. The package path is the same as in Megatron-Core."""

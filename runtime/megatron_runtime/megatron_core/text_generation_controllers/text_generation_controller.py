@@ -1,4 +1,4 @@
-"""`TextGenerationController`, under its Megatron-Core module path."""
+"""Defines `TextGenerationController`, under the module path that the class has in Megatron-Core."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""HTTP servers, under Megatron-Core's package path."""
+"""HTTP servers. The package path is the same as in Megatron-Core."""

@@ -59,7 +59,7 @@ class PackedLinear(Linear):
         return sum(matrix.data.nbytes for matrix in self.matrices)
 
     def dense(self) -> torch.Tensor:
-        """Return weight_NK as a float32 copy of the values in the packed format."""
+        """Return a dense float32 copy of the packed matrix, [N, K]. The packing has rounded the values."""
         return torch.cat([matrix.dequantize() for matrix in self.matrices])
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
@@ -77,8 +77,8 @@ def _multiply(matrix: PackedMatrix, x_TK: torch.Tensor) -> torch.Tensor:
 class PackedLinears(LinearFactory):
     """A factory of packed matrices. A matrix whose size cannot be packed stays dense, with type float32.
 
-    format: format to which dense weights are packed. Quantized weights and weights in panels keep their stored blocks
-            if `format` is an integer format. Otherwise, they are converted to `format`.
+    format: format to which dense weights are packed. Weights that are stored quantized or packed keep their stored
+            blocks if `format` is an integer format. Otherwise, they are converted to `format`.
     """
 
     def __init__(self, format: Format) -> None:
@@ -137,7 +137,7 @@ class Numbers:
     cache: torch.dtype
 
     def linears(self) -> LinearFactory:
-        """Return a factory for matrices in the format `weights`."""
+        """Return a factory that packs matrices in the format `Numbers.weights`."""
         return PackedLinears(self.weights)
 
 
@@ -172,7 +172,7 @@ def select_numbers(name: str, stored: torch.dtype = torch.float32, *, is_quantiz
 def numbers_of(name: str, checkpoint: Checkpoint) -> Numbers:
     """Return the number formats with which an engine computes the model of a checkpoint.
 
-    name: as for select_numbers(), except that "auto" keeps the format of matrices that are stored in panels.
+    name: as for select_numbers(), except that "auto" selects the format of the matrices if the checkpoint is packed.
     """
     if name == "auto" and checkpoint.panels_of is not None:
         name = checkpoint.panels_of

@@ -1,4 +1,4 @@
-"""The matrices of a model: linear layers without bias and embedding tables, and the factory that creates them."""
+"""The matrices of a model (embedding tables, and linear layers without bias), and the factory that creates them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Linear:
         return self._weight
 
     def stored(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the parts of the matrix as pairs (name of the format, memory). The memory is a view."""
+        """Return the parts of the matrix as they are in memory, not copied, as pairs (name of the format, tensor)."""
         return [("dense", self._weight)]
 
 
@@ -68,7 +68,7 @@ class LinearFactory:
         return dtype.itemsize
 
     def dense(self, weight: Weight) -> torch.Tensor:
-        """Return a weight as one dense matrix, with the device and the type that a step needs."""
+        """Return a weight as one dense matrix, on the device and in the data type that a step needs."""
         return dense(weight)
 
     def linear(self, weight_NK: Weight) -> Linear:

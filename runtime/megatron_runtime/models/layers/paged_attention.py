@@ -56,11 +56,12 @@ def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | N
 
 @dataclass(frozen=True, slots=True)
 class RotaryEmbedding:
-    """The rotary embedding of all layers with a sliding window, or of all other layers.
+    """A rotary embedding. All layers with a sliding window share one, and all other layers share another.
 
     magnitude: factor by which cos and sin are multiplied.
     long_frequencies_F: frequencies for long sequences; None if the model has only one set of frequencies. With two
-                        sets, a position is twice the index in the sequence, plus 1 if the sequence is long.
+                        sets, the position of a token is twice its index in the sequence, plus 1 if the sequence is
+                        long.
     """
 
     frequencies_F: torch.Tensor
@@ -89,7 +90,7 @@ class RotaryEmbedding:
 
 
 def rotary_embeddings(config: ModelConfig) -> tuple[RotaryEmbedding, RotaryEmbedding]:
-    """Return two rotary embeddings. The first is for layers that attend to all tokens, the second for local layers."""
+    """Return two rotary embeddings: for layers that attend to all tokens, and for layers with a sliding window."""
     scaling, sliding = config.rope_scaling, config.sliding
     frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.rope_theta, scaling=scaling)
     if isinstance(scaling, LongRopeScaling):
@@ -121,12 +122,12 @@ def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Te
 def _scale_yarn(frequencies: torch.Tensor, scaling: YarnScaling, theta: float) -> torch.Tensor:
     """Return the scaled frequencies.
 
-    Unlike _scale_llama3(), this function interpolates by the pair's index, not by the pair's number of rotations.
+    Unlike _scale_llama3(), this function interpolates by the index of a rotary pair, not by its number of rotations.
     """
     count = len(frequencies)
 
     def pair_of(rotations: float) -> float:
-        """Return the (fractional) index of the pair with this many rotations within the original length."""
+        """Return the (fractional) index of the rotary pair that makes `rotations` rotations in the original length."""
         length = scaling.original_max_position_embeddings / (2 * math.pi * rotations)
         return count * math.log(length) / math.log(theta)
 

@@ -308,7 +308,7 @@ class ToolParameter:
 
     @property
     def is_json(self) -> bool:
-        """Whether this value is written as JSON in a format that writes other values as plain text."""
+        """Whether the parameter's value is JSON even in tool-call formats that write strings as plain text."""
         return self.kind in _OF_JSON
 
 
@@ -425,7 +425,10 @@ def written_with(special_tokens: Mapping[int, str]) -> Written:
 
 
 def written_head(head: Head, written: Written, **holes: str) -> str:
-    """Return the Lark expression of `head`, a text with holes. holes: for each hole, its Lark expression."""
+    """Return the Lark expression for `head`, the text at the beginning of a tool call or an argument.
+
+    holes: Lark expressions for the holes in this text, by name of the hole.
+    """
     expressions = {"text": written, "space": lambda _: "SPACE?", "hole": lambda name: holes[name]}
     return " ".join(expressions[kind](text) for kind, text in head.parts)
 

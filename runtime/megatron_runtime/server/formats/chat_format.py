@@ -113,7 +113,8 @@ class AnswerFormat(Protocol):
     def async_parser(self) -> AsyncAnswerParser | None:
         """Return a new parser for one choice that runs in another process, or None if the format has no such parser.
 
-        If the result is not None, the parser that parser() returns gets only the Text events of this result as input.
+        If the result is not None, it reads the whole answer, and the parser that parser() returns reads only the Text
+        events of this result.
         """
         ...
 
@@ -166,7 +167,7 @@ class ChatFormat(Protocol):
         ...
 
     def answer(self, request: AnswerRequest) -> AnswerFormat:
-        """Return the structure of the answers to a request."""
+        """Return the AnswerFormat for a request. It creates the parsers of the answers."""
         ...
 
     def close(self) -> None:
@@ -186,7 +187,7 @@ class ChatFormat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NativeAnswerFormat:
-    """The structure of answers of a model whose format is in this package's tables."""
+    """The AnswerFormat of a model whose tool calls and reasoning have a format in this package's tables."""
 
     request: AnswerRequest
     calls: ToolFormat | None
@@ -272,7 +273,7 @@ class NativeChatFormat:
         return self._tokenizer.detokenizer(skip_special=skip_special)
 
     def answer(self, request: AnswerRequest) -> NativeAnswerFormat:
-        """Return the structure of the answers to a request."""
+        """Return the AnswerFormat for a request. It creates the parsers of the answers."""
         reasoning: ReasoningUse | None = None
         if self._reasoning is not None:
             reasoning = ReasoningUse.of(

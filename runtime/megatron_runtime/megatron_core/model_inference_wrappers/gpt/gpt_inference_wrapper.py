@@ -1,4 +1,4 @@
-"""`GPTInferenceWrapper`, under its Megatron-Core module path."""
+"""Defines `GPTInferenceWrapper`, under the module path that the class has in Megatron-Core."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class GPTInferenceWrapper:
 
     @classmethod
     def forward_of(cls, model: DecoderModel) -> ForwardPass:
-        """Return the forward pass with which an executor runs `model` through this class."""
+        """Return the function that an executor calls to run `model`: run_one_forward_step() of a new wrapper."""
         return cls(model).run_one_forward_step

@@ -1,4 +1,4 @@
-"""`start_text_gen_server` and `stop_text_gen_server`, under Megatron-Core's package path."""
+"""Re-exports `start_text_gen_server` and `stop_text_gen_server`. The package path is the same as in Megatron-Core."""
 
 from megatron_runtime.megatron_core.text_generation_server.dynamic_text_gen_server.text_generation_server import (
     start_text_gen_server,

@@ -1,6 +1,6 @@
-"""`start_text_gen_server` and `stop_text_gen_server`, under their Megatron-Core module path.
+"""`start_text_gen_server` and `stop_text_gen_server`, functions that start and stop this project's OpenAI server.
 
-The functions run this project's OpenAI server.
+The module path is the same as in Megatron-Core.
 """
 
 from __future__ import annotations
