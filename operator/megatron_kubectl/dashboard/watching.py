@@ -132,7 +132,7 @@ class ResourceObserver:
         return pod in self._pods
 
     async def frames(self) -> AsyncGenerator[Object]:
-        """Yield each part as `{"part": ..., "value": ...}`. When a part changes, yield it again.
+        """Yield each part of the page's data as `{"part": ..., "value": ...}`. When a part changes, yield it again.
 
         The generator never ends.
         """

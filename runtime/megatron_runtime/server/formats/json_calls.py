@@ -87,7 +87,7 @@ class JsonCalls:
 
 
 class _JsonCallParser(ToolParser):
-    """Parses answers with text, and with tool calls that follow one of the opening texts."""
+    """Parses answers with text and tool calls. One of the opening texts in JsonCalls precedes the tool calls."""
 
     def __init__(self, calls: JsonCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._calls = calls

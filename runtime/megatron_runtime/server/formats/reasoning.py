@@ -134,7 +134,9 @@ class ReasoningUse:
         )
 
     def parameter(self, budget: int | None, *, has_tools: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `reasoning`, or None if the answer has no reasoning that an engine can end.
+        """Return the sampling parameter `reasoning`. Returns None if the engine cannot end the reasoning of the answer.
+
+        This is the case if the reasoning is already over, or if a marker is too long.
 
         budget:    maximum number of reasoning tokens; None: no limit.
         has_tools: whether the answer can be a tool call. In the format of gpt-oss, a tool call is a separate message
@@ -249,7 +251,7 @@ class TaggedReasoningParser:
         return events
 
     def _leave(self) -> list[Event]:
-        """Return the events of the text after the reasoning. White space before the text is dropped."""
+        """Drop white space after the reasoning, and return the events of the remaining text."""
         self._buffer = self._buffer.lstrip()
         return self._enter(self._answer) if self._buffer else []
 

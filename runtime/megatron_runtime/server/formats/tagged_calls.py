@@ -93,7 +93,11 @@ class TaggedCalls:
         return all_calls(self.open, f"({calls}) {close}", rules, written, is_single=is_single)
 
     def _value(self, rule: str, parameter: ToolParameter, written: Written) -> list[str]:
-        """Return the grammar rules for a value and its terminator."""
+        """Return the grammar rules for a parameter's value and the text after it.
+
+        rule:    name of the rule to define.
+        written: returns the grammar of a literal text.
+        """
         values = ""
         if parameter.kind == "boolean":  # some models write Python's True and False
             values = '"true" | "false" | "True" | "False"'

@@ -193,7 +193,7 @@ def _reasoning_budget(request: ChatRequest) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToolUse:
-    """How the choices of one request can call tools.
+    """Whether and how the choices of one request can call tools.
 
     offered:       schemas of the tools' arguments, by tool name; empty if no tool can be called.
     forced:        as in AnswerRequest.
@@ -321,7 +321,10 @@ class AnswerReader:
         self._shows_reasoning = shows_reasoning
 
     def read(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of a part. Tool calls beyond the maximum number per answer are left out."""
+        """Yield the events of `piece`, a part of the answer.
+
+        Tool calls beyond the maximum number per answer are left out.
+        """
         for event in self._events(piece):
             if isinstance(event, CallBegin):
                 event = replace(event, id=event.id or self._call_id(event.name, self.calls))

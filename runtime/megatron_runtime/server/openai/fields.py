@@ -43,7 +43,10 @@ class NotOffered:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError if `value` would have an effect. name: the field."""
+        """Raise ValueError unless `value` is null or one of the neutral values.
+
+        name: name of the field, for the error.
+        """
         # In Python, True equals 1.
         if value is None or any(value == item and (value is True) == (item is True) for item in self.neutral):
             return
@@ -120,8 +123,9 @@ def converted(name: str, value: Any) -> Any:
 
 
 def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Return a pydantic Field with the bounds of the sampling parameter `name`, for a body field that sets the
-    parameter.
+    """Return a pydantic Field with the bounds of the sampling parameter `name`.
+
+    Use it for a field of a request body that sets this parameter.
 
     minimum, maximum: bounds on one route, if they differ from the bounds of the HTTP field.
     """

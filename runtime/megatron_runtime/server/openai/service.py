@@ -177,7 +177,7 @@ class Service:
         return lease
 
     def check_model(self, key: ApiKey, model: str | None) -> str:
-        """Return the name of the adapter that serves a model.
+        """Return the name of the adapter that serves a model, or "" if the base model serves it.
 
         Raises ApiError 403 if the key cannot use the model, and 404 if the model is not served.
         """
@@ -210,7 +210,8 @@ class Service:
         """Return the chunks of the body. Store the size of the body in the request's state, for charge_rejected_body().
 
         stream:      the decompressed body.
-        token_field: the field that the error names if a list in the body is too long.
+        lease:       lease of the request, to which the bytes of the body are added.
+        token_field: the request field for token ids. An error for a list that is too long names this field.
         """
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
@@ -260,7 +261,7 @@ class Service:
 
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Return a context that counts one HTTP request as open until the `with` block ends.
+        """Return a context manager that counts one HTTP request as open until the `with` block ends.
 
         state: state of the request, in which identify() stores the tenant.
         """
