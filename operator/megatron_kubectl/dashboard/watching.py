@@ -80,7 +80,7 @@ def _pod(pod: Mapping[str, Any]) -> Object:
 
 
 class ResourceObserver:
-    """The data for the page of one resource, which the observer keeps up to date.
+    """An observer of one resource, which keeps the data for the resource's page up to date.
 
     parts:  the shown data, by part: resource, events, pods and explain.
     errors: reasons why data cannot be read, by part. In addition to the parts above, `metrics` can have an error.

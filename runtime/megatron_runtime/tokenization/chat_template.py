@@ -188,7 +188,7 @@ def _lost(error: ProcessLostError) -> str:
 
 
 class _Renderers:
-    """The pool of child processes.
+    """The pool of child processes that render chat templates.
 
     Each process serves one caller at a time. If all processes are busy, another process is started, up to RENDERERS.
     """

@@ -49,16 +49,16 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A part of the model's reasoning, which precedes the answer."""
+    """An event with a part of the model's reasoning, which precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The beginning of a tool call. There is exactly one such event per tool call, before its arguments.
+    """An event for the beginning of a tool call. Each tool call has exactly one such event, before its arguments.
 
-    id: id that the model assigned to the tool call; None: any id is valid.
+    id: id that the model assigned to the tool call; None: the model assigned no id.
     """
 
     name: str

@@ -87,8 +87,8 @@ class ReasoningUse:
     """How the answers to one prompt mark their reasoning, as tokens.
 
     opening, closing, ending: tokens of the ReasoningFormat fields with the same names.
-    is_open:          the answer begins within the reasoning.
-    continues:        the answer continues a message of the prompt.
+    is_open:          whether the answer begins within the reasoning.
+    continues:        whether the answer continues a message of the prompt.
     message:          tokens before and after a reasoning message.
     """
 
@@ -113,8 +113,8 @@ class ReasoningUse:
         """Return how the answers to a prompt mark their reasoning.
 
         prompt:     tokens of the prompt.
-        continues:  the answer continues the last message of the prompt.
-        is_thought: the continued message ends within its reasoning.
+        continues:  whether the answer continues the last message of the prompt.
+        is_thought: whether the continued message ends within its reasoning.
         """
 
         def encoded(text: str) -> tuple[int, ...]:
@@ -182,9 +182,9 @@ class TaggedReasoningParser:
 
     White space around the reasoning is dropped.
 
-    is_open:   the prompt ends within the reasoning.
-    is_answer: the answer contains no reasoning, because the prompt already contains the end of the reasoning. Ignored
-               if `is_open`.
+    is_open:   whether the prompt ends within the reasoning.
+    is_answer: whether the answer contains no reasoning, because the prompt already contains the end of the reasoning.
+               Ignored if `is_open`.
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The format and the parser of tool calls whose arguments are texts between tags, one after another."""
+"""The format and the parser of tool calls in which each argument is a text between tags."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TaggedCalls:
         return _TaggedCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the text that follows one of `open` in an answer. See call_grammars.
+        """Return the grammar of the text that follows an opening text (one of `open`) in an answer. See call_grammars.
 
         In the grammar, parameters are in the order of their declaration.
         """

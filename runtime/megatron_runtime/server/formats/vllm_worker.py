@@ -353,7 +353,7 @@ def _chosen(
 
 
 class ChoiceParser:
-    """vLLM's parser of one choice."""
+    """Parses the answer of one choice with vLLM's parsers."""
 
     def __init__(self, formats: Formats, opening: Mapping[str, Any]) -> None:
         opening_request = json.loads(opening["request"])

@@ -293,7 +293,7 @@ def prompt_log_probs(
     For each prompt token, the list contains a map from token ids to objects with `logprob`, `rank` and `decoded_token`.
     The map has the prompt token and the most likely tokens at its position. The first item of the list is None.
 
-    Only the most likely tokens have a rank.
+    `rank` is None for a prompt token that is not one of the most likely tokens.
     """
 
     def entry(token: int, log_prob: float, rank: int | None) -> dict[str, Any]:

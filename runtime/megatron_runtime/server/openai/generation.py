@@ -241,7 +241,7 @@ class Generation:
     async def _admitted(self) -> AsyncGenerator[None]:
         """Wait for the coordinator, then reserve the request's tokens from the rate limit of its API key.
 
-        The end of the `async with` block settles the reservation.
+        At the end of the `async with` block, charge the tokens beyond the reservation, or return the unused tokens.
         """
         await self.service.until_connected()
         if self.key.tokens_per_minute is None:

@@ -1,8 +1,8 @@
 """Tokenizes prompts and renders conversations in threads, with fair shares for tenants.
 
-The work is divided into three lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and
-tokenization of longer texts. A text of a few kilobytes therefore never waits for a text of megabytes. `BodyBudget`
-limits the size of the requests that wait for a lane.
+The work is divided into four lanes: parsing of large request bodies, rendering of conversations, tokenization of texts
+up to MAX_MEDIUM_BYTES, and tokenization of longer texts. A text of a few kilobytes therefore never waits for a text of
+megabytes. `BodyBudget` limits the size of the requests that wait for a lane.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _THREADS: Mapping[str, int] = {"parse": 1, "render": RENDERERS, "medium": 3, "lo
 
 
 class TextLanes:
-    """The lanes of one server process: thread pools that render conversations and tokenize texts.
+    """The lanes of one server process: thread pools that parse large bodies, render conversations and tokenize texts.
 
     Call all methods on the event loop.
     """

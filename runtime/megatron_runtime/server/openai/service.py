@@ -334,7 +334,7 @@ class Service:
         """Count the tokens of a finished choice in the metrics of its API key.
 
         prompt:    number of prompt tokens; 0 for further choices of the same prompt.
-        generated: number of generated tokens so far, as last reported by the engine.
+        generated: number of generated tokens that the engine last reported for the choice.
         """
         if key.tenant:
             self.metrics.prompt_tokens_by_key.labels(key.name).inc(prompt)
