@@ -314,7 +314,7 @@ class PeerLink:
     def _next_keys(self) -> PeerKeys | None:
         """Return the keys for the next attempt to connect.
 
-        The files are read again, because the last attempt may have failed because the keys changed.
+        The files are read again, because changed keys can be the reason why the last attempt failed.
         """
         tries = self._tries
         self._tries += 1

@@ -233,7 +233,7 @@ def _with_first_system(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Join adjacent messages with the same role, so that user and assistant alternate."""
+    """Return the messages, with adjacent messages of the same role joined, so that user and assistant alternate."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         if not merged or merged[-1]["role"] != message["role"]:

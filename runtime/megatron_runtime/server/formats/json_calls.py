@@ -58,7 +58,10 @@ class JsonCalls:
         return _JsonCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the text that follows an opening text (one of `open`) in an answer. See call_grammars."""
+        """Return the grammar of the text that follows an opening text (one of `open`) in an answer.
+
+        See call_grammars.
+        """
         rules: list[str] = []
         calls: list[str] = []
         lists: list[str] = []

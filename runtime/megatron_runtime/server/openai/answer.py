@@ -81,10 +81,10 @@ class _Cut(NamedTuple):
 class Choice:
     """Converts the engine's replies for one choice to Pieces, the parts of the answer.
 
-    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held. If the
-    answer continues, which is possible before min_tokens are generated, the held token becomes part of the answer. If
-    the request wants log-probabilities, tokens without log-probabilities are held until the final reply, which contains
-    the log-probabilities.
+    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held back. If
+    the answer continues, which is possible before min_tokens are generated, the token becomes part of the answer. If
+    the request wants log-probabilities, tokens without log-probabilities are held back until the final reply, which
+    contains the log-probabilities.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:

@@ -255,7 +255,7 @@ class StructuredOutputs(Body):
 
 @with_sampling_fields(without=("max_tokens",))
 class SampledRequest(ModelRequest):
-    """The fields that have the same names and meanings on all routes that generate text, in OpenAI's API or vLLM's.
+    """The fields of OpenAI's and vLLM's APIs that have the same names and meanings on all routes that generate text.
 
     with_sampling_fields() adds the fields for numbers and flags from the declarations of sampling parameters.
     """

@@ -140,9 +140,11 @@ class Service:
     async def read(self, request: Request, model: type[_Model]) -> _Model:
         """Read the body of a request, and return it as a validated `model`.
 
-        The bytes of the body count as held until the request is answered. Raises ApiError 400 for an invalid body, 403
-        for a model that the key cannot use, 404 for an unknown model, 413 for a large body, 415 for another content
-        type, and 429 if the server would hold too many bytes or the tenant has used up its time for large bodies.
+        The bytes of the body count towards the server's memory limit until the request is answered.
+
+        Raises ApiError 400 for an invalid body, 403 for a model that the key cannot use, 404 for an unknown model, 413
+        for a large body, 415 for another content type, and 429 if the server would hold too many bytes or the tenant
+        has used up its time for large bodies.
         """
         is_compressed = check_content_type(request.headers)
         # A longer list is invalid. Only the tokens of a prompt and the alternatives of a format can have this many
@@ -193,7 +195,7 @@ class Service:
     def answer(self, request: Request, content: bytes, *, media_type: str = "application/json") -> Response:
         """Return the response with a complete answer.
 
-        The bytes of `content` count as held until the client has read them.
+        The bytes of `content` count towards the server's memory limit until the client has read them.
         """
         self.lease(request).force(len(content))
         return WholeAnswer(content, media_type=media_type)
