@@ -62,7 +62,7 @@ def _component(pod: Mapping[str, Any]) -> str:
 
 
 def _states(pod: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the status of the pod's main container, if the pod has this status.
+    """Yield the status of the pod's main container. Yields nothing if the pod does not report this status.
 
     The main container has the name of the component.
     """

@@ -56,7 +56,10 @@ def _kubectl(context: str | None) -> list[str]:
 
 
 class ContextQuery:
-    """A query for a context of the kubeconfig. kubectl runs it in a child process while the caller continues."""
+    """A query for the name and namespace of a kubeconfig context.
+
+    The constructor starts kubectl in a child process, so that the caller can continue until it calls result().
+    """
 
     def __init__(self, context: str | None) -> None:
         command = [*_kubectl(context), "config", "view", "--minify", "-o", "json"]

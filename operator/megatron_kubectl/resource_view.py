@@ -75,9 +75,9 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def rollout(resource: Mapping[str, Any]) -> Object:
-    """Return the progress of a rollout, as an object with three fields.
+    """Return the progress of a rollout, as an object that has these fields, among others.
 
-    done:   every engine has the current revision and serves, or the requested state is not Running.
+    done:   whether every engine has the current revision and serves; True if the desired state is not Running.
     failed: reason why waiting does not help; empty if waiting may help.
     text:   progress in one sentence.
     """

@@ -156,7 +156,7 @@ class Guard:
 class Dashboard:
     """The handlers of the requests that pages can send.
 
-    Each handler is an asynchronous generator of the answers' values.
+    A handler in `reads` is an asynchronous generator, which yields the values to send to the page.
     """
 
     def __init__(self, api: KubeApi, settings: DashboardSettings) -> None:
@@ -242,7 +242,7 @@ class Dashboard:
             yield f"\nThe log ended unexpectedly: {printable(str(error))}\n"
 
     async def plan(self, request: Request) -> AsyncGenerator[Object]:
-        """Yield the changes that another spec would cause, as `megatron-operator plan` shows them."""
+        """Yield the changes that the edited spec in the request would cause, as `megatron-operator plan` shows them."""
         text = request.get("spec")
         try:
             spec = yaml.safe_load(text) if isinstance(text, str) else None

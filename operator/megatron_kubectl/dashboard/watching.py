@@ -80,7 +80,7 @@ def _pod(pod: Mapping[str, Any]) -> Object:
 
 
 class ResourceObserver:
-    """The data for the page of one resource, which the observer keeps up to date.
+    """An observer of one resource, which keeps the data for the resource's page up to date.
 
     parts:  the shown data, by part: resource, events, pods and explain.
     errors: reasons why data cannot be read, by part. In addition to the parts above, `metrics` can have an error.
@@ -132,7 +132,7 @@ class ResourceObserver:
         return pod in self._pods
 
     async def frames(self) -> AsyncGenerator[Object]:
-        """Yield each part as `{"part": ..., "value": ...}`. When a part changes, yield it again.
+        """Yield each part of the page's data as `{"part": ..., "value": ...}`. When a part changes, yield it again.
 
         The generator never ends.
         """

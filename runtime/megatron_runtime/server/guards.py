@@ -245,7 +245,12 @@ class JsonScan:
             raise JsonLimitError(f"it is nested deeper than {MAX_DEPTH} levels: flatten it")
 
     def _count_runs(self, outside: bytes, commas: int, *, has_brackets: bool) -> None:
-        """Count the commas between two brackets if they can belong to a long list."""
+        """Update the length of the longest list, by the number of commas between brackets.
+
+        outside:      a part of the body without the content of its strings.
+        commas:       number of commas in `outside`.
+        has_brackets: whether `outside` has a bracket.
+        """
         if not has_brackets:
             self._run += _separators(outside)
         elif self._run + commas < self.long_list:

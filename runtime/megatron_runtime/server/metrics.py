@@ -99,7 +99,7 @@ class ServerMetrics:
 
 
 class RequestObserver:
-    """A context manager that observes one choice from its submission to its end.
+    """A context manager that records the metrics of one choice from its submission to its end.
 
     A choice counts as aborted if the `with` block ends before finished() is called.
 

@@ -52,7 +52,7 @@ class WholeAnswer(Response):
     """A response that sends a whole answer in parts.
 
     The response sends a part only after the client has read most of the earlier parts. Therefore the request stays
-    open, and its memory counts as held, until the client has read the answer.
+    open, and its memory counts towards the server's memory limit, until the client has read the answer.
     """
 
     PART_BYTES = 64 * 1024

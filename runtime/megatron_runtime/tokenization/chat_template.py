@@ -164,7 +164,8 @@ class ChatTemplate:
 def _run(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the reply of chat_sandbox.py to `request`.
 
-    Raises ChatTemplateError, ChatTemplateUnusableError, or ProcessLostError if a limit was exceeded.
+    Raises ProcessLostError if the process died or exceeded a limit. Raises ChatTemplateError or a subclass of it for
+    other failures.
     """
     try:
         data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -187,7 +188,7 @@ def _lost(error: ProcessLostError) -> str:
 
 
 class _Renderers:
-    """The pool of child processes.
+    """The pool of child processes that render chat templates.
 
     Each process serves one caller at a time. If all processes are busy, another process is started, up to RENDERERS.
     """

@@ -1,8 +1,8 @@
 """A `Tokenizer` from the metadata of a GGUF file, with byte-level BPE or SentencePiece.
 
-SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) repeatedly joins the two adjacent pieces whose union has the
-highest score. The result equals byte-pair encoding with the merges in the order of the scores. Text without a piece in
-the vocabulary becomes byte tokens.
+SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) repeatedly joins the two adjacent pieces whose concatenation
+has the highest score. The result equals byte-pair encoding with the merges in the order of the scores. Text without a
+piece in the vocabulary becomes byte tokens.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _sentencepiece_backend(fields: _TokenizerFields) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_merges(fields: _TokenizerFields) -> list[tuple[str, str]]:
-    """Return every pair of pieces whose union is a normal piece, in descending order of the union's score."""
+    """Return every pair of pieces whose concatenation is a normal piece, in descending order of that piece's score."""
     normal = fields.of_kind(_NORMAL)
     known = set(normal.values())
     return [

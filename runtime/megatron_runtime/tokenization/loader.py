@@ -78,7 +78,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 def tokenizer_location(model: str) -> Path:
     """Return the directory, or the .gguf file, that has the tokenizer of a model reference.
 
-    Raises TokenizerLoadError, and the errors of resolving the reference.
+    Raises TokenizerLoadError, and the errors of cached_directory().
     """
     if model.startswith(REMOTE_PREFIXES):
         from megatron_runtime.checkpoints.remote.download import cached_directory

@@ -118,9 +118,9 @@ class MegatronTokenizer(Tokenizer):
 
 
 def _id(tokenizer: Any, *names: str) -> int | None:
-    """Return the token id in the first of the attributes `names` that the tokenizer has.
+    """Return the value of the first attribute in `names` that the tokenizer has and that is a token id.
 
-    Return None if the tokenizer has none of the attributes. Some tokenizers raise an error for a missing attribute.
+    Return None if there is no such attribute. Some tokenizers raise an error for a missing attribute.
     """
     for name in names:
         try:

@@ -332,7 +332,7 @@ class Tokenizer:
         return id_
 
     def token_bytes(self, id_: int) -> bytes:
-        """Return the bytes of a token, including special tokens; b"" for an id outside the vocabulary."""
+        """Return the bytes of a token, which can be a special token. Returns b"" for an id outside the vocabulary."""
         known = self._bytes.get(id_)
         if known is None:
             piece = self._backend.id_to_token(id_) if 0 <= id_ < self.id_limit else None
@@ -348,7 +348,10 @@ class Tokenizer:
 
 
 def context_of(after: Sequence[int], hidden: Collection[int]) -> list[int]:
-    """Return the last visible tokens of `after`, at most _CONTEXT_TOKENS. hidden: tokens that are not visible."""
+    """Return the last visible tokens of `after`, the tokens before an answer: at most _CONTEXT_TOKENS tokens.
+
+    hidden: tokens that are not visible.
+    """
     visible = (id_ for id_ in reversed(after[-_SEARCHED_TOKENS:]) if id_ not in hidden)
     return list(itertools.islice(visible, _CONTEXT_TOKENS))[::-1]
 

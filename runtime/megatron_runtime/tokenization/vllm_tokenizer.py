@@ -1,4 +1,4 @@
-"""A program that reads the tokenizer of a model without tokenizer.json, with vLLM's code.
+"""A program that uses vLLM's code to read the tokenizer of a model that has no tokenizer.json.
 
 The program runs in a child process, because vLLM and transformers are large, and the files can be hostile. vLLM reads
 vocabularies of SentencePiece, tiktoken, Tekken (Mistral) and GPT-2. The child converts the tokenizer to a
@@ -7,7 +7,7 @@ directory of the model. The child writes a JSON object with these keys:
 
 tokenizer:     content of a tokenizer.json.
 special:       texts of special tokens, by their names in tokenizer_config.json.
-adds_bos:      whether prompts begin with a begin-of-sequence token that `tokenizer` does not write.
+adds_bos:      whether prompts begin with a begin-of-sequence token that `tokenizer` does not add.
 chat_template: the chat template; null if the model has no chat template.
 problem:       why the tokenizer cannot be read. If this key is present, the other keys are missing.
 """

@@ -83,7 +83,7 @@ BYTE_OF_CHARACTER = _alphabet()
 def piece_to_bytes(piece: str) -> bytes:
     """Return the bytes of an entry of a byte-level vocabulary.
 
-    An entry with characters outside the alphabet stands for its own UTF-8 bytes.
+    An entry with characters outside the byte-level alphabet stands for its own UTF-8 bytes.
     """
     try:
         return bytes(BYTE_OF_CHARACTER[character] for character in piece)
@@ -107,9 +107,9 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the bound for a vocabulary.
+        """Return the TokenBound of a vocabulary.
 
-        For a vocabulary without a provable bound, assume UNKNOWN_BYTES_PER_TOKEN bytes per token.
+        If the vocabulary does not permit a provable bound, assume UNKNOWN_BYTES_PER_TOKEN bytes per token.
         """
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
         added = list(backend.get_added_tokens_decoder().values())

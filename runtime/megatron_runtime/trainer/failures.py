@@ -13,7 +13,7 @@ from typing import Literal
 
 
 class Lost(StrEnum):
-    """The process that is lost, because it is killed. Messages that the process has sent before its loss arrive."""
+    """The kind of process that is killed during an update. Messages that it sent before still arrive."""
 
     TRAINER = "trainer"
     ENGINE = "engine"
@@ -37,7 +37,7 @@ class PublishPhase(StrEnum):
 class UpdateOutcome:
     """The outcome of an update during which a process was lost.
 
-    epoch:   whether all engines, including engines that restart, serve the old or the new weights afterwards.
+    epoch:   "old" or "new": the weights that all engines, including engines that restart, serve afterwards.
     publish: effect on the publish() call in progress.
     retry:   how the update continues after the loss.
     """

@@ -142,9 +142,11 @@ class TrainerRanks:
                 logger.warning("%s", error)
 
     def _follow(self, held: Sequence[LiveChunk]) -> str:
-        """Send the values that the first rank requests. Return the result of the call when the first rank sends it.
+        """Send the values that the first rank requests, until it sends the result of its call. Return the result.
 
-        Raises PublishError if the call failed on the first rank, or if the first rank is lost.
+        held: the chunks of the model that this rank has.
+
+        Raises PublishError if the call of publish() or run() failed on the first rank, or if the first rank is lost.
         """
         while (header := self._receive_header(0))[0] != _TEXT:
             number, axes, *place = header
@@ -238,9 +240,9 @@ class GatheredModel(ChunkedCheckpoint[RankChunk]):
 
 
 def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
-    """Return a message with the shapes, types and boxes of this rank's parts.
+    """Return a message with the name, shape, type and parts of each of the model's tensors on this rank.
 
-    Append the parts to `held` in the order of the message's boxes.
+    Append the parts to `held` in the order of the message.
     """
     if not is_megatron_model(model):
         raise UnsupportedModelError(f"model is {type(model).__name__}: with a group, want a GPTModel of Megatron-Core")
@@ -253,9 +255,9 @@ def _describe(model: Any, held: list[LiveChunk]) -> dict[str, Any]:
 
 
 def _union(descriptions: Iterable[dict[str, Any]]) -> dict[str, TensorIndex[RankChunk]]:
-    """Return the stored tensors with their parts on all ranks.
+    """Return the index of the model's tensors, with their parts on all ranks.
 
-    If several ranks have the same box, such as data-parallel replicas, the first of these ranks is used. Raises
+    If several ranks have the same part, such as data-parallel replicas, the first of these ranks is used. Raises
     UnsupportedModelError if a rank reports an error, or if two ranks have parts of different models.
     """
     kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

@@ -129,8 +129,8 @@ class WeightServer:
 
         epoch: epoch of the new weights, greater than the epoch of the engines.
 
-        Raises ValueError if the model cannot be published, and PublishError. With a group, an error on rank 0 raises
-        PublishError on the other ranks.
+        Raises ValueError if the model cannot be published, and PublishError. In a group of trainer ranks, an error on
+        rank 0 raises PublishError on the other ranks.
         """
         return self._ranks.publish(self._model, lambda model: self._publish(model, epoch, timeout_seconds))
 
@@ -156,7 +156,9 @@ class WeightServer:
         self._port.offer(*held.values())
 
     def set_generation_epoch(self, epoch: int) -> None:
-        """Label all tokens that are sampled from now on with `epoch`. With a group, only rank 0 can call this method.
+        """Label all tokens that are sampled from now on with `epoch`.
+
+        In a group of trainer ranks, only rank 0 can call this method.
 
         Raises ControlRejectedError and CoordinatorUnreachableError.
         """
@@ -165,7 +167,7 @@ class WeightServer:
     def status(self) -> StatusReply:
         """Return the coordinator's status: the current epoch, and epoch, source and digest of each engine's weights.
 
-        With a group, only rank 0 can call this method.
+        In a group of trainer ranks, only rank 0 can call this method.
         """
         calls = self._connected()
 

@@ -141,7 +141,7 @@ class PeerLink:
     hello:        returns the HELLO to send now. Its argument is the incarnation of the link.
     on_ack:       called with each HELLO_ACK and a flag that is set if the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
-    heartbeat:    returns the HEARTBEAT to send now. Its argument is the incarnation of the link. None if the peer sends
+    heartbeat:    returns the HEARTBEAT to send now. Its argument is the incarnation of the link. None: the link sends
                   no heartbeats.
     on_lost:      called with the reason when a registration ends for a reason other than close().
     on_malformed: called with the error of each message that cannot be decoded; by default the error is logged.
@@ -314,7 +314,7 @@ class PeerLink:
     def _next_keys(self) -> PeerKeys | None:
         """Return the keys for the next attempt to connect.
 
-        The files are read again, because the last attempt may have failed because the keys changed.
+        The files are read again, because changed keys can be the reason why the last attempt failed.
         """
         tries = self._tries
         self._tries += 1

@@ -70,8 +70,8 @@ class KeyPair:
 class PeerKeys:
     """The keys of a client, engine or admin: its own key pair, and the public keys of the coordinator.
 
-    source: directory, and file names of the own and the coordinator's keys, for refreshed(); None for keys without
-            files.
+    source: the directory of the key files, the name of this side's files and the name of the coordinator's file. Used
+            by refreshed(). None for keys without files.
     """
 
     own: KeyPair

@@ -57,7 +57,7 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Form:
-    """One form of a conversation.
+    """One way to write a conversation as messages and tools for a chat template.
 
     has_all_system_text: whether the prompt must contain the text of every system message. Some templates drop system
                          messages.
@@ -68,7 +68,10 @@ class _Form:
     has_all_system_text: bool = False
 
     def is_complete(self, text: str) -> bool:
-        """Return whether the prompt `text` contains the text of every system message, if the form requires this."""
+        """Return whether the prompt `text` has all the text that this form requires.
+
+        If has_all_system_text is set, the prompt must contain the text of every system message.
+        """
         system = (message["content"] for message in self.messages if message["role"] == "system")
         texts = [part["text"] for content in system for part in _parts(content) if part["type"] == "text"]
         return not self.has_all_system_text or all(part.strip() in text for part in texts)
@@ -230,7 +233,7 @@ def _with_first_system(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _merged(messages: Iterable[Message]) -> list[dict[str, Any]]:
-    """Join adjacent messages with the same role, so that user and assistant alternate."""
+    """Return the messages, with adjacent messages of the same role joined, so that user and assistant alternate."""
     merged: list[dict[str, Any]] = []
     for message in messages:
         if not merged or merged[-1]["role"] != message["role"]:

@@ -58,7 +58,10 @@ class JsonCalls:
         return _JsonCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the text that follows one of `open` in an answer. See call_grammars."""
+        """Return the grammar of the text that follows an opening text (one of `open`) in an answer.
+
+        See call_grammars.
+        """
         rules: list[str] = []
         calls: list[str] = []
         lists: list[str] = []
@@ -87,7 +90,7 @@ class JsonCalls:
 
 
 class _JsonCallParser(ToolParser):
-    """Parses answers with text, and with tool calls that follow one of the opening texts."""
+    """Parses answers with text and tool calls. One of the opening texts in JsonCalls precedes the tool calls."""
 
     def __init__(self, calls: JsonCalls, tools: Mapping[str, Mapping[str, Any]]) -> None:
         self._calls = calls

@@ -42,23 +42,23 @@ StringReading = Generator[None, None, str]
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A part of the answer's text that is not part of a tool call."""
+    """An event with a part of the answer's text that is not part of a tool call."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """A part of the model's reasoning, which precedes the answer."""
+    """An event with a part of the model's reasoning, which precedes the answer."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """The beginning of a tool call. There is exactly one such event per tool call, before its arguments.
+    """An event for the beginning of a tool call. Each tool call has exactly one such event, before its arguments.
 
-    id: id that the model assigned to the tool call; None: any id is valid.
+    id: id that the model assigned to the tool call; None: the model assigned no id.
     """
 
     name: str
@@ -67,7 +67,7 @@ class CallBegin:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """The next part of the arguments of the most recent tool call."""
+    """An event with the next part of the most recent tool call's arguments."""
 
     text: str
 
@@ -126,7 +126,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def _read(self) -> Reading:
-        """Read the whole answer. This generator never ends."""
+        """Read the answer until the parser is dropped. This generator never ends."""
 
     def _new_events(self) -> list[Event]:
         """Return the events since the last call of this method. Adjacent events of the same type are joined."""
@@ -153,7 +153,7 @@ class ToolParser(ABC):
             self._events.append(self._kind(read))
 
     def _hold(self) -> None:
-        """Move consumed text that has not been emitted from the buffer to the held text."""
+        """Append the consumed text that has not been emitted to `_held`, so that the buffer no longer needs it."""
         if self._start < self._at:
             self._held.append(self._buffer[self._start : self._at])
             self._start = self._at
@@ -238,7 +238,10 @@ class ToolParser(ABC):
             yield
 
     def _read_text(self, *markers: str) -> StringReading:
-        """Emit the held text and the text before the first marker. Hold the marker and return it."""
+        """Emit the text before the first marker. Consume the marker without emitting it, and return the marker.
+
+        Text that was consumed earlier but not emitted is emitted too.
+        """
         self._kind = Text
         marker = yield from self._read_until(*markers)
         self._at += len(marker)
@@ -247,7 +250,9 @@ class ToolParser(ABC):
     def _read_call(
         self, *, name: str | None = None, until: str = "", is_keyed: bool = False
     ) -> Generator[None, None, bool]:
-        """Read one tool call and return True. If the text is not a tool call, hold the consumed text and return False.
+        """Read one tool call, and return True.
+
+        If the text is not a tool call, return False. The text that was read is then consumed but not emitted.
 
         name:     name of the function, if the text contains only the arguments.
         is_keyed: whether the tool call has the form `{name: {…}}`.
@@ -276,9 +281,9 @@ class ToolParser(ABC):
         return True
 
     def _read_call_list(self, *, until: str = "", is_keyed: bool = False) -> Generator[None, None, bool]:
-        """Read a list of tool calls `[call, call, …]` after its opening bracket, and return True.
+        """Read a list of tool calls `[call, call, …]` after its opening bracket.
 
-        If the list does not end correctly, hold the text after the last tool call and return False.
+        Return whether the list ends correctly. If not, the text after the last tool call is consumed but not emitted.
 
         until, is_keyed: as for _read_call().
         """

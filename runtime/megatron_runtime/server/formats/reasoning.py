@@ -87,8 +87,8 @@ class ReasoningUse:
     """How the answers to one prompt mark their reasoning, as tokens.
 
     opening, closing, ending: tokens of the ReasoningFormat fields with the same names.
-    is_open:          the answer begins within the reasoning.
-    continues:        the answer continues a message of the prompt.
+    is_open:          whether the answer begins within the reasoning.
+    continues:        whether the answer continues a message of the prompt.
     message:          tokens before and after a reasoning message.
     """
 
@@ -113,8 +113,8 @@ class ReasoningUse:
         """Return how the answers to a prompt mark their reasoning.
 
         prompt:     tokens of the prompt.
-        continues:  the answer continues the last message of the prompt.
-        is_thought: the continued message ends within its reasoning.
+        continues:  whether the answer continues the last message of the prompt.
+        is_thought: whether the continued message ends within its reasoning.
         """
 
         def encoded(text: str) -> tuple[int, ...]:
@@ -134,7 +134,9 @@ class ReasoningUse:
         )
 
     def parameter(self, budget: int | None, *, has_tools: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `reasoning`, or None if the answer has no reasoning that an engine can end.
+        """Return the sampling parameter `reasoning`. Returns None if the engine cannot end the reasoning of the answer.
+
+        This is the case if the reasoning is already over, or if a marker is too long.
 
         budget:    maximum number of reasoning tokens; None: no limit.
         has_tools: whether the answer can be a tool call. In the format of gpt-oss, a tool call is a separate message
@@ -180,9 +182,9 @@ class TaggedReasoningParser:
 
     White space around the reasoning is dropped.
 
-    is_open:   the prompt ends within the reasoning.
-    is_answer: the answer contains no reasoning, because the prompt already contains the end of the reasoning. Ignored
-               if `is_open`.
+    is_open:   whether the prompt ends within the reasoning.
+    is_answer: whether the answer contains no reasoning, because the prompt already contains the end of the reasoning.
+               Ignored if `is_open`.
     """
 
     def __init__(self, format_: ReasoningFormat, *, is_open: bool, is_answer: bool = False) -> None:
@@ -249,7 +251,7 @@ class TaggedReasoningParser:
         return events
 
     def _leave(self) -> list[Event]:
-        """Return the events of the text after the reasoning. White space before the text is dropped."""
+        """Drop white space after the reasoning, and return the events of the remaining text."""
         self._buffer = self._buffer.lstrip()
         return self._enter(self._answer) if self._buffer else []
 

@@ -53,8 +53,8 @@ class Recognised:
     """The formats of a model.
 
     tools:     format of the tool calls; None: unknown, or tools are not offered.
-    offers_tools: whether requests can have tools. If the format is unknown, the server returns tool calls as text
-                  unless the request forces them.
+    offers_tools: whether requests can have tools. If the format is unknown, the server parses only tool calls that the
+                  request forces. It returns all other tool calls as text.
     reasoning: format of the reasoning; None: reasoning is part of the text.
     """
 

@@ -32,7 +32,7 @@ class ToolFormat:
              arguments. Calling the ToolFormat calls `make`.
     starts:  texts that begin a tool call. Empty: tool calls have no marker, and are the whole answer.
     markers: special tokens of the vocabulary that the parser needs as text.
-    texts:   all texts in the format, which can contain special tokens of the vocabulary.
+    texts:   all literal texts of the format, including `dropped`. The server searches these texts for special tokens.
     dropped: texts of the format outside of tool calls, which are not part of the answer.
     hints:   texts in a chat template that indicate the format even if the template writes no tool call.
     decides: whether the hints take precedence over the tool calls that the template writes.

@@ -1,4 +1,4 @@
-"""The format and the parser of tool calls whose arguments are texts between tags, one after another."""
+"""The format and the parser of tool calls in which each argument is a text between tags."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TaggedCalls:
         return _TaggedCallParser(self, tools)
 
     def grammar(self, tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
-        """Return the grammar of the text that follows one of `open` in an answer. See call_grammars.
+        """Return the grammar of the text that follows an opening text (one of `open`) in an answer. See call_grammars.
 
         In the grammar, parameters are in the order of their declaration.
         """
@@ -93,7 +93,11 @@ class TaggedCalls:
         return all_calls(self.open, f"({calls}) {close}", rules, written, is_single=is_single)
 
     def _value(self, rule: str, parameter: ToolParameter, written: Written) -> list[str]:
-        """Return the grammar rules for a value and its terminator."""
+        """Return the grammar rules for a parameter's value and the text after it.
+
+        rule:    name of the rule to define.
+        written: returns the grammar of a literal text.
+        """
         values = ""
         if parameter.kind == "boolean":  # some models write Python's True and False
             values = '"true" | "false" | "True" | "False"'

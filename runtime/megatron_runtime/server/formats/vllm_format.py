@@ -1,8 +1,9 @@
 """`ChatFormat` with vLLM's renderer and parsers, for servers whose engines run vLLM.
 
 Decision 033 gives the reasons. vLLM renders and tokenizes conversations like vLLM's own server, and vLLM's parsers
-parse the answers. If vLLM lacks a parser that the model needs, this server's parsers parse the answers. The grammars of
-tool calls, the budgets of reasoning and the forms of a conversation always come from this server.
+parse the answers. If vLLM lacks a parser that the model needs, this server's parsers parse the answers. This server
+always provides the grammars of tool calls and the limits on reasoning tokens. It also chooses the form in which a
+conversation is rendered (see conversation.py).
 """
 
 from __future__ import annotations
@@ -189,7 +190,7 @@ def _name(parser: str | None) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class VllmAnswerFormat:
-    """The structure of answers that vLLM's parsers parse.
+    """The AnswerFormat of answers that vLLM's parsers parse.
 
     If a grammar forces a tool call, the tool call is JSON, which this server's parser parses after the reasoning.
 
@@ -210,7 +211,7 @@ class VllmAnswerFormat:
         return self.native.reasoning
 
     def parser(self) -> AnswerParser | None:
-        """Return a parser for the text in the vLLM parser's events, or None if this text needs no further parsing."""
+        """Return a parser for the text that vLLM's parser extracts, or None if this text needs no further parsing."""
         return self.native.forced_parser()
 
     def async_parser(self) -> AsyncAnswerParser | None:
@@ -233,7 +234,7 @@ class VllmAnswerFormat:
 
 
 class _Rendering:
-    """Renders the forms of one conversation with vLLM.
+    """Renders a conversation, in each of the forms that conversation.py tries, with vLLM.
 
     rendered: tokens and media of each rendered prompt, by the text of the prompt.
     """

@@ -60,7 +60,10 @@ The parser treats an answer without `</think>` as reasoning.
 
 
 class Parsers(NamedTuple):
-    """Names of vLLM's parsers for tool calls and reasoning. None: vLLM has no parser, or answers need no parser."""
+    """The names of vLLM's parsers for one model.
+
+    A name is None if vLLM has no such parser, or if answers need no parser.
+    """
 
     tools: str | None
     reasoning: str | None

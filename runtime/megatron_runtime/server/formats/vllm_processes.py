@@ -81,7 +81,7 @@ class _Call:
 
 
 class _Message:
-    """The message of a call. content() returns the message for the worker process with the number `worker`."""
+    """A message from the server to a worker process. content() returns its content for the worker with this number."""
 
     def content(self, worker: int) -> dict[str, Any]:
         raise NotImplementedError
@@ -110,7 +110,9 @@ class _Parse(_Message):
 
 
 class VllmProcesses:
-    """The parent process and its workers. All methods run on one event loop, except render(), which runs in threads.
+    """The processes that run vLLM's renderer and parsers: a parent process and the workers that it forks.
+
+    All methods run on one event loop, except render(), which runs in threads.
 
     setup: as for vllm_worker.Formats.
     """
@@ -261,9 +263,11 @@ def _exactly(control: socket.socket, size: int) -> bytes:
 
 
 class _Worker:
-    """A worker process, which is forked when it is first used and replaced when it is lost.
+    """A worker, which has at most one process at a time.
 
-    worker_number: number of processes forked so far, which identifies the current process.
+    The process is forked when it is first needed. If it is lost, a new process replaces it.
+
+    worker_number: number of processes that were forked for this worker. It identifies the current process.
     answers: number of answers whose parsers this worker has.
     load:    number of calls without a reply.
     pid:        process id of the current process; None: no process.
@@ -371,7 +375,7 @@ class _Worker:
         return bytes(received)
 
     def _disconnect(self) -> None:
-        """Close the socket. This makes an idle worker exit. An alarm kills a busy worker."""
+        """Close the socket to the worker process. An idle process then exits, and a time limit ends a busy process."""
         if self._channel is not None:
             self._channel.close()
             self._channel = self.pid = None
@@ -384,11 +388,11 @@ def _fail(call: _Call, reason: str) -> None:
 
 @dataclass(eq=False, slots=True)
 class VllmAnswer:
-    """vLLM's parser of one choice, which runs in a worker.
+    """The connection of the server to vLLM's parser of one choice, which runs in a worker process.
 
     opened_in: `worker_number` of the process that has the parser; 0 before the first feed().
-    earlier:   parts of the answer that the parser has read. A new process of the worker reads these parts again, and
-               drops their events.
+    earlier:   parts of the answer that the parser has read. If the worker process is replaced, the new process reads
+               these parts again, and drops their events.
     """
 
     key: int

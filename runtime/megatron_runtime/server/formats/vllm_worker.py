@@ -136,8 +136,9 @@ class Formats:
             renderer.render_chat([request.messages], request.build_chat_params(None, "auto"))
 
     def _observe(self, renderer: Any) -> None:
-        """Record the tokens of each conversation before its media placeholders are expanded. vLLM does not return these
-        tokens.
+        """Wrap the renderer, so that it records the tokens of each conversation before it expands media placeholders.
+
+        vLLM does not return these tokens.
         """
         process = renderer.process_for_engine_async
 
@@ -257,7 +258,10 @@ def _modalities(renderer: Any) -> list[str]:
 
 
 def _with_media(message: Mapping[str, Any], media: Sequence[Sequence[Any]]) -> Mapping[str, Any]:
-    """Return a message in which data URLs replace the numbers of its images, audio and video."""
+    """Return the message with a data URL in place of each reference to an image, audio or video.
+
+    media: the media type and the data of each item. A reference is an index of this list.
+    """
     content = message.get("content")
     if not isinstance(content, list):
         return message
@@ -349,7 +353,7 @@ def _chosen(
 
 
 class ChoiceParser:
-    """vLLM's parser of one choice."""
+    """Parses the answer of one choice with vLLM's parsers."""
 
     def __init__(self, formats: Formats, opening: Mapping[str, Any]) -> None:
         opening_request = json.loads(opening["request"])

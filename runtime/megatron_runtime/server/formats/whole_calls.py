@@ -20,7 +20,10 @@ A longer tool call is returned as text, because a tool call is held until it is 
 
 
 class WholeCallParser(ToolParser):
-    """Parses text, and the tool calls after an opening text. Each tool call consists of a head, a body and an end."""
+    """Parses answers with text and tool calls. The tool calls follow the text OPEN.
+
+    Each tool call consists of a head, a body and an end.
+    """
 
     OPEN: str
     HEAD: Head

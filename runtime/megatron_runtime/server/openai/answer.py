@@ -64,10 +64,12 @@ class Piece:
 
 
 class _Cut(NamedTuple):
-    """The position at which a stop text ends an answer. Positions count characters, without the texts of markers.
+    """The position at which a stop text ends an answer.
+
+    Positions count characters, without the texts of special tokens.
 
     end:        end of the text.
-    stop_begin: beginning of the stop text. From this position on, markers in the stop text are counted too.
+    stop_begin: beginning of the stop text. From this position on, special tokens in the stop text are counted too.
     stop:       the stop text.
     """
 
@@ -79,10 +81,10 @@ class _Cut(NamedTuple):
 class Choice:
     """Converts the engine's replies for one choice to Pieces, the parts of the answer.
 
-    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held. If the
-    answer continues, which is possible before min_tokens are generated, the held token becomes part of the answer. If
-    the request wants log-probabilities, tokens without log-probabilities are held until the final reply, which contains
-    the log-probabilities.
+    The token that ends an answer is not part of the answer. A token that can end the answer is therefore held back. If
+    the answer continues, which is possible before min_tokens are generated, the token becomes part of the answer. If
+    the request wants log-probabilities, tokens without log-probabilities are held back until the final reply, which
+    contains the log-probabilities.
     """
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
@@ -101,10 +103,9 @@ class Choice:
         self._plain = 0  # number of generated characters without markers, as the engine counts them
 
     def begin(self) -> Piece | None:
-        """Return the echo of the prompt as a part.
+        """Return a Piece that echoes the prompt, if the request wants an echo without log-probabilities.
 
-        Return None if no echo is requested. Also return None if the echo must contain log-probabilities. In this case,
-        feed() or finish() adds the echo.
+        Otherwise return None. feed() or finish() adds an echo with log-probabilities.
         """
         if self._has_begun or self._echoes_log_probs:
             return None
@@ -193,7 +194,10 @@ class Choice:
         self._take(ready, piece)
 
     def _take(self, tokens: Iterable[_Token], piece: Piece, *, cut: _Cut | None = None) -> None:
-        """Add tokens to `piece`. cut: end of the added text and tokens; None: add all tokens."""
+        """Add tokens and their text to `piece`.
+
+        cut: position in the answer at which to stop; None: add all tokens.
+        """
         if self._is_plain and cut is None:
             ids = [token for token, _ in tokens]
             piece.token_ids += ids
@@ -218,7 +222,7 @@ class Choice:
     def _counted(self, text: str, *, plain: int | None = None) -> str:
         """Count the characters of a text that is added to the answer, and return the text.
 
-        plain: number of characters that do not belong to markers; None: all characters.
+        plain: number of characters outside of special tokens; None: all characters.
         """
         self._offset += len(text)
         self._plain += len(text) if plain is None else plain
@@ -289,7 +293,7 @@ def prompt_log_probs(
     For each prompt token, the list contains a map from token ids to objects with `logprob`, `rank` and `decoded_token`.
     The map has the prompt token and the most likely tokens at its position. The first item of the list is None.
 
-    Only the most likely tokens have a rank.
+    `rank` is None for a prompt token that is not one of the most likely tokens.
     """
 
     def entry(token: int, log_prob: float, rank: int | None) -> dict[str, Any]:

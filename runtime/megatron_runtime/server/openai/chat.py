@@ -193,10 +193,10 @@ def _reasoning_budget(request: ChatRequest) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ToolUse:
-    """How the choices of one request can call tools.
+    """Whether and how the choices of one request can call tools.
 
     offered:       schemas of the tools' arguments, by tool name; empty if no tool can be called.
-    forced:        as in AnswerRequest.
+    forced:        name of the tool that a grammar forces the answer to call; "*": any tools; None: no call is forced.
     forced_format: the structured output for an answer that must be a tool call; None: the answer can be text.
     is_unread:     whether the model's tool-call format is unknown, so that its tool calls are returned as text.
     call_structure: as in SamplingParams, for an answer that can be a tool call.
@@ -302,7 +302,8 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
 class AnswerReader:
     """Converts the parts of one choice to events: reasoning, text and tool calls.
 
-    call_id: as in AnswerFormat.
+    call_id: returns the id for a tool call to which the model assigned no id, from the tool's name and the number of
+             earlier calls. None: any id is valid.
     calls:   number of tool calls that have begun.
     """
 
@@ -321,7 +322,10 @@ class AnswerReader:
         self._shows_reasoning = shows_reasoning
 
     def read(self, piece: Piece) -> Iterator[Event]:
-        """Yield the events of a part. Tool calls beyond the maximum number per answer are left out."""
+        """Yield the events of `piece`, a part of the answer.
+
+        Tool calls beyond the maximum number per answer are left out.
+        """
         for event in self._events(piece):
             if isinstance(event, CallBegin):
                 event = replace(event, id=event.id or self._call_id(event.name, self.calls))

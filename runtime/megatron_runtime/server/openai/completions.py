@@ -130,8 +130,8 @@ async def tokenize(service: Service, request: Request) -> Response:
 async def _json_list(tokens: Sequence[int], value_of: Callable[[int], Any], lease: Lease) -> bytes:
     """Return `value_of(token)` for each token as JSON, separated by commas and without brackets.
 
-    The lease counts the bytes, and other requests run in between. Raises ApiError 429 if the server would hold too many
-    bytes.
+    A long list is converted in parts, and other requests can run between the parts. The lease counts the bytes. Raises
+    ApiError 429 if the server would hold too many bytes.
     """
     parts = []
     for start in range(0, len(tokens), _TEXTS_AT_ONCE):

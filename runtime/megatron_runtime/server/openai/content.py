@@ -79,7 +79,10 @@ class MixedContent:
 
 
 def content_of(parts: Sequence[str | MediaPart], separator: str = "\n") -> str | MixedContent:
-    """Return the content of a message with these parts. If all parts are texts, they are joined to one text."""
+    """Return the content of a message with these parts.
+
+    If all parts are texts, the content is one text, in which `separator` is between the parts.
+    """
     texts = [part for part in parts if isinstance(part, str)]
     return separator.join(texts) if len(texts) == len(parts) else MixedContent(tuple(parts))
 

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: the vectors of a pooling model, or the hidden states of a generating model."""
+"""POST /v1/embeddings: the vectors of a pooling model, or the hidden states of a generative model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def create_embedding(service: Service, request: Request) -> Response:
 
 
 async def _of_decoder(service: Service, request: Request, body: EmbeddingRequest) -> Response:
-    """Answer with one vector per text, the hidden state of a generating model after the last token of the text."""
+    """Answer with one vector per text: the hidden state of a generative model after the last token of the text."""
     if body.dimensions is not None:
         raise invalid_value("dimensions", "the vectors have the hidden size of the model: leave it out")
     if body.use_activation is False:

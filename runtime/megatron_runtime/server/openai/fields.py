@@ -43,7 +43,10 @@ class NotOffered:
     remedy: str = ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raise ValueError if `value` would have an effect. name: the field."""
+        """Raise ValueError unless `value` is null or one of the neutral values.
+
+        name: name of the field, for the error.
+        """
         # In Python, True equals 1.
         if value is None or any(value == item and (value is True) == (item is True) for item in self.neutral):
             return
@@ -114,14 +117,15 @@ def reported(names: Iterable[str]) -> str:
 
 
 def converted(name: str, value: Any) -> Any:
-    """Convert the value of an HTTP field to the value of the sampling parameter `name`."""
+    """Return the value of the sampling parameter `name` for the value of its HTTP field."""
     convert = HTTP_FIELDS[name].value
     return value if convert is None else convert(value)
 
 
 def within(name: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Return a pydantic Field with the bounds of the sampling parameter `name`, for a body field that sets the
-    parameter.
+    """Return a pydantic Field with the bounds of the sampling parameter `name`.
+
+    Use it for a field of a request body that sets this parameter.
 
     minimum, maximum: bounds on one route, if they differ from the bounds of the HTTP field.
     """

@@ -54,10 +54,10 @@ async def respond(
 ) -> Response:
     """Run the jobs of a request, one per choice, and return the answer as one JSON body or as a stream of events.
 
-    choice: returns the item of `choices` for the only part of a choice, without streaming.
+    choice: returns the item of `choices` for a whole choice. Not called for a stream.
     chunks: returns the items of `choices` in the stream events for one part.
     answer: as for generation_of().
-    more:   returns additional fields of an answer without streaming. The argument is the parts of all choices.
+    more:   returns additional fields of the JSON body, from the parts of all choices. Not called for a stream.
 
     Raises the errors of generation_of().
     """
@@ -239,7 +239,10 @@ class Generation:
 
     @asynccontextmanager
     async def _admitted(self) -> AsyncGenerator[None]:
-        """Wait for the coordinator, and reserve tokens of the API key until the `async with` block ends."""
+        """Wait for the coordinator, then reserve the request's tokens from the rate limit of its API key.
+
+        At the end of the `async with` block, charge the tokens beyond the reservation, or return the unused tokens.
+        """
         await self.service.until_connected()
         if self.key.tokens_per_minute is None:
             yield
@@ -372,7 +375,7 @@ class Generation:
 
 
 class _Parsing:
-    """The parser of one choice, if the parser runs in another process.
+    """Parses one choice with a parser that runs in another process, if the answer has such a parser.
 
     is_elsewhere: whether the choice has a parser in another process.
     """
@@ -403,7 +406,7 @@ class _Parsing:
 
 @contextmanager
 def rejections_as_errors(field_names: Mapping[str, str]) -> Generator[None]:
-    """Convert the errors that CoordinatorClient raises for a rejected request to ApiError.
+    """Return a context manager that converts CoordinatorClient's errors for a rejected request to ApiError.
 
     field_names: names of the request fields by sampling parameter.
     """

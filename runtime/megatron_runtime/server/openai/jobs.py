@@ -290,7 +290,7 @@ def enforceable(
     """Return a copy of a JSON schema without the keywords that the grammar does not enforce, and the removed keywords.
 
     param:  the request field that contains the schema, for errors.
-    closes: see normalised().
+    closes: whether to forbid properties that an object's schema does not declare; see normalised().
 
     Raises ApiError 400 if the schema is strict and contains a keyword that the grammar does not enforce.
     """

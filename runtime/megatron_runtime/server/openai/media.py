@@ -95,7 +95,7 @@ class MediaLoader:
         raise invalid_value(param, f"{shown(url)} is reached by more than {MAX_REDIRECTS} redirects")
 
     async def _target(self, url: str, *, param: str) -> _Target:
-        """Return the target for fetching a URL.
+        """Return the address and path from which to fetch a URL.
 
         Raises ApiError 400 if the host is not allowed or has no public address.
         """
@@ -121,7 +121,7 @@ class MediaLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The target for fetching a file.
+    """The address and path from which to fetch a file.
 
     path:    path and query of the URL.
     address: validated IP address of the host.
@@ -134,7 +134,7 @@ class _Target:
     address: str
 
     def url(self, host: str) -> str:
-        """Return the URL of the target with `host` instead of its host name."""
+        """Return the URL of this target with `host` in place of the host name."""
         return f"{self.scheme}://{_in_url(host)}:{self.port}/{self.path.lstrip('/')}"
 
 

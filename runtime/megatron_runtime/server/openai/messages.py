@@ -258,7 +258,10 @@ _Tool: TypeAlias = Annotated[
 
 
 class AnthropicToolChoice(Body):
-    """The field `tool_choice`. mode, tools: fields of the type allowed_tools, which OpenAI's routes also support."""
+    """The field `tool_choice`.
+
+    mode, tools: only for the type `allowed_tools`, and the same as in OpenAI's API.
+    """
 
     type: Literal["auto", "any", "tool", "none", "allowed_tools"]
     name: Name | None = None
@@ -561,7 +564,10 @@ def _kind(event: Event) -> str:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a tool call. A text that is not a JSON object becomes the value of `arguments`."""
+    """Return the arguments of a tool call.
+
+    A text that is not a JSON object becomes the value of the key `arguments`.
+    """
     try:
         value = load_json(text or "{}", depth=_BLOCK_DEPTH)
         json.dumps(value, allow_nan=False)  # json parses 1e999 as infinity

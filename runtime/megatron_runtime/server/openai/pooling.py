@@ -342,9 +342,9 @@ class PoolingRun:
 
 @contextmanager
 def _named(prompt: PoolingPrompt) -> Iterator[None]:
-    """Return a context that converts rejections of a prompt to ApiError with the name of the prompt's field.
+    """Return a context manager that converts an engine's rejection of `prompt` to ApiError.
 
-    If no engine has a pooling model, the status is 404.
+    The error names the request field of the prompt. If no engine has a pooling model, the status is 404.
     """
     try:
         with rejections_as_errors({}):

@@ -1,8 +1,8 @@
 """Tokenizes prompts and renders conversations in threads, with fair shares for tenants.
 
-The work is divided into three lanes: rendering of conversations, tokenization of texts up to MAX_MEDIUM_BYTES, and
-tokenization of longer texts. A text of a few kilobytes therefore never waits for a text of megabytes. `BodyBudget`
-limits the size of the requests that wait for a lane.
+The work is divided into four lanes: parsing of large request bodies, rendering of conversations, tokenization of texts
+up to MAX_MEDIUM_BYTES, and tokenization of longer texts. A text of a few kilobytes therefore never waits for a text of
+megabytes. `BodyBudget` limits the size of the requests that wait for a lane.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ _THREADS: Mapping[str, int] = {"parse": 1, "render": RENDERERS, "medium": 3, "lo
 
 
 class TextLanes:
-    """The lanes of one server process: thread pools that run text work. Call all methods on the event loop."""
+    """The lanes of one server process: thread pools that parse large bodies, render conversations and tokenize texts.
+
+    Call all methods on the event loop.
+    """
 
     def __init__(self) -> None:
         self._lanes = FairLanes(
@@ -102,7 +105,7 @@ class Prompts:
 
     chat_format: renders conversations, and encodes the rendered text.
     max_sequence_length: maximum number of tokens of prompt plus answer; None means the limit of the model.
-    media_hosts: as for MediaLoader.
+    media_hosts: as `allowed_hosts` of MediaLoader.
     """
 
     def __init__(
@@ -215,9 +218,9 @@ class Prompts:
     async def decode(
         self, tokens: Sequence[int], *, lease: Lease, skip_special: bool = True, is_whole: bool = True
     ) -> str:
-        """Return the text of tokens. For many tokens, let other requests run in between.
+        """Return the text of tokens. A long list is decoded in parts, and other requests can run between the parts.
 
-        lease:    lease of the request, to which the bytes of the text are added.
+        lease:    count of the bytes that the request holds, to which this method adds the bytes of the text.
         is_whole: whether the tokens are the whole text. If so, an incomplete character at the end is returned as
                   U+FFFD.
 

@@ -156,7 +156,7 @@ class OfferedTool:
 
 
 def _joined(namespace: str | None, name: str) -> str:
-    """Return the name by which the model calls the function `name` of a namespace, or `name` without a namespace."""
+    """Return the name by which the model calls the function `name` of a namespace; `name` if there is no namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 

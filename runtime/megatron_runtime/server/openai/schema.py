@@ -191,9 +191,11 @@ class ModelRequest(Body):
         return tuple(self.__pydantic_extra__ or ())
 
     def prepared(self) -> Self:
-        """Return the request in the form that its route uses. Raises ApiError 400 for a field that is not offered.
+        """Return the request in the form that its route uses.
 
         Called in the process that has parsed the body.
+
+        Raises ApiError 400 for a field that this server does not support.
         """
         if extra := self.__pydantic_extra__:
             self.__pydantic_extra__ = dict.fromkeys(self.policy.unknown(extra))
@@ -242,7 +244,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The field `structured_outputs`: an object with exactly one of the formats that the `guided_` fields set."""
+    """The object in the field `structured_outputs`. It sets exactly one format, like one of the `guided_` fields."""
 
     json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
     regex: NonEmpty | None = None
@@ -253,7 +255,7 @@ class StructuredOutputs(Body):
 
 @with_sampling_fields(without=("max_tokens",))
 class SampledRequest(ModelRequest):
-    """The fields that have the same names and meanings on all routes that generate text, in OpenAI's API or vLLM's.
+    """The fields of OpenAI's and vLLM's APIs that have the same names and meanings on all routes that generate text.
 
     with_sampling_fields() adds the fields for numbers and flags from the declarations of sampling parameters.
     """
@@ -459,7 +461,10 @@ class AllowedTool(Body):
 
     @property
     def full_name(self) -> str | None:
-        """Return the function name in a chat request, or None for a tool that this server does not support."""
+        """Return the name that the tool's function has in a chat request.
+
+        Returns None for a tool that this server does not support.
+        """
         name = self.name if self.function is None else self.function.name
         return f"{self.namespace}__{name}" if self.namespace and name else name
 

@@ -140,9 +140,11 @@ class Service:
     async def read(self, request: Request, model: type[_Model]) -> _Model:
         """Read the body of a request, and return it as a validated `model`.
 
-        The bytes of the body count as held until the request is answered. Raises ApiError 400 for an invalid body, 403
-        for a model that the key cannot use, 404 for an unknown model, 413 for a large body, 415 for another content
-        type, and 429 if the server would hold too many bytes or the tenant has used up its time for large bodies.
+        The bytes of the body count towards the server's memory limit until the request is answered.
+
+        Raises ApiError 400 for an invalid body, 403 for a model that the key cannot use, 404 for an unknown model, 413
+        for a large body, 415 for another content type, and 429 if the server would hold too many bytes or the tenant
+        has used up its time for large bodies.
         """
         is_compressed = check_content_type(request.headers)
         # A longer list is invalid. Only the tokens of a prompt and the alternatives of a format can have this many
@@ -177,7 +179,7 @@ class Service:
         return lease
 
     def check_model(self, key: ApiKey, model: str | None) -> str:
-        """Return the name of the adapter that serves a model.
+        """Return the name of the adapter that serves a model, or "" if the base model serves it.
 
         Raises ApiError 403 if the key cannot use the model, and 404 if the model is not served.
         """
@@ -193,7 +195,7 @@ class Service:
     def answer(self, request: Request, content: bytes, *, media_type: str = "application/json") -> Response:
         """Return the response with a complete answer.
 
-        The bytes of `content` count as held until the client has read them.
+        The bytes of `content` count towards the server's memory limit until the client has read them.
         """
         self.lease(request).force(len(content))
         return WholeAnswer(content, media_type=media_type)
@@ -210,7 +212,8 @@ class Service:
         """Return the chunks of the body. Store the size of the body in the request's state, for charge_rejected_body().
 
         stream:      the decompressed body.
-        token_field: the field that the error names if a list in the body is too long.
+        lease:       lease of the request, to which the bytes of the body are added.
+        token_field: the request field for token ids. An error for a list that is too long names this field.
         """
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
@@ -260,7 +263,7 @@ class Service:
 
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
-        """Return a context that counts one HTTP request as open until the `with` block ends.
+        """Return a context manager that counts one HTTP request as open until the `with` block ends.
 
         state: state of the request, in which identify() stores the tenant.
         """
@@ -333,7 +336,7 @@ class Service:
         """Count the tokens of a finished choice in the metrics of its API key.
 
         prompt:    number of prompt tokens; 0 for further choices of the same prompt.
-        generated: number of generated tokens so far, as last reported by the engine.
+        generated: number of generated tokens that the engine last reported for the choice.
         """
         if key.tenant:
             self.metrics.prompt_tokens_by_key.labels(key.name).inc(prompt)

@@ -163,11 +163,11 @@ class CurveClientHandshake(Handshake):
 
 
 class CurveBox:
-    """The encryption and decryption of frames with the keys of one connection.
+    """Encrypts and decrypts frames with the keys of one connection.
 
     Nonces must increase, so a repeated nonce is rejected.
 
-    sent, last_received: last nonces that the handshake used.
+    sent, last_received: numbers of the last nonces that this side sent and received in the handshake.
     """
 
     def __init__(self, shared: bytes, *, last_received: int, sent: int = 0, as_server: bool = True) -> None:
@@ -181,14 +181,17 @@ class CurveBox:
         return self._sent.to_bytes(_NONCE_BYTES, "big")
 
     def close(self, flags: int, body: bytes) -> bytes:
-        """Return the encrypted frame for a frame with these flags."""
+        """Encrypt a frame with these flags and this body. Return the frame to send."""
         inner = (_INNER_MORE if flags & MORE else 0) | (_INNER_COMMAND if flags & COMMAND else 0)
         nonce = self.next_nonce()
         box = nacl.crypto_box_afternm(bytes((inner,)) + body, self._mine + nonce, self._shared)
         return frames.frame(0, b"".join((_MESSAGE_HEAD, nonce, box)))
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Return flags and body of the frame that an encrypted frame contains. Raises ViolationError."""
+        """Decrypt the body of a frame. Return the flags and the body of the frame that was encrypted.
+
+        Raises ViolationError if the body is not a MESSAGE of this connection, or its nonce is not new.
+        """
         nonce = body[len(_MESSAGE_HEAD) : _MESSAGE_BEGIN]
         number = int.from_bytes(nonce, "big")
         if not body.startswith(_MESSAGE_HEAD) or number <= self._received:

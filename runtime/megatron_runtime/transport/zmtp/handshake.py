@@ -18,13 +18,16 @@ class NotAdmittedError(ViolationError):
 
 
 class Box(Protocol):
-    """The encryption of one connection."""
+    """Encrypts and decrypts the frames of one connection."""
 
     def close(self, flags: int, body: bytes) -> bytes:
-        """Return the encrypted frame for a frame with these flags."""
+        """Encrypt a frame with these flags and this body. Return the frame to send."""
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Return flags and body of the frame that an encrypted frame contains. Raises ViolationError."""
+        """Decrypt the body of a frame. Return the flags and the body of the frame that was encrypted.
+
+        Raises ViolationError if the body cannot be decrypted.
+        """
 
 
 class Handshake(ABC):

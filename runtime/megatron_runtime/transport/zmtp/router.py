@@ -1,4 +1,4 @@
-"""A ROUTER on the event loop, with one port and its connections."""
+"""A ZeroMQ ROUTER socket on the event loop, with one port and the connections that it accepts."""
 
 from __future__ import annotations
 
