@@ -29,7 +29,7 @@ _HELP = {"show_default": True}
 
 
 def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float]:
-    """Return the seconds of one load with the version in `root`."""
+    """Load the model once with the code in the checkout `root`. Return the measured seconds, by name of the figure."""
     path = os.pathsep.join(str(root / part) for part in ("runtime", "kernels"))
     done = subprocess.run(
         [sys.executable, str(_WORKER), model, dtype, str(threads)],

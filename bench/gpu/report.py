@@ -66,7 +66,7 @@ class Sizes:
     answer_tokens: int = 64
 
     def with_values(self, values: Sequence[str]) -> Sizes:
-        """Return these sizes with `values` replaced. Each value is NAME=NUMBER or NAME=NUMBER,NUMBER.
+        """Return a copy in which some sizes are replaced. Each of `values` is NAME=NUMBER or NAME=NUMBER,NUMBER.
 
         Raises:
             ValueError: a name is unknown, or a value is not a positive number.

@@ -1,12 +1,12 @@
 """Sampling in Triton without sorting; see `sampling`. One program computes one row.
 
-Bisection over the bits of weights finds the last token that a filter keeps. The bits of non-negative floats, read as
-integers, have the same order as the floats. So a search has at most 30 steps. Each step narrows the range to weights
+Bisection over the bits of weights finds the smallest weight that a filter keeps. The bits of non-negative floats, read
+as integers, have the same order as the floats. So a search has at most 30 steps. Each step narrows the range to weights
 that occur in the row, until only one weight is left. If a filter keeps only some of several equal weights, it keeps the
 lowest ids. Sums are float64 and added in a fixed order, so that the token of a row depends only on the row.
 
-A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer. If the
-buffer is large enough and these weights suffice to decide, the search reads only the buffer.
+A search reads its weights many times. Before the first search, the weights of likely tokens are copied to a buffer. If
+the buffer is large enough and these weights suffice to decide, the search reads only the buffer.
 """
 
 from __future__ import annotations
@@ -114,11 +114,11 @@ def _search(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the greatest threshold from `low` on, such that the weights with bits of at least the threshold reach
-    `target`.
+    """Return the greatest threshold, not less than `low`, for which the weights at or above it reach `target`.
 
-    Also returns the number and the sum of the weights above the threshold. BY_COUNT: whether `target` is a number of
-    weights and not a sum. All weights with bits of at least `low` together must reach the target.
+    A weight's bits are compared with the threshold. Also returns the number and the sum of the weights above the
+    threshold. BY_COUNT: whether `target` is a number of weights and not a sum. All weights at or above `low` together
+    must reach the target.
     """
     high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
     count_above = tl.full((), 0, tl.int32)
@@ -203,7 +203,10 @@ def _keep(
 
 @triton.jit
 def _draw(row, vocabulary, largest, temperature, cut, ties, target, BLOCK: tl.constexpr):
-    """Return the first token at which the running sum of kept weights exceeds `target`, or the last kept token."""
+    """Return the first token, in the order of ids, at which the running sum of kept weights exceeds `target`.
+
+    Return the last kept token if the sum of all kept weights does not exceed `target`.
+    """
     token = tl.full((), -1, tl.int32)
     last = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)

@@ -84,6 +84,7 @@ def fail(error: Exception, *, lines: bool = False) -> NoReturn:
     """Raise the exception that ends the command with exit code 1 and prints the error's message.
 
     Args:
-        lines: whether the message may have several lines. True requires that this program has composed the message.
+        lines: whether line breaks in the message are printed. By default, they are escaped. Set this
+            argument only if this program has composed the message.
     """
     raise click.ClickException(printable(str(error), lines=lines)) from error
