@@ -77,7 +77,7 @@ class Result:
     submit_us, final_us: median CPU time of a coordinator per message, in microseconds.
     kib_per_engine: growth of the process's resident memory by the creation of the coordinators, per engine.
     hits:           share of requests that went to an engine that had received their prefix before, 0 to 1.
-    max_open:       maximum number of requests that are open at one engine. The mean over all engines is 0.5.
+    max_open:       maximum number of open requests of one engine. On average, an engine has 0.5 open requests.
     """
 
     layout: str

@@ -113,7 +113,7 @@ def cases(
 ) -> Iterator[Case]:
     """Yield the benchmark cases of every operation.
 
-    tokens:  the numbers of tokens in a step for which there are cases.
+    tokens:  numbers of tokens in a step. Each number has its own cases.
     context: number of cached tokens of each sequence.
     """
 

@@ -191,7 +191,7 @@ def _grid(document: dict[str, Any], value: str, bound: str, *, digits: int) -> l
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Return an SVG plot of time and memory against context by batch, on logarithmic scales.
+    """Return an SVG plot of time and memory against context, on logarithmic scales, with one line per batch size.
 
     Dashed lines are the bounds.
     """

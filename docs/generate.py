@@ -86,7 +86,7 @@ def _families(registry: Any) -> list[tuple[str, ...]]:
 def _with_vllm(rows: list[tuple[str, ...]]) -> Table:
     """Return a table of metrics, with a column that says whether a metric also has vLLM's name.
 
-    rows: as from _families().
+    rows: the result of _families().
     """
     vllm = {row[0].removeprefix("`vllm:") for row in rows if row[0].startswith("`vllm:")}
     own = [row for row in rows if not row[0].startswith("`vllm:")]

@@ -120,7 +120,7 @@ make cluster-down removes it."""
     help="Cluster to use: an embedded one-node cluster, or the cluster of the current kubeconfig context.",
 )
 def main(cluster: str) -> None:
-    """Run the whole demo, and check every step. cluster: which cluster to use."""
+    """Run the whole demo, and check every step. cluster: "embedded" or "current"."""
     steps = Steps()
     try:
         if cluster == "embedded":

@@ -42,7 +42,7 @@ TIME = (1980, 1, 1, 0, 0, 0)
 
 
 class BuildError(Exception):
-    """The file cannot be built. The message names the module."""
+    """The kubectl plugin cannot be built. The message names the module that prevents this."""
 
 
 def own_modules() -> dict[str, Path]:

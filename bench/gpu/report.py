@@ -157,7 +157,7 @@ class Campaign:
             self.emit(name, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
     def used_mib(self) -> int | None:
-        """Return the memory of the GPU that all processes use together, in MiB; None on a CPU."""
+        """Return how much memory of the GPU all processes use together, in MiB. Return None on a CPU."""
         if self.dry:
             return None
         return int(_nvidia_smi("--query-gpu=memory.used", units=False).split()[0])

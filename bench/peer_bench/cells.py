@@ -132,7 +132,10 @@ def measure_all(
     after_round: Callable[[], None],
     memory_rate: Callable[[], float] = memory_bandwidth,
 ) -> None:
-    """Measure every cell of every engine in each round. An engine that has used up its seconds skips later rounds."""
+    """Measure every cell of every engine in each round.
+
+    An engine skips the remaining rounds when it has used `seconds_each` seconds.
+    """
     for engine in group:
         engine.run_guarded(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0

@@ -58,8 +58,8 @@ def _expert_product(
 ):
     """Multiply tiles of x by the matrices of their experts.
 
-    By default, the rows of x are tokens, and the rows of out are positions. With TO_PAIRS, the rows of x are positions,
-    and the rows of out are pairs. The results of pairs are multiplied by the pairs' weights.
+    By default, the rows of x are tokens, and the rows of out are positions in `order`. With TO_PAIRS, the rows of x are
+    positions, and the rows of out are pairs. The results of pairs are multiplied by the pairs' weights.
     """
     start = tl.program_id(0) * PLACES
     if start >= tl.load(starts + num_experts):

@@ -7,8 +7,8 @@ Up to 64 tokens take one launch of one program. More tokens take three launches:
 
 1. One program per block of tokens computes the probabilities, the selected experts, and the number of choices of each
    expert.
-2. One program sums over blocks and experts. The sums are the start of each expert's part, and the start of each block
-   in the part.
+2. One program sums over blocks and experts. The sums are the start of each expert's part, and the start of each
+   block's pairs in the part.
 3. One program per block of tokens computes the position of each pair. A token selects an expert at most once. So the
    rank of a pair is the number of earlier tokens in the block that selected the same expert.
 """

@@ -50,9 +50,9 @@ def _decode_part(
 ):
     """Compute one part of a sequence for one key-value head.
 
-    If there is only one part, write out [B, H, C]. Otherwise, write the normalized result of the part to parts [B, H,
-    splits, C], and the base-2 logarithm of the sum of the part's weights to logs [B, H, splits]. For an empty part,
-    write only the logarithm, -inf.
+    If there is only one part, write its result to `out` [B, H, C]. Otherwise, write the normalized result of the part
+    to `parts` [B, H, splits, C], and the base-2 logarithm of the sum of the part's weights to `logs` [B, H, splits].
+    For an empty part, write only the logarithm, -inf.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)

@@ -54,9 +54,10 @@ def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.conste
 
 @triton.jit
 def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Copy the bits of all weights that are not less than _CANDIDATE_BITS to the buffer, up to the buffer's capacity.
+    """Copy the bits of the likely weights to the buffer, up to its capacity.
 
-    Return the number and the sum of all these weights, even if the buffer is too small for them.
+    A weight is likely if its bits are not less than _CANDIDATE_BITS. Return the number and the sum of all likely
+    weights, even if the buffer is too small for them.
     """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)

@@ -142,7 +142,7 @@ def panel_bytes(format: int, inputs: int) -> int:
 
 
 def packed_format(weight: QuantizedTensor, name: str) -> int:
-    """Return the number of the format in which pack() stores a quantized weight.
+    """Return the format in which pack() stores a quantized weight.
 
     name: format of the model's dense weights. With int8 or int4, a quantized weight keeps its own format.
     """
