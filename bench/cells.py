@@ -19,7 +19,7 @@ The figures of a layout are:
 - CPU time of the core per Submit and per Final
 - resident memory per engine
 - share of requests that went to an engine that had received their prefix before
-- maximum number of requests of one engine at a time
+- maximum number of requests that are open at one engine
 
 The simulation also measures the router's memory per cached block of an engine. A table (.md) and a plot (.svg) are
 written next to the figures.
@@ -77,7 +77,7 @@ class Result:
     submit_us, final_us: median CPU time of a coordinator per message, in microseconds.
     kib_per_engine: growth of the process's resident memory by the creation of the coordinators, per engine.
     hits:           share of requests that went to an engine that had received their prefix before, 0 to 1.
-    max_open:       maximum number of requests of one engine at a time. The mean over all engines is 0.5.
+    max_open:       maximum number of open requests of one engine. On average, an engine has 0.5 open requests.
     """
 
     layout: str
@@ -121,7 +121,7 @@ class Cell:
         assert sum(engine.has_room() for engine in self.core.engines) == engines, "an engine was rejected"
 
     def submit(self, uid: bytes, prompt: bytes) -> tuple[Open, float]:
-        """Submit a request. Return the dispatched request and the CPU seconds of the core."""
+        """Submit a request to the coordinator's core. Return its dispatch, and the CPU seconds that the core used."""
         frames = messages.Submit(uid, messages.RequestMeta(seed=1), prompt, b"", _PARAMS).to_frames()
         seconds, ((peer, sent),) = self._receive(_CLIENT, frames)
         dispatch = messages.decode(messages.frames_of(sent))
@@ -129,14 +129,14 @@ class Cell:
         return Open(peer, dispatch.dispatch_id, uid), seconds
 
     def finish(self, request: Open) -> float:
-        """Send the engine's answer to the core. Return the CPU seconds of the core."""
+        """Send an engine's answer to the coordinator's core. Return the CPU seconds that the core used."""
         frames = messages.Final(request.dispatch_id, request.uid, _TOKEN, _REPLY).to_frames()
         seconds, ((peer, _),) = self._receive(request.peer, frames)
         assert peer == _CLIENT
         return seconds
 
     def _receive(self, peer: tuple[int, bytes], frames: list[bytes]) -> tuple[float, list[Any]]:
-        """Pass a message to the core. Return the CPU seconds and the effects of the core."""
+        """Pass a peer's message to the coordinator's core. Return the core's CPU seconds and its effects."""
         begun = time.thread_time()
         self.core.received(0.0, peer, frames)
         seconds = time.thread_time() - begun
@@ -145,7 +145,10 @@ class Cell:
 
 
 def simulate(layout: str, engines: int, cell_size: int, requests: int, seed: int) -> Result:
-    """Simulate one layout, with warm-up requests first and then `requests` measured requests."""
+    """Simulate one of the four layouts of coordinators, and return its figures.
+
+    Warm-up requests come first. Then `requests` requests are measured.
+    """
     limits.MAX_ENGINES = max(limits.MAX_ENGINES, engines)
     process, rng = psutil.Process(), np.random.default_rng(seed)
     groups = 1 if layout == SHARED else max(1, engines // ENGINES_PER_PREFIX)
@@ -224,7 +227,10 @@ def table(document: dict[str, Any]) -> str:
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Return an SVG plot of the cost of a request, and of the share of hits, against the number of engines."""
+    """Return an SVG plot of the CPU time of a request, and of the share of requests with a cached prefix.
+
+    The x-axis is the number of engines.
+    """
     results = document["results"]
     return "\n".join(
         [

@@ -86,7 +86,10 @@ class Pool:
         ]
 
     def run(self, messages: list[Frames]) -> None:
-        """Handle requests. If more than OPEN_REQUESTS requests are open, answer the oldest request."""
+        """Pass requests to the coordinator's core.
+
+        After each request, answer the oldest open request if more than OPEN_REQUESTS requests are open.
+        """
         core, effects = self.core, self.core.context.effects
         for message in messages:
             core.received(2.0, CLIENT, message)

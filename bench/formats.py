@@ -74,9 +74,12 @@ def measure(
 
 
 def auto_ratios(rates: dict[tuple[str, str, int], float], name: str, batches: list[int]) -> dict[str, dict[str, Any]]:
-    """Return, for each type of checkpoint, the format that `auto` selects, and the speed of this format by batch.
+    """Return, for each checkpoint type, the format that `dtype: auto` selects, and its relative speed by batch.
 
-    The speed is relative to the fastest format in KEEPS for the type. name: instruction set.
+    The speed is relative to the fastest format that keeps the values of the type (see KEEPS).
+
+    rates: speed by format, instruction set and batch.
+    name:  name of the instruction set.
     """
     selections: dict[str, dict[str, Any]] = {}
     for stored, formats in KEEPS.items():

@@ -67,7 +67,7 @@ class Options:
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the KV pages (16 tokens each) that the largest cell needs."""
+        """Size in bytes of a KV cache that is sufficient for every cell, in pages of 16 tokens."""
         decode = max(self.batch) * (-(-(self.prompt_tokens + self.new_tokens) // 16) + 1)
         pages = max(decode, -(-self.longest // 16) + 1) + 1
         return pages * self.config.kv_elements_per_token * self.dtype.itemsize * 16
@@ -270,9 +270,9 @@ def bounds(options: Options, ceilings: Ceilings) -> dict[str, float]:
 
 
 def row_of(cell: str, turns: dict[str, list[float]], maximum: float) -> Row:
-    """Return the results of one cell.
+    """Return the results of one cell, which is one measured workload.
 
-    turns:   tokens per second of each turn, by engine.
+    turns:   tokens per second in each turn of an engine, by name of the engine.
     maximum: theoretical bound of the cell, in tokens per second.
     """
     rates = {name: Rate.of(values) for name, values in turns.items()}

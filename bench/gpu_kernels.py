@@ -111,7 +111,11 @@ class Result:
 def cases(
     model: ModelShape, device: torch.device, dtype: torch.dtype, *, tokens: Sequence[int], context: int
 ) -> Iterator[Case]:
-    """Yield the cases of every operation. tokens: sizes of a step; context: cached tokens of a sequence."""
+    """Yield the benchmark cases of every operation.
+
+    tokens:  numbers of tokens in a step. Each number has its own cases.
+    context: number of cached tokens of each sequence.
+    """
 
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=device).to(dtype)
@@ -258,7 +262,10 @@ def _prefill_case(model: ModelShape, queries: Sequence[int], lengths: Sequence[i
 
 
 def _sampling_case(model: ModelShape, rows: int, random: Random) -> Case:
-    """Return a case with four groups of rows of equal size: greedy, all tokens, top-k with top-p, and min-p."""
+    """Return a case in which four sampling modes have the same number of rows each.
+
+    The modes are greedy, all tokens, top-k with top-p, and min-p.
+    """
 
     def make() -> Any:
         logits = 2.5 * random(rows, model.vocabulary)
@@ -286,7 +293,10 @@ def _sampling_case(model: ModelShape, rows: int, random: Random) -> Case:
 
 
 def difference(case: Case, function: Any, reference: Any) -> float:
-    """Return the largest error of any output tensor of `function`, compared with the reference on the same inputs."""
+    """Return the error of `function` compared with `reference`: the maximum over the tensors that they return.
+
+    Both get the same inputs.
+    """
     torch.manual_seed(1)
     actual = case.run(function, case.make())
     torch.manual_seed(1)
@@ -367,10 +377,10 @@ class Ceilings:
 
 
 def measure_ceilings(device: torch.device, dtype: torch.dtype, *, elements: int = 2**28, side: int = 8192) -> Ceilings:
-    """Measure the rates of a device.
+    """Return the memory bandwidth and the arithmetic rate of a device, measured with a copy and a matrix product.
 
     elements: size of the copy, in float32 elements.
-    side:     size of the square matrices.
+    side:     number of rows and columns of the matrices.
     """
     source = torch.randn(elements, device=device)
     target = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""Measures how long a model takes to load, in addition to `import torch`.
+"""Measures how long a model takes to load after `import torch`.
 
     python bench/load.py --against ../before
 
@@ -29,7 +29,7 @@ _HELP = {"show_default": True}
 
 
 def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float]:
-    """Return the seconds of one load with the version in `root`."""
+    """Load the model once with the code in the checkout `root`. Return the measured seconds, by name of the figure."""
     path = os.pathsep.join(str(root / part) for part in ("runtime", "kernels"))
     done = subprocess.run(
         [sys.executable, str(_WORKER), model, dtype, str(threads)],
@@ -66,7 +66,7 @@ def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
 def main(
     *, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, against: Path | None, json_file: Path | None
 ) -> None:
-    """Load a model several times, each time in a new process."""
+    """Measure how long a model takes to load, several times, each time in a new process."""
     versions = {"before": against.resolve()} if against is not None else {}
     versions["now"] = _ROOT
     runs: dict[str, list[dict[str, float]]] = {}

@@ -1,4 +1,4 @@
-"""`python load_worker.py MODEL DTYPE THREADS` loads a model once, and prints the seconds."""
+"""`python load_worker.py MODEL DTYPE THREADS` loads a model once, and prints the measured seconds as JSON."""
 
 from __future__ import annotations
 

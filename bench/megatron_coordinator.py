@@ -8,8 +8,8 @@ Clients and engines do almost no work.
 A cell is a combination of a client, a number of engines, a prompt length, a routing policy (prefix or load) and a
 number of open requests. After each answer, the client sends another request. There are three clients: a client that
 sends prepared frames and does not unpack answers, the InferenceClient of Megatron-Core, and the InferenceClient of this
-project. One process contains all engines. An engine answers all requests that it has read with one message in
-Megatron-Core's format.
+project. One process contains all engines. An engine sends a single message in Megatron-Core's format to answer all
+requests that it has read.
 
 The client, the coordinator and the engines are processes. Each round runs both coordinators in alternating order. While
 one coordinator runs, the processes of the other are stopped. On a loaded machine, compare the CPU time per request,
@@ -128,9 +128,9 @@ def serve_megatron(pipe: Connection, cell: Cell) -> None:
 
 
 def serve_engines(address: str, pipe: Connection, cell: Cell) -> None:
-    """Register engines of Megatron-Core, and answer the requests.
+    """Register engines with Megatron-Core's protocol, and answer the requests.
 
-    An engine answers all requests that have arrived with one message.
+    An engine sends a single message to answer all requests that have arrived.
     """
     request = DynamicInferenceRequest(
         request_id=0,
@@ -259,7 +259,10 @@ def process(target: Any, *arguments: Any) -> Iterator[multiprocessing.process.Ba
 
 
 class Side:
-    """The processes of one coordinator. They run only between resume() and pause()."""
+    """The three processes of a test: one coordinator, its engines and its client.
+
+    The processes run only between resume() and pause().
+    """
 
     def __init__(self, side: str, stack: contextlib.ExitStack, cell: Cell) -> None:
         address, theirs = _FORK.Pipe(duplex=False)
@@ -307,7 +310,10 @@ class Side:
 
 
 def measure(cell: Cell, *, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure both coordinators in one cell. Ratios of rates and of CPU times are ours divided by Megatron's."""
+    """Measure our coordinator and Megatron-Core's coordinator in one cell.
+
+    Ratios of rates and of CPU times are ours divided by Megatron-Core's.
+    """
     with contextlib.ExitStack() as stack:
         sides = {side: Side(side, stack, cell) for side in SIDES}
         runs = [
@@ -352,7 +358,7 @@ def main(
     seconds: float,
     json_file: Path | None,
 ) -> None:
-    """Measure both coordinators in every combination of the values. Each option can be repeated."""
+    """Measure our coordinator and Megatron-Core's with every combination of values. Each option can be repeated."""
     logging.disable(logging.INFO)
     results = []
     for values in itertools.product(client, engines, prompt_tokens, routing, open):

@@ -147,7 +147,7 @@ async def measure(streams: int, *, clients: int, engines: int, requests: int, pr
 @click.option("--rounds", type=click.IntRange(min=1), default=3, show_default=True)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/open_streams.json")
 def main(*, streams: tuple[int, ...], rounds: int, path: Path, **load: int) -> None:
-    """Measure all numbers of streams, interleaved."""
+    """Measure every number in `streams` once per round, and write the figures to a JSON file."""
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
     results = []

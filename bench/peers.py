@@ -46,8 +46,9 @@ def float32_operations_per_second() -> float:
 
 
 def commit() -> str:
-    """Return the hash of the last commit that changed the benchmark or the runtime, with "+changes" if files have
-    changed since.
+    """Return the hash of the last commit that changed the benchmark, the kernels or the runtime.
+
+    Append "+changes" to the hash if these folders have uncommitted changes.
     """
 
     def git(*arguments: str) -> str:

@@ -67,9 +67,9 @@ def random_matrix(format: str, outputs: int, inputs: int) -> PackedMatrix:
 
 
 def measure(pool: ThreadPool, matrices: list[Matrix], batch: int, seconds: float) -> float:
-    """Return the minimum CPU time in seconds of a product with `batch` rows.
+    """Return the minimum CPU time of one product with `batch` rows, in seconds.
 
-    The matrices are used one after the other.
+    Products run for `seconds` seconds, and use the matrices one after the other.
     """
     x, y = torch.randn(batch, matrices[0].inputs), torch.empty(batch, matrices[0].outputs)
     following = itertools.cycle(matrices)

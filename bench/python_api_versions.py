@@ -30,7 +30,7 @@ MAX_RATIO = 1.03
 
 
 def serve() -> None:
-    """Run as the process of a checkout: read one call per line, and write its seconds.
+    """Run as the process of a checkout: read one call per line, make the call, and write the seconds that it took.
 
     Uses only the public interface.
     """
@@ -89,7 +89,10 @@ def checkout(path: Path, model: str, threads: int) -> Any:
 
 
 def compare(calls: dict[str, Callable[..., list[float]]], call: str, tokens: int, rounds: int) -> dict[str, Any]:
-    """Measure one call. Return the medians of both checkouts, and the ratio of each round."""
+    """Measure `call` in this checkout and in the other, in alternation.
+
+    Return the median times of both checkouts, the ratio of their fastest times, and the median ratio of the rounds.
+    """
     measured: dict[str, list[list[float]]] = {THIS: [], OTHER: []}
     for number in range(rounds):
         for name in sorted(calls, reverse=number % 2 == 1):

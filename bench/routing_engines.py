@@ -67,8 +67,8 @@ class Load:
 async def run(server: Server, load: Load) -> dict[str, float]:
     """Send the requests at their arrival times. Return percentiles in milliseconds.
 
-    There are percentiles of three times: the time to first token of all prompts, the time to first token of prompts
-    that had fewer than SHORT_TOKENS tokens before scaling, and the time between tokens.
+    The percentiles describe the time between tokens, the time to first token of all prompts, and the time to first
+    token of prompts that had fewer than SHORT_TOKENS tokens before scaling.
 
     Raises httpx.HTTPError if a request fails.
     """

@@ -79,10 +79,9 @@ class Bench:
 
     @torch.inference_mode()
     def write_cache(self, tokens: int) -> None:
-        """Write the pages of `tokens` tokens.
+        """Write the KV cache pages of `tokens` tokens.
 
-        Linux maps memory that was never written to a single page of zeros. Without this function, all reads would hit
-        the page of zeros.
+        Linux maps all unwritten memory to a single page of zeros. Without this function, all reads would hit this page.
         """
         pages = -(-tokens // PAGE)
         cache_LPXE = self.executor.cache_LPXE
@@ -152,7 +151,7 @@ def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: fl
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return Markdown tables of milliseconds and memory by batch and context, and of the fitted costs."""
+    """Return Markdown tables of the time and memory by batch and context, and of the results of fit()."""
     fitted, which = document["fitted"], f"{document['model']}, {document['dtype']}"
     shortest = min(cell["context"] for cell in document["cells"])
     lines = [
@@ -192,7 +191,7 @@ def _grid(document: dict[str, Any], value: str, bound: str, *, digits: int) -> l
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Return an SVG plot of time and memory against context by batch, on logarithmic scales.
+    """Return an SVG plot of time and memory against context, on logarithmic scales, with one line per batch size.
 
     Dashed lines are the bounds.
     """

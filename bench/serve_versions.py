@@ -86,7 +86,7 @@ def start(name: str, checkout: Path, keys: Path | None, model: str | None, count
 
 
 def component(server: Server, command: str) -> psutil.Process:
-    """Return the process of a component. `megatron serve` starts each component as a process."""
+    """Return the process that `megatron serve` has started for a component. command: name of its subcommand."""
     assert server.process is not None
     for process in psutil.Process(server.process.pid).children(recursive=True):
         if command in process.cmdline():
@@ -103,7 +103,10 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 def instructions(process: psutil.Process, folder: Path) -> int:
-    """Return the number of instructions of a process under callgrind since the last call."""
+    """Return the number of instructions that a process under callgrind has executed since the previous call.
+
+    folder: folder to which callgrind writes its files.
+    """
     subprocess.run(["callgrind_control", "--dump=count", str(process.pid)], check=True, capture_output=True)
     (file,) = folder.glob(f"out.{process.pid}.*")
     totals = re.search(r"^totals: (\d+)", file.read_text(), re.MULTILINE)
@@ -128,7 +131,12 @@ def idle_rates(server: Server, folder: Path) -> dict[str, float]:
 def counted_run(
     server: Server, folder: Path, idle: dict[str, float], clients: int, tokens: int, *, requests: int, seed: int
 ) -> dict[str, float]:
-    """Return the number of instructions of each component per request. The instructions of timers are subtracted."""
+    """Send a load to a server. Return the number of instructions of each component per request.
+
+    The instructions that timers execute during the load are not included.
+
+    idle: instructions per second of each component while there are no requests.
+    """
     processes = {name: component(server, name) for name in COMPONENTS}
     for process in processes.values():
         instructions(process, folder)
@@ -182,7 +190,7 @@ def run_named(servers: dict[str, Server], name: str, seed: int, **options: int) 
 
 
 def counted_rows(checkouts: dict[str, Path], keys: Path | None, *, rounds: int, requests: int) -> Iterator[Row]:
-    """Yield the numbers of instructions of the servers under each load."""
+    """Yield, for each load, the instructions per request of the servers and coordinators of both checkouts."""
     servers: dict[str, Server] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -250,7 +258,7 @@ def bench_coordinator(checkout: Path, requests: int) -> dict[str, float]:
 
 
 class Rounds:
-    """The figures of both checkouts in each round."""
+    """The figures of this checkout and of another checkout in each round."""
 
     def __init__(self) -> None:
         self._figures: dict[str, list[dict[str, float]]] = {THIS: [], OTHER: []}
@@ -266,7 +274,10 @@ class Rounds:
                 self._figures[name].append(measured(name, number))
 
     def row(self) -> Row:
-        """Return the medians of both checkouts' figures, and the ratios of each round."""
+        """Return the median of each figure in both checkouts, and the ratio of this checkout's figure to the other's.
+
+        The ratio is given for each round, and as the median over the rounds.
+        """
         row: Row = {}
         for figure in self._figures[THIS][0]:
             both = (self._figures[THIS], self._figures[OTHER])
@@ -282,7 +293,7 @@ class Rounds:
 
 
 def say(what: str, row: Row, figures: Sequence[str]) -> None:
-    """Print the figures of a row. Figures whose ratio misses the goal are marked."""
+    """Print the figures of a row. Mark each figure whose ratio is worse than the goal MIN_RATIO or MAX_COST."""
     parts = []
     for figure in figures:
         values, ratio = row[figure], row[figure]["ratio"]

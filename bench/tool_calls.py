@@ -184,7 +184,7 @@ def start(name: str, checkout: Path, model: str, dtype: str) -> Server:
 
 
 def answer(server: Server, messages: list[Message], max_tokens: int) -> Message:
-    """Return the message of a greedy answer."""
+    """Return the answer of a server to `messages`, generated with greedy sampling and at most `max_tokens` tokens."""
     tools = [
         {"type": "function", "function": {"name": name, "description": text, "parameters": schema}}
         for name, (text, schema) in TOOLS.items()
@@ -209,7 +209,7 @@ def answer(server: Server, messages: list[Message], max_tokens: int) -> Message:
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the results to this JSON file."
 )
 def main(*, against: Path | None, count: int, model: str, dtype: str, max_tokens: int, json_file: Path | None) -> None:
-    """Compare the validity of a model's tool calls between both checkouts."""
+    """Compare the validity of a model's tool calls between this checkout and another."""
     checkouts = {THIS: REPOSITORY, **({} if against is None else {OTHER: against.absolute()})}
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in checkouts}
     servers: dict[str, Server] = {}

@@ -118,7 +118,7 @@ def _flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Return the environment variables of both servers."""
+    """Return the environment variables of our server and of vLLM's server."""
     # By default, vLLM reserves a CPU for other work.
     variables = {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
     openmp = Path(sys.prefix) / "lib" / "libiomp5.so"
@@ -177,7 +177,12 @@ def idle_cpu_percent(server: Server) -> float:
 
 
 def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
-    """Return a comparison of tokens per second. ours, vllm: values of the same rounds."""
+    """Return the median tokens per second of both servers, and the ratio of ours to vLLM's.
+
+    The ratio is given for each round, and as the median over the rounds.
+
+    ours, vllm: tokens per second of each round.
+    """
     ratios = [own / other for own, other in zip(ours, vllm, strict=True)]
     return {
         OURS: round(median(ours), 1),
@@ -188,9 +193,11 @@ def throughput(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
 
 
 def first_token(ours: Sequence[float], vllm: Sequence[float]) -> dict[str, Any]:
-    """Return a comparison of the times to the first token, as percentiles in milliseconds, without interpolation.
+    """Return median and 90th percentile of the times to the first token, in milliseconds, and their differences.
 
-    ours, vllm: seconds of all requests.
+    The percentiles are not interpolated.
+
+    ours, vllm: time to the first token of each request, in seconds.
     """
     comparison: dict[str, Any] = {"requests": len(ours)}
     for name, percent in (("median", 50), ("p90", 90)):
@@ -230,7 +237,7 @@ Load = int | str
 def measure_rounds(
     servers: Mapping[str, Server], *, rounds: int, requests_each: int, new_tokens: int, first_token_requests: int
 ) -> dict[str, dict[Load, list[Loaded]]]:
-    """Measure all rounds, and return the results by server and load, with one element per round."""
+    """Measure every load on every server in each round. Return the results of all rounds, by server and load."""
     results: dict[str, dict[Load, list[Loaded]]] = {name: {} for name in servers}
     of_first = {"requests": first_token_requests, "new_tokens": 8}
     sizes: dict[Load, dict[str, Any]] = {

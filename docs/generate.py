@@ -86,7 +86,7 @@ def _families(registry: Any) -> list[tuple[str, ...]]:
 def _with_vllm(rows: list[tuple[str, ...]]) -> Table:
     """Return a table of metrics, with a column that says whether a metric also has vLLM's name.
 
-    rows: as from _families().
+    rows: the result of _families().
     """
     vllm = {row[0].removeprefix("`vllm:") for row in rows if row[0].startswith("`vllm:")}
     own = [row for row in rows if not row[0].startswith("`vllm:")]
@@ -209,7 +209,8 @@ def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
 def _meanings(path: str) -> dict[str, tuple[str, str]]:
     """Return the type and the meaning of every known field of a route's request body, by name.
 
-    The schema of the body defines the served fields. Its policy lists rejected fields and fields without effect.
+    The schema of the body defines the served fields. The policy of the body lists the fields that are rejected or have
+    no effect.
     """
     from megatron_runtime.server.app import BODIES
 
@@ -241,9 +242,9 @@ def _common_fields() -> Table:
 
 
 def _fields(path: str, *, has_common: bool = False) -> Callable[[], Table]:
-    """Return a function that returns a table of the fields of a route.
+    """Return a function that returns a table of the request fields of a route.
 
-    has_common: whether to leave out the fields that completions and chat completions have in common.
+    has_common: whether another table lists the fields in _common_names(), so that this table leaves them out.
     """
     return lambda: _rows(path, [name for name in _meanings(path) if not has_common or name not in _common_names()])
 
@@ -431,7 +432,7 @@ _NO_VARIABLES = {"MEGATRON_KERNEL", "MEGATRON_PORTABLE", "MEGATRON_VARIANT"}
 
 
 def check_environment() -> list[str]:
-    """Return a message for each environment variable that is in the code but not on the page, or only on the page."""
+    """Return a message for each environment variable that is only in the code or only in reference/environment.md."""
     command = [
         "git",
         "grep",

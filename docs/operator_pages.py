@@ -237,10 +237,10 @@ def _sentence(text: str) -> str:
 
 
 def _hints(reason: Reason) -> list[str]:
-    """Return the hints that the operator can add to its message for a reason, from the tables that classify messages.
+    """Return the hints that the operator can add to its message about `reason`.
 
-    The tables classify the messages of schedulers, API servers and containers. The result is empty if a reason has only
-    one hint, because the remedy of the reason has the same text.
+    The hints are in the tables that classify the messages of schedulers, API servers and containers. If the tables have
+    only one hint for the reason, the result is empty, because the reason's remedy has the same text.
     """
     causes = (*SCHEDULING, *CREATION, *TERMINATION_MESSAGE)
     remedies = [cause.remedy.format(pod_template="podTemplate") for cause in causes if cause.reason is reason]

@@ -49,7 +49,10 @@ def _vllm(record: Record) -> str:
 
 
 def merged(known: list[Record], new: list[Record]) -> list[Record]:
-    """Return the newest record for each key, sorted. Raises ValueError for a record with failures or changed files."""
+    """Return the records of both lists, sorted. Of several records with the same key(), only the newest is returned.
+
+    Raises ValueError if a new record has failures or changed files.
+    """
     newest = {key(record): record for record in known}
     for record in new:
         name = f"record of tests/{record['group']}"
@@ -91,7 +94,7 @@ def runs(records: list[Record]) -> list[str]:
 
 
 def real_parts(records: list[Record]) -> list[str]:
-    """Return the lines of a table of the real components that the tests used.
+    """Return the lines of a table of the real components, not fakes, that the tests used.
 
     Each row names a component and the tests that used it.
     """

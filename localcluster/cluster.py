@@ -88,7 +88,7 @@ class LocalCluster:
 
     @property
     def kubectl(self) -> Path:
-        """Path of the kubectl of the cluster's version, which exists after `up`."""
+        """Path of a kubectl with the same version as the cluster. The file exists after `up`."""
         return self.layout.bin / "kubectl"
 
     @property

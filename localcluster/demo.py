@@ -40,7 +40,10 @@ class Target:
 
 @contextmanager
 def _forwarded(target: Target, service: str) -> Iterator[str]:
-    """Yield a URL of a Service through `kubectl port-forward`, for clusters whose Services are not reachable."""
+    """Run `kubectl port-forward` for a Service, and yield the local URL.
+
+    This is for clusters whose Services this machine cannot reach directly.
+    """
     command = target.kube.command("port-forward", f"service/{service}", ":80")
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -117,7 +120,7 @@ make cluster-down removes it."""
     help="Cluster to use: an embedded one-node cluster, or the cluster of the current kubeconfig context.",
 )
 def main(cluster: str) -> None:
-    """Run the whole demo, and check every step. cluster: which cluster to use."""
+    """Run the whole demo, and check every step. cluster: "embedded" or "current"."""
     steps = Steps()
     try:
         if cluster == "embedded":

@@ -120,9 +120,9 @@ def _build(target: str, repository: Path, base: str, step: Step) -> None:
 
 
 def _stamp(target: str, inputs: str) -> str | None:
-    """Return the stamp of a target's image, computed from its inputs and its digest.
+    """Return the stamp of a target's image: the digest of the build's inputs, and the digest of the image.
 
-    Returns None if there is no image.
+    Returns None if there is no image. An image is built again if this stamp differs from the stored stamp.
 
     The launcher stores the stamp in a file next to the image store. A label of the image cannot contain the stamp,
     because buildah's layer cache ignores labels.

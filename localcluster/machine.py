@@ -81,7 +81,7 @@ def recorded() -> Footprint | None:
 
 
 def claim(settings: Settings, layout: Layout) -> None:
-    """Record that this cluster has nodes, and the machine's settings to restore later.
+    """Record that this cluster has nodes. Also record the current settings of the machine, to restore them later.
 
     Call this function before any change to the machine. Raises ClusterError if another cluster has nodes on the
     machine.

@@ -134,8 +134,8 @@ def cleanup(saved: str, *, bridge: str, keep: Mapping[str, Collection[str]]) -> 
 
     Args:
         saved:  output of `iptables-save`.
-        bridge: interface of the cluster. Rules in other chains that name this interface are removed too, because the
-                launcher has created them.
+        bridge: interface of the cluster. Rules that name this interface are removed from all other chains too, because
+                the launcher has created these rules.
         keep:   chains, by table, that existed before the cluster and are not removed.
     """
     doomed = {table: [c for c in names if c not in keep.get(table, ())] for table, names in chains(saved).items()}

@@ -14,7 +14,7 @@ DAYS = "3650"
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a certificate. Kubernetes reads user and group from the subject."""
+    """A server or client of the cluster that has a certificate. Kubernetes reads user and group from `subject`."""
 
     name: str
     subject: str

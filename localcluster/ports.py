@@ -29,10 +29,10 @@ def _can_listen(port: int) -> bool:
 
 
 def allocate(options: Options) -> dict[str, int]:
-    """Return a free port for each server, by name.
+    """Return an unused port for each server, by the server's name.
 
-    A port is the requested port, the preferred port, or a port outside the ephemeral range. Raises ClusterError if the
-    requested port is in use.
+    A requested port of the API server has precedence. Otherwise, a server gets its preferred port, or a port outside
+    the ephemeral range if the preferred port is in use. Raises ClusterError if the requested port is in use.
     """
     if options.api_port is not None and not take(options.api_port):
         raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")

@@ -129,7 +129,7 @@ class BuildProgress:
 def _build(names: Sequence[str], folder: Path, step: Step) -> None:
     """Build the programs `names` in one call of the Go compiler, and retry after network errors.
 
-    In one call, the compiler links one program, which uses a single CPU, while it compiles another.
+    In one call, the compiler can link one program, which occupies a single CPU, while it compiles another program.
     """
     flags = ["-mod=readonly", "-trimpath", "-ldflags", ldflags()]
     paths = [PACKAGES[name] for name in names]

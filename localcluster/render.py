@@ -120,7 +120,7 @@ def containerd(layout: Layout, machine: Machine) -> str:
 
 
 def cni(settings: Settings, node: Node, layout: Layout) -> str:
-    """Return the CNI configuration of a node, a bridge with host-local addresses.
+    """Return the CNI configuration of a node, which connects pods to a bridge and gives them host-local addresses.
 
     There is no masquerading, so pods can reach only the node and each other.
     """
@@ -185,12 +185,18 @@ def kubelet(settings: Settings, node: Node, layout: Layout, machine: Machine, *,
 
 
 def resolv_conf(settings: Settings) -> str:
-    """Return resolv.conf without the machine's search domains, because pods cannot reach the machine's resolver."""
+    """Return a resolv.conf that names the cluster's DNS server. It has none of the machine's search domains.
+
+    Pods cannot reach the machine's resolver.
+    """
     return f"nameserver {settings.node_ip}\n"
 
 
 def corefile(settings: Settings, layout: Layout) -> str:
-    """Return the Corefile. Cluster names are resolved. All other names get NXDOMAIN, because pods cannot reach them."""
+    """Return the Corefile. Only names in the cluster's domain are resolved.
+
+    All other names get NXDOMAIN, because pods cannot reach other hosts.
+    """
     return f"""\
 cluster.local:53 in-addr.arpa:53 {{
   bind {settings.node_ip}

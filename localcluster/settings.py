@@ -243,7 +243,7 @@ class Layout:
         return self if index == 1 else Layout(self.state / f"node-{index}")
 
     def nested(self) -> list[Layout]:
-        """Return the paths of all nodes whose separate folder exists on disk. Node 1 has no separate folder."""
+        """Return the paths of each node that has a separate folder on disk. Node 1 has no separate folder."""
         return [Layout(folder) for folder in sorted(self.state.glob("node-[0-9]*"))]
 
 

@@ -15,7 +15,7 @@ from megatron_runtime.protocol import strict_json as json
 
 @dataclass(frozen=True)
 class Layer:
-    """An unpacked layer. folder: the layer's files in the form that overlayfs uses, including whiteouts."""
+    """A layer of an image. folder: the layer's unpacked files, in the form that overlayfs uses, including whiteouts."""
 
     digest: str
     folder: Path

@@ -94,7 +94,10 @@ def _terminate(layout: Layout, programs: Collection[str], *, grace: float = proc
 
 
 def _restore(footprint: Footprint, layout: Layout) -> str:
-    """Undo the nodes' changes to the machine, in the order that their dependencies require. Return a summary."""
+    """Undo the changes that the nodes have made to the machine, and return a summary as text.
+
+    The order of the steps follows from the dependencies between the changes.
+    """
     # Kill processes a second time, because a running shim may have started one after the first time.
     for cgroup in (*footprint.cgroups, cgroups.of_node(footprint.cgroups[0])):
         cgroups.remove(cgroup)

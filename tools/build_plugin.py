@@ -42,14 +42,14 @@ TIME = (1980, 1, 1, 0, 0, 0)
 
 
 class BuildError(Exception):
-    """The file cannot be built. The message names the module."""
+    """The kubectl plugin cannot be built. The message names the module that prevents this."""
 
 
 def own_modules() -> dict[str, Path]:
-    """Import the program, and return the files of this project's modules that it has imported, by path in the archive.
+    """Import the plugin, and return the file of each module of this project that it imports, by path in the archive.
 
     Raises:
-        BuildError: the program has imported a package that is not in PACKAGES.
+        BuildError: the plugin imports a package that is not in PACKAGES.
     """
     before = set(sys.modules)  # such as the hooks of editable installations
     for name in (PROGRAM, *IMPORTED_BY_COMMANDS):
@@ -80,7 +80,7 @@ def package_files() -> dict[str, Path]:
 
 
 def build(target: Path) -> None:
-    """Write the executable file. Raises the errors of own_modules()."""
+    """Write the kubectl plugin to `target`, as one executable file. Raises the errors of own_modules()."""
     files = {**own_modules(), **package_files(), "LICENSE": ROOT / "LICENSE"}
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f"{target.name}.new")

@@ -28,9 +28,9 @@ def orphaned(tree: ast.Module) -> Iterator[int]:
 
 
 def _orphaned_in(block: Sequence[ast.AST], *, begins: bool) -> Iterator[int]:
-    """Yield the line of each orphaned string in a block.
+    """Yield the line of each string statement in `block` that documents nothing.
 
-    begins: whether the first string of the block documents a module, class or function.
+    begins: whether the first string in `block` is the docstring of a module, class or function.
     """
     before: ast.AST | None = None
     for index, statement in enumerate(block):

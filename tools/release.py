@@ -148,7 +148,7 @@ def sha256(path: Path) -> str:
 
 
 def write_checksums() -> list[Path]:
-    """Write SHA256SUMS for all files of the release. Return the files without SHA256SUMS."""
+    """Write the file SHA256SUMS, which lists all other files of the release. Return the paths of these other files."""
     files = sorted(path for path in OUTPUT.rglob("*") if path.is_file() and path.name != "SHA256SUMS")
     lines = [f"{sha256(path)}  {path.relative_to(OUTPUT)}\n" for path in files]
     (OUTPUT / "SHA256SUMS").write_text("".join(lines))

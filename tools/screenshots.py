@@ -1,7 +1,8 @@
 """Takes the screenshots for the documentation: `make screenshots` writes docs/assets/*.png and demo.svg.
 
-The dashboard shows custom resources of the tests' fake API server, whose states the operator has decided. The chat page
-is served by `megatron serve` with the built-in model. demo.svg shows what `make demo` prints on this machine.
+The dashboard shows custom resources in the fake API server of the tests. The operator's code has decided the states of
+these resources. `megatron serve` serves the chat page, with the built-in model. demo.svg shows what `make demo` prints
+on this machine.
 """
 
 from __future__ import annotations

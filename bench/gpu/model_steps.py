@@ -204,7 +204,7 @@ def _ceilings(campaign: Campaign) -> Ceilings:
 
 
 def facts(campaign: Campaign) -> None:
-    """Record versions, missing packages, the device and its rates."""
+    """Record package versions, missing packages, and the name and the measured rates of the device."""
     versions = {}
     for name in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -307,7 +307,7 @@ def _prefill_cell(campaign: Campaign, engine: Engine, weights: int, ceilings: Ce
 
 
 def race(campaign: Campaign) -> None:
-    """Test the staging of weights in another thread, while the engine runs steps and captures graphs again.
+    """Test that another thread can stage weights while the engine runs steps and captures its CUDA graphs again.
 
     The engine then uses the staged weights.
     """
@@ -359,10 +359,7 @@ def race(campaign: Campaign) -> None:
 
 
 def profile(campaign: Campaign) -> None:
-    """Record three times of a decode step.
-
-    These are the time of each phase on the host, the time of the graph without the host, and the time of each kernel.
-    """
+    """Record the durations of a decode step: each phase on the host, the graph without the host, and each kernel."""
     engine = Engine.start(campaign, _shape(campaign))
     for batch in campaign.sizes.batches:
         with campaign.part(f"host b{batch}"):

@@ -182,7 +182,10 @@ def _kind(name: str) -> str:
 
 
 def _by_batch(group: Sequence[tuple[str, dict[str, str]]], key: str) -> Table:
-    """Return a table with one column per batch, for cells with one figure each. key: name of the figure."""
+    """Return a table of the figure `key`, with one column per batch size.
+
+    group: name and figures of each measurement. The only figure of each is `key`.
+    """
     matches = {name: _BATCH.fullmatch(name) for name, _ in group}
     batches = list(dict.fromkeys(match[2] for match in matches.values() if match is not None))
     lines: dict[str, dict[str, str]] = {}

@@ -66,7 +66,7 @@ class Sizes:
     answer_tokens: int = 64
 
     def with_values(self, values: Sequence[str]) -> Sizes:
-        """Return these sizes with `values` replaced. Each value is NAME=NUMBER or NAME=NUMBER,NUMBER.
+        """Return a copy in which some sizes are replaced. Each of `values` is NAME=NUMBER or NAME=NUMBER,NUMBER.
 
         Raises:
             ValueError: a name is unknown, or a value is not a positive number.
@@ -157,7 +157,7 @@ class Campaign:
             self.emit(name, error=f"{type(error).__name__}: {error}"[:_ERROR_CHARACTERS])
 
     def used_mib(self) -> int | None:
-        """Return the memory of the GPU that all processes use together, in MiB; None on a CPU."""
+        """Return how much memory of the GPU all processes use together, in MiB. Return None on a CPU."""
         if self.dry:
             return None
         return int(_nvidia_smi("--query-gpu=memory.used", units=False).split()[0])

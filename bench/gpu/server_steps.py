@@ -298,7 +298,8 @@ async def _answering(fleet: Fleet) -> None:
 class ServerRun:
     """The test cases of a running server.
 
-    A case acts on the server while streams run, and compares the answers of the streams with undisturbed answers.
+    A case acts on the server while streams run. It compares their answers with `expected`, the answers of streams that
+    ran without such an action.
     """
 
     campaign: Campaign
@@ -308,7 +309,10 @@ class ServerRun:
     verbs: int = 0
 
     async def first_answers(self) -> None:
-        """Measure the first request and undisturbed streams. Keep the answers of these streams for comparison."""
+        """Measure the first request, and then streams while nothing else uses the server.
+
+        The test cases compare the answers of later streams with the answers of these streams.
+        """
         campaign, url, begun = self.campaign, self.fleet.url, time.perf_counter()
         first = Streams(url, 1, 8)
         await first.reach(1)
@@ -335,7 +339,7 @@ class ServerRun:
     async def case(self, name: str, act: Callable[[Streams], Awaitable[dict[str, Any]]]) -> None:
         """Run streams, and call `act` when a quarter of their tokens has arrived.
 
-        Compare the answers of the streams with the undisturbed answers.
+        Record the results of `act`, and whether the answers equal the answers of streams that ran without `act`.
         """
         with self.campaign.part(name):
             count, tokens = self.campaign.sizes.streams, self.campaign.sizes.stream_tokens

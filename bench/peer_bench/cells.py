@@ -1,4 +1,4 @@
-"""The cells that are measured for each engine, and the loop that interleaves the engines."""
+"""Defines the cells, which are the measurements of each engine, and measures the engines in alternation."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _LONG_LOAD = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One measurement, which is a batch of prompts and a number of tokens to generate.
+    """A workload that is measured: a batch of prompts, and the number of tokens to generate.
 
-    turns:   number of turns of each engine in a round. With many short turns, the memory bandwidth is the same for all
-             engines.
+    turns:   number of times that a round measures this cell on each engine. With many short turns, which alternate
+             between the engines, the memory bandwidth is the same for all engines.
     is_less: whether a lower figure is better.
     """
 
@@ -132,7 +132,10 @@ def measure_all(
     after_round: Callable[[], None],
     memory_rate: Callable[[], float] = memory_bandwidth,
 ) -> None:
-    """Measure every cell of every engine in each round. An engine that has used up its seconds skips later rounds."""
+    """Measure every cell of every engine in each round.
+
+    An engine skips the remaining rounds when it has used `seconds_each` seconds.
+    """
     for engine in group:
         engine.run_guarded(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
         engine.spent = 0.0
@@ -157,7 +160,10 @@ def turns(cells: Iterable[Cell], number: int) -> Iterable[tuple[Cell, int]]:
 def measure(
     engine: Engine, cell: Cell, figure: Callable[[], float], *, memory_rate: Callable[[], float] = memory_bandwidth
 ) -> None:
-    """Measure a figure when the machine is idle, and measure the memory bandwidth before and after the figure."""
+    """Wait until the machine is idle, call `figure`, and record the result as the engine's figure for `cell`.
+
+    Also record the memory bandwidth before and after the call.
+    """
     wait_until_idle()
     before = memory_rate()
     measured = engine.run_guarded(figure)

@@ -43,11 +43,11 @@ class Part:
 
 @dataclass(slots=True)
 class Report:
-    """The document at `path`, which is rewritten after each round.
+    """The JSON document at `path`, which has the results of this run and of earlier runs. Each round rewrites it.
 
-    A part of this run replaces the part with the same weights and kind from earlier runs.
-
-    `machine` in the document describes the last run. Each part has the machine and the commit of its own run.
+    A part has the results of all engines, or of all servers, on weights of one type. A part of this run replaces the
+    same part of earlier runs. Each part has the machine and the commit of its own run. The document's `machine`
+    describes the last run.
 
     machine:   description of the machine.
     bandwidth: memory bandwidth in bytes per second.
@@ -169,12 +169,12 @@ def _entry(cell: Cell, ours: Engine, engine: Engine) -> dict[str, Any]:
 
 
 def _order(entry: dict[str, Any]) -> tuple[int, str]:
-    """Return the sort key of a row or a part in the document."""
+    """Return the sort key of a row or part of the report: first by type of weights, then engines before servers."""
     return list(DTYPES).index(entry["weights"]), entry["kind"]
 
 
 def plot(rows: list[dict[str, Any]]) -> str:
-    """Return the ratios as a bar chart in SVG."""
+    """Return an SVG bar chart of the ratio of each row, which is above 1 if our engine is better than the best peer."""
     shown = [row for row in rows if row["ratio"]]
     height, maximum = 22 * len(shown) + 40, max((row["ratio"] for row in shown), default=1.0)
     scale = _BAR_WIDTH / max(maximum, 1.2)

@@ -31,7 +31,7 @@ _WARM_UP = Cell("warm-up", 8, new_tokens=3)
 
 @dataclass(slots=True)
 class Server:
-    """One server and its figures. `command` of `engine` contains {port}.
+    """One server. `engine` contains its figures, and its command with the placeholder {port}.
 
     path: URL path that responds with 200 when the server is ready.
     """

@@ -140,7 +140,10 @@ def _write_random_llama(target: Path) -> None:
     random = np.random.default_rng(0)
 
     def matrix(name: str, outputs: int, inputs: int, kind: gguf.GGMLQuantizationType) -> None:
-        """Add a matrix of random integers with one scale, so that values have a standard deviation of inputs^-0.5."""
+        """Add a matrix of random quantized values to the file.
+
+        All values have the same scale, which makes their standard deviation inputs^-0.5.
+        """
         values, size = gguf.GGML_QUANT_SIZES[kind]
         blocks = random.integers(0, 256, (outputs, inputs // values, size), dtype=np.uint8)
         deviation = 16 / 12**0.5 if kind == gguf.GGMLQuantizationType.Q4_0 else 256 / 12**0.5

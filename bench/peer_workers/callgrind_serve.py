@@ -19,7 +19,10 @@ COUNTED = ("coordinator", "server")
 
 
 def command(module: str, name: str, *arguments: str) -> list[str]:
-    """Return the command of a child process of `megatron`."""
+    """Return the command line with which `megatron serve` starts the component `name`.
+
+    If ECHO_ENGINE is set, it replaces the engine. The components in COUNTED run under callgrind.
+    """
     if name == "engine" and ECHO_ENGINE:
         return [sys.executable, ECHO_ENGINE, *arguments]
     program = module_command(module, name, *arguments)

@@ -35,7 +35,7 @@ def load() -> tuple[Generate, int]:
     def decode(tokens_BT: list[list[int]], position: int) -> list[int]:
         """Return the most likely token after each sequence of `tokens_BT`.
 
-        position: index of the sequences' first tokens.
+        position: position of the first token of each row in its sequence.
         """
         count = 0
         for sequence, tokens in enumerate(tokens_BT):

@@ -70,7 +70,10 @@ def update_policy(
     batch: list[Answer],
     rewards: torch.Tensor,
 ) -> float:
-    """Run one step of REINFORCE. Return the largest difference between trainer and engines in a log-probability."""
+    """Run one step of REINFORCE.
+
+    Return the largest difference between the log-probabilities of a token in the trainer and in the engines.
+    """
     difference = 0.0
     optimizer.zero_grad()
     for prompt, answer, advantage in zip(prompts, batch, rewards - rewards.mean(), strict=True):

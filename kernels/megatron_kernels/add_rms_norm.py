@@ -19,7 +19,7 @@ def bytes_moved(tokens: int, hidden: int, *, element_size: int, adds: bool = Tru
 def add_rms_norm(
     x_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float
 ) -> torch.Tensor:
-    """Add `x_TD` to `residual_TD` in place, and return the norm of the sum times `weight_D`, [T, D].
+    """Add `x_TD` to `residual_TD` in place, and return RMSNorm of the sum with the weights `weight_D`, [T, D].
 
     x_TD: None for the first norm of a model, before which nothing is added. The contents of x_TD are undefined after
           the call, because the result can overwrite them.

@@ -22,7 +22,7 @@ from megatron_kernels.swiglu import swiglu
 
 
 def bytes_moved(tokens: int, experts: int, *, hidden: int, width: int, element_size: int) -> int:
-    """Return the number of bytes that a call reads and writes.
+    """Return the number of bytes that a call of moe_experts reads and writes.
 
     experts: number of experts that one or more tokens selected.
     """

@@ -1,9 +1,10 @@
 """The experts of a mixture of experts in Triton; see `moe_experts`. SwiGLU runs between two grouped products.
 
-In each product, a program multiplies a tile of positions of one expert by a tile of columns of the expert's matrix. The
-program finds its expert on the device by bisection. The number of programs does not depend on the selected experts, so
-that CUDA graphs can capture the launches. No two programs add to the same sum. The first product writes to positions,
-and the second product writes to pairs. The pairs of a token are summed in the order of the token's choices.
+A position is an index of `Routing.order_R`. In each product, a program multiplies a tile of one expert's positions by a
+tile of columns of the expert's matrix. The program finds its expert on the device by bisection. The number of programs
+does not depend on the selected experts, so that CUDA graphs can capture the launches. No two programs add to the same
+sum. The first product has one result row per position, and the second product has one per (token, expert) pair. The
+pairs of a token are summed in the order of the token's choices.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from megatron_kernels.tuning import expert_tile
 
 @triton.jit
 def _find_expert(starts, place, num_experts):
-    """Return the expert whose part of the order contains the position `place`.
+    """Return the index of the expert whose part of Routing.order_R contains the index `place`.
 
     This is the last expert whose part begins at `place` or earlier, because experts without tokens have empty parts.
     """
@@ -57,8 +58,8 @@ def _expert_product(
 ):
     """Multiply tiles of x by the matrices of their experts.
 
-    By default, the rows of x are tokens, and the rows of out are positions. With TO_PAIRS, the rows of x are positions,
-    and the rows of out are pairs. The results of pairs are multiplied by the pairs' weights.
+    By default, the rows of x are tokens, and the rows of out are positions in `order`. With TO_PAIRS, the rows of x are
+    positions, and the rows of out are pairs. The results of pairs are multiplied by the pairs' weights.
     """
     start = tl.program_id(0) * PLACES
     if start >= tl.load(starts + num_experts):

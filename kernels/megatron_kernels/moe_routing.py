@@ -51,7 +51,7 @@ def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, 
     """Route every token to the `top_k` experts with the highest probabilities.
 
     normalize: whether to divide the selected probabilities by their sum.
-    alignment: number of rows in a tile of a grouped product. Each expert's part of the order is padded to a multiple of
+    alignment: number of rows in a tile of a grouped product. Each expert's part of `order_R` is padded to a multiple of
                this number.
     """
     tokens, num_experts = logits_TN.shape

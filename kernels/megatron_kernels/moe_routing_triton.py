@@ -7,8 +7,8 @@ Up to 64 tokens take one launch of one program. More tokens take three launches:
 
 1. One program per block of tokens computes the probabilities, the selected experts, and the number of choices of each
    expert.
-2. One program sums over blocks and experts. The sums are the start of each expert's part, and the start of each block
-   in the part.
+2. One program sums over blocks and experts. The sums are the start of each expert's part, and the start of each
+   block's pairs in the part.
 3. One program per block of tokens computes the position of each pair. A token selects an expert at most once. So the
    rank of a pair is the number of earlier tokens in the block that selected the same expert.
 """
@@ -38,9 +38,9 @@ def _choose_experts(
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
 ):
-    """Write the weights and experts of `rows`.
+    """Write the experts that `rows` select, and the weights of these experts.
 
-    Returns the experts [ROWS, CHOICES], and a matrix [ROWS, EXPERTS] that is 1 if the row has selected the expert.
+    Returns the experts [ROWS, CHOICES], and a matrix [ROWS, EXPERTS] with 1 for each selected expert, otherwise 0.
     """
     columns, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
     row_inside = rows < tokens
@@ -168,9 +168,10 @@ def _choose(
 
 @triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
-    """Write the number of pairs and the start of each expert.
+    """Write the number of pairs of each expert to `counts`, and the index at which its part begins to `starts`.
 
-    Also replace each block's number of pairs per expert by the index in `order` at which these pairs begin.
+    Before the call, `block_counts` contains the number of pairs of each expert in each block. Replace this number by
+    the index in `order` at which these pairs begin.
     """
     columns = tl.arange(0, EXPERTS)
     inside = columns < num_experts

@@ -50,9 +50,9 @@ def _decode_part(
 ):
     """Compute one part of a sequence for one key-value head.
 
-    If there is only one part, write out [B, H, C]. Otherwise, write the normalized result of the part to parts [B, H,
-    splits, C], and the base-2 logarithm of the sum of the part's weights to logs [B, H, splits]. For an empty part,
-    write only the logarithm, -inf.
+    If there is only one part, write its result to `out` [B, H, C]. Otherwise, write the normalized result of the part
+    to `parts` [B, H, splits, C], and the base-2 logarithm of the sum of the part's weights to `logs` [B, H, splits].
+    For an empty part, write only the logarithm, -inf.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -120,9 +120,10 @@ def _decode_part(
 
 @triton.jit(do_not_specialize=["num_splits"])
 def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the normalized results of one head's parts, in the order of the tokens.
+    """Compute the result of one head from the normalized results of its parts, in the order of the tokens.
 
-    Each result is multiplied by the part's share of the sum of all weights. Empty parts at the end add zero.
+    The result is a sum. Each part's result is multiplied by the part's share of the sum of all weights. Empty parts at
+    the end add zero.
     """
     head = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIMS)

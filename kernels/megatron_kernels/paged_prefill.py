@@ -38,7 +38,7 @@ def paged_prefill(
 
     lengths_B: number of cached tokens of each sequence, including the new tokens at its end.
     query_starts_B: int32 [B + 1], ascending; the row of each sequence's first new token, then the row after all new
-                    tokens. The rows of `q_THC` from the last element on are padding, and their result is zeros.
+                    tokens. The rows of `q_THC` from query_starts_B[-1] on are padding, and their results are zeros.
     window:         maximum number of tokens that a new token attends to, including itself; None means all.
     """
     _, num_heads, head_dim = q_THC.shape

@@ -19,8 +19,8 @@ from megatron_kernels.tuning import MIN_DOT_ROWS, PrefillTuning, next_power_of_2
 def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
     """Return the sequence to which a block of new tokens belongs.
 
-    This is the last sequence whose first block is not after `block`. The first block of sequence b is starts[b] // size
-    + b, because the last block of every earlier sequence can be partly filled.
+    This is the last sequence whose first block is not after `block`. The first block of sequence b is starts[b] //
+    BLOCK_QUERIES + b, because the last block of every earlier sequence can be partly filled.
     """
     low, high = 0, num_sequences
     while high - low > 1:

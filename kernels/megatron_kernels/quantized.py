@@ -126,7 +126,7 @@ class QuantizedTensor:
 
 
 def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
-    """Concatenate the rows of matrices of one kind."""
+    """Return one matrix with the rows of all `parts`, which have the same GGML type and the same number of columns."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     return QuantizedTensor(parts[0].kind, shape, torch.cat([part.blocks_NB for part in parts]))
 
@@ -165,8 +165,9 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Return the 32 four-bit values of each block of 16 bytes, first from the low halves of all bytes, then the high
-    halves.
+    """Return the 32 four-bit values of each block of 16 bytes.
+
+    The values in the low halves of all bytes are first. The values in the high halves follow.
     """
     values = torch.empty(len(packed), 2, 16)
     values[:, 0] = packed & 15

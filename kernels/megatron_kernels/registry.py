@@ -75,8 +75,9 @@ class KernelConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> KernelConfig:
-        """Read MEGATRON_KERNELS, which applies to all operations, and MEGATRON_KERNEL_<OPERATION>, which has precedence
-        for one operation.
+        """Return the configuration that environment variables define.
+
+        MEGATRON_KERNELS applies to all operations. MEGATRON_KERNEL_<OPERATION> has precedence for one operation.
 
         Raises:
             KernelError: a value is not a backend, or a variable does not name an operation.

@@ -1,12 +1,12 @@
 """Sampling in Triton without sorting; see `sampling`. One program computes one row.
 
-Bisection over the bits of weights finds the last token that a filter keeps. The bits of non-negative floats, read as
-integers, have the same order as the floats. So a search has at most 30 steps. Each step narrows the range to weights
+Bisection over the bits of weights finds the smallest weight that a filter keeps. The bits of non-negative floats, read
+as integers, have the same order as the floats. So a search has at most 30 steps. Each step narrows the range to weights
 that occur in the row, until only one weight is left. If a filter keeps only some of several equal weights, it keeps the
 lowest ids. Sums are float64 and added in a fixed order, so that the token of a row depends only on the row.
 
-A search reads its weights many times. Before the first search, the most likely weights are copied to a buffer. If the
-buffer is large enough and these weights suffice to decide, the search reads only the buffer.
+A search reads its weights many times. Before the first search, the weights of likely tokens are copied to a buffer. If
+the buffer is large enough and these weights suffice to decide, the search reads only the buffer.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.conste
 
 @triton.jit
 def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Copy the bits of all weights that are not less than _CANDIDATE_BITS to the buffer, up to the buffer's capacity.
+    """Copy the bits of the likely weights to the buffer, up to its capacity.
 
-    Return the number and the sum of all these weights, even if the buffer is too small for them.
+    A weight is likely if its bits are not less than _CANDIDATE_BITS. Return the number and the sum of all likely
+    weights, even if the buffer is too small for them.
     """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
@@ -114,11 +115,11 @@ def _search(
     BY_COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the greatest threshold from `low` on, such that the weights with bits of at least the threshold reach
-    `target`.
+    """Return the greatest threshold, not less than `low`, for which the weights at or above it reach `target`.
 
-    Also returns the number and the sum of the weights above the threshold. BY_COUNT: whether `target` is a number of
-    weights and not a sum. All weights with bits of at least `low` together must reach the target.
+    A weight's bits are compared with the threshold. Also returns the number and the sum of the weights above the
+    threshold. BY_COUNT: whether `target` is a number of weights and not a sum. All weights at or above `low` together
+    must reach the target.
     """
     high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
     count_above = tl.full((), 0, tl.int32)
@@ -203,7 +204,10 @@ def _keep(
 
 @triton.jit
 def _draw(row, vocabulary, largest, temperature, cut, ties, target, BLOCK: tl.constexpr):
-    """Return the first token at which the running sum of kept weights exceeds `target`, or the last kept token."""
+    """Return the first token, in the order of ids, at which the running sum of kept weights exceeds `target`.
+
+    Return the last kept token if the sum of all kept weights does not exceed `target`.
+    """
     token = tl.full((), -1, tl.int32)
     last = tl.full((), 0, tl.int32)
     first = tl.full((), 0, tl.int32)

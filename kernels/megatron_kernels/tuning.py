@@ -150,7 +150,7 @@ def routing_rows(tokens: int) -> int | None:
 def routing_block(num_experts: int) -> int:
     """Return the number of tokens per program of expert routing.
 
-    A program has 4096 (token, expert) elements, and at most 64 tokens.
+    A program has at most 64 tokens, and at most 4096 (token, expert) elements.
     """
     return max(1, min(64, 4096 // next_power_of_2(num_experts)))
 
@@ -164,7 +164,7 @@ def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
 
 
 def expert_tile(places: int) -> ExpertTile:
-    """Return the tile of the experts' matrix products. places: number of rows of the tile."""
+    """Return the launch parameters of moe_experts for tiles of `places` rows."""
     if places <= MIN_DOT_ROWS:
         return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
     return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)

@@ -73,7 +73,10 @@ def as_yaml(documents: list[dict[str, Any]]) -> str:
     import yaml  # imported here, because most commands print no YAML
 
     class Dumper(yaml.SafeDumper):
-        """A YAML dumper that quotes the numbers and booleans that PyYAML reads as text, such as 1e3, 0o17 and y."""
+        """A YAML dumper that quotes strings such as 1e3, 0o17 and y.
+
+        PyYAML would write them without quotes, and kubectl would read them as numbers or booleans.
+        """
 
     Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
     Dumper.add_implicit_resolver("tag:yaml.org,2002:bool", _LETTER, list("yYnN"))
@@ -84,6 +87,7 @@ def fail(error: Exception, *, lines: bool = False) -> NoReturn:
     """Raise the exception that ends the command with exit code 1 and prints the error's message.
 
     Args:
-        lines: whether the message may have several lines. True requires that this program has composed the message.
+        lines: whether line breaks in the message are printed. By default, they are escaped. Set this
+            argument only if this program has composed the message.
     """
     raise click.ClickException(printable(str(error), lines=lines)) from error

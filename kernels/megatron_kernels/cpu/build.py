@@ -57,7 +57,7 @@ class BuildError(OSError):
 
 
 def library() -> Path:
-    """Return the path of the library. Build the library if it does not exist. Raises BuildError if the build fails."""
+    """Return the path of the CPU kernels' library. Build it if it does not exist. Raises BuildError if this fails."""
     name = f"libmegatron_cpu-{_digest()}.so"
     packaged, cached = _HERE / name, _cache_folder() / name
     if packaged.is_file():

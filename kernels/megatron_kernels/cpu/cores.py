@@ -26,7 +26,10 @@ def default_threads(system: Path = _SYSTEM, cpus: set[int] | None = None) -> int
 
 
 def _siblings(system: Path, cpu: int) -> str:
-    """Return an identifier of a CPU's core, which is sysfs' list of all CPUs of this core."""
+    """Return a text that identifies the physical core of a CPU.
+
+    The text is the list of all CPUs of this core from sysfs, or the CPU's number if sysfs has no such list.
+    """
     path = system / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
     return path.read_text().strip() if path.is_file() else str(cpu)
 

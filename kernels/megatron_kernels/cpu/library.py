@@ -153,7 +153,9 @@ _FUNCTIONS = {
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the library, select its instruction set, and return the library. Its functions release the interpreter lock.
+    """Load the CPU kernels' library, select its instruction set, and return the library.
+
+    Its functions release the interpreter lock.
 
     Raises BuildError if the library cannot be built, and InstructionSetError if ISA_VARIABLE names an instruction set
     that this CPU lacks.

@@ -78,7 +78,10 @@ DENSE_DTYPES = frozenset(_DENSE_KINDS)
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A weight [outputs, inputs] in panels. data: uint8 [outputs / PANEL, bytes of a panel]."""
+    """A weight [outputs, inputs], packed as panels of PANEL outputs.
+
+    data: uint8 [outputs / PANEL, bytes of a panel].
+    """
 
     format: int
     outputs: int
@@ -139,8 +142,9 @@ def panel_bytes(format: int, inputs: int) -> int:
 
 
 def packed_format(weight: QuantizedTensor, name: str) -> int:
-    """Return the format to which a quantized weight is packed. name: format to which the model's dense weights are
-    packed.
+    """Return the format in which pack() stores a quantized weight.
+
+    name: format of the model's dense weights. With int8 or int4, a quantized weight keeps its own format.
     """
     return _KEPT[weight.kind] if name in ("int8", "int4") else PANEL_FORMATS[name]
 
@@ -152,7 +156,8 @@ def pack(
 
     weight: one weight, or several weights with the same packed_format(), whose rows are concatenated. Each of them must
             satisfy fits().
-    name: float32, bfloat16, float16, int8 or int4. With int8 or int4, a quantized weight keeps its own blocks.
+    name: float32, bfloat16, float16, int8 or int4. With int8 or int4, a weight that is already quantized keeps its own
+          format.
     memory: allocates the panels. If None, torch allocates them.
     """
     memory = memory or WeightMemory()
@@ -204,7 +209,7 @@ def _are_adjacent(pieces: Sequence[torch.Tensor]) -> bool:
 def _dense_rows(weight_NK: torch.Tensor) -> tuple[int, torch.Tensor, tuple[int, int]]:
     """Return the GGML type, the rows and the shape of a dense weight.
 
-    Types that the library cannot read become float32.
+    A weight of a type that the library cannot read is converted to float32.
     """
     rows = weight_NK if weight_NK.dtype in _DENSE_KINDS else weight_NK.float()
     outputs, inputs = rows.shape

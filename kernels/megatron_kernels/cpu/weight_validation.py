@@ -33,7 +33,7 @@ integers.
 
 
 def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
-    """Return the sum of all whole words of eight bytes, and whether all scales are finite.
+    """Return the sum of the complete eight-byte words of a weight's blocks, and whether all scales are finite.
 
     Return None if the rows are not contiguous.
 
@@ -48,7 +48,10 @@ def sum_and_finiteness(stored: QuantizedTensor) -> tuple[int, bool] | None:
 
 
 def sum_and_finiteness_of_panels(matrix: PackedMatrix) -> tuple[int, bool]:
-    """Return the sum of all words of eight bytes, and whether all values or scales are finite."""
+    """Return the sum of the eight-byte words of a packed matrix, and whether all its values are finite.
+
+    If the format is quantized, the scales are checked instead of the values.
+    """
     data = matrix.data.contiguous()
     exponents = _EXPONENTS.get(matrix.format)
     if exponents is not None:

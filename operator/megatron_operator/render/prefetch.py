@@ -22,7 +22,7 @@ _FINAL_EXIT_CODES = [1, 2]
 
 
 class NothingToPrefetch(ValueError):
-    """The resource has no pinned repository, so there is nothing to download.
+    """The model's source is not a Hugging Face repository at a fixed revision, so there is nothing to download.
 
     The message names the field and the remedy.
     """
@@ -42,7 +42,7 @@ def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
 def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
     """Return the Job that downloads the repository to `claim`, in a directory for the repository's revision.
 
-    Raises NothingToPrefetch if the resource has no pinned repository.
+    Raises NothingToPrefetch if the spec does not name a Hugging Face repository and a revision.
     """
     repository, revision = _pinned(ctx)
     target = f"{MODEL_DIR}/{_folder(repository)}/{revision}"

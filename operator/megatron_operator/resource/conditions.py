@@ -59,7 +59,7 @@ class ConditionType(Documented):
 
 
 class Reason(Documented):
-    """Reasons of conditions, steps and Events."""
+    """A reason of a condition, a step or an Event."""
 
     SERVING = "Serving", "All components of the spec serve."
     PAUSED = "Paused", "The resource is paused as requested, and every rank has confirmed this."

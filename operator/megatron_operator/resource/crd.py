@@ -1,7 +1,7 @@
 """Generates the CustomResourceDefinition from the typed models.
 
 Structural schemas (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/) do
-not allow references, unions, and additionalProperties next to properties.
+not allow references and unions. They do not allow `additionalProperties` in an object with `properties`.
 """
 
 from __future__ import annotations

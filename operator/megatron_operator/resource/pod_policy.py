@@ -13,7 +13,10 @@ _HOSTNAME = re.compile(r"\*|(\*\.)?[a-z0-9{]([a-z0-9{}.-]*[a-z0-9}])?")
 
 
 class Switch(Enum):
-    """The chart values of the pod policy: the profile, and one value for each class of fields."""
+    """A setting of the pod policy, with its chart value, its command-line option and the option's help text.
+
+    PROFILE selects the profile. Each other setting allows additional values of one class of fields.
+    """
 
     PROFILE = (
         *("profile", "podPolicy.profile", "--pod-policy-profile", None),
@@ -110,7 +113,10 @@ class Switch(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PodPolicy:
-    """The profile, and the classes of fields that are allowed in addition (see `Switch`)."""
+    """The values that authors of custom resources may set.
+
+    `profile` selects the general rules. Each other attribute allows additional values (see `Switch`).
+    """
 
     profile: str = RESTRICTED
     host_paths: tuple[str, ...] = ()

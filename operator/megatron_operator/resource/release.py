@@ -1,4 +1,4 @@
-"""The release of a custom resource: the images and other settings of an operator installation on which its pods depend.
+"""The release of a resource: the images and other settings that its pods use from one operator installation.
 
 A resource keeps its release when the operator is upgraded, until the resource itself is updated.
 """
@@ -18,7 +18,10 @@ from megatron_runtime.protocol import strict_json as json
 
 
 class Release(ApiModel):
-    """The release of a resource, as in `status.release`. vllm_runtime_image: None without vLLM engines."""
+    """The images and other settings that a resource uses, as in `status.release`.
+
+    vllm_runtime_image: None if the resource has no vLLM engines.
+    """
 
     version: str = Field(description="Version of the operator that the release came with.")
     coordinator_image: str = Field(description="Image of the coordinator.")

@@ -9,7 +9,7 @@ from megatron_operator.resource.conditions import Reason
 
 
 class Symptom(StrEnum):
-    """Sections of the troubleshooting guide."""
+    """A section of the troubleshooting guide."""
 
     POD_DOES_NOT_START = "A pod does not start"
     CONTAINER_ENDS = "A container exits or restarts"

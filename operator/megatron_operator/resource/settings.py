@@ -71,7 +71,10 @@ class Settings:
 
     @property
     def runtime_images(self) -> tuple[str, ...]:
-        """The images that the operator uses for the pods of resources. The pod policy allows their repositories."""
+        """The images that the operator uses for the pods of resources.
+
+        The pod policy allows the repositories of these images.
+        """
         return self.installed_images or (self.runtime_image, self.vllm_runtime_image, self.coordinator_image)
 
     def quotes(self, image: str) -> bool:

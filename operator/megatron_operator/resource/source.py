@@ -188,7 +188,7 @@ class ModelSource(ApiModel):
 
     @property
     def location(self) -> tuple[str, str] | None:
-        """Path and value of the source's field in which `{revision}` is replaced.
+        """Path and value of the source's field that can contain the placeholder `{revision}`.
 
         None if the source has no such field.
         """

@@ -107,7 +107,7 @@ _PARSERS: Mapping[str, tuple[str, ...]] = {
 
 
 def _parser_rule(field: str, names: tuple[str, ...]) -> SpecRule:
-    """Return the rule that limits a field of spec.server to `names`, the built-in formats, for native engines.
+    """Return a rule for a field of spec.server: for native engines, its value must be one of `names`.
 
     vLLM servers check the field against the installed version of vLLM instead.
     """
@@ -132,7 +132,7 @@ def _revision_rules(field: str) -> tuple[SpecRule, SpecRule]:
     absent = f"!has(self.model.source.{source})"
 
     def is_placed(spec: MegatronInferenceSpec) -> bool | None:
-        """Return whether `field` contains {revision}, or None if the source does not have `field`."""
+        """Return whether the value of `field` contains {revision}. Return None if the spec does not set `field`."""
         location = spec.model.source.location
         return None if location is None or location[0] != field else "{revision}" in location[1]
 

@@ -9,7 +9,7 @@ from megatron_runtime.protocol.text import printable as printable
 
 
 def printable_data(value: Any, *, limit: int) -> Any:
-    """Return plain data, such as a status, in which every string is escaped and truncated to `limit` characters."""
+    """Return a copy of `value`, such as a status, with all strings escaped and truncated to `limit` characters."""
     if isinstance(value, str):
         return printable(value)[:limit]
     if isinstance(value, dict):
