@@ -168,7 +168,8 @@ def _increase(new: float, old: float) -> float:
 def _increases(pods: Iterable[tuple[PodMetrics | None, PodMetrics]], name: str) -> dict[float, float]:
     """Return the increase of each bucket of a histogram, summed over the pods that have an earlier page.
 
-    pods: metrics of each pod's earlier page, None without one, and metrics of its current page.
+    pods: metrics of the earlier page and of the current page of each pod. The first is None if there is no earlier
+          page.
     name: name of the histogram.
     """
     total: defaultdict[float, float] = defaultdict(float)

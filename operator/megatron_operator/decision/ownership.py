@@ -16,7 +16,10 @@ Fields = Mapping[str, Any]
 
 
 def covers(owned_fields: str, manifest: Manifest) -> bool:
-    """Return whether the operator owns every field of a manifest. owned_fields: see ChildView."""
+    """Return whether the operator owns every field of a manifest.
+
+    owned_fields: the fields that the operator's last apply owns, as JSON (`fieldsV1`).
+    """
     if not owned_fields:
         return False
     metadata = {key: value for key, value in manifest["metadata"].items() if key not in ("name", "namespace")}

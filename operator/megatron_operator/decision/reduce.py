@@ -103,7 +103,7 @@ def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
 
 
 def offer(pod: Object) -> tuple[str, str]:
-    """Return the scheme and the model name of the OpenAI server in a pod spec. Both are empty for other pod specs."""
+    """Return the URL scheme and the model name of the OpenAI server in a pod spec. Both are empty for other pods."""
     container = next((entry for entry in pod.get("containers") or () if entry.get("name") == SERVER), None)
     if container is None:
         return "", ""
@@ -132,7 +132,7 @@ def _revision_data(obj: Object) -> Mapping[str, Any] | None:
 def owner_uid(obj: Object) -> str:
     """Return the UID of the MegatronInference in the owner references.
 
-    Returns an empty string without such an owner.
+    Returns an empty string if no owner is a MegatronInference.
     """
     for reference in obj["metadata"].get("ownerReferences") or ():
         if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
@@ -141,7 +141,7 @@ def owner_uid(obj: Object) -> str:
 
 
 def _controller(obj: Object) -> tuple[str, str]:
-    """Return kind and name of the controller of a pod. Both are empty without a controller.
+    """Return kind and name of the controller of a pod. Both are empty if the pod has no controller.
 
     If the controller is a ReplicaSet, return its Deployment.
     """
@@ -158,8 +158,8 @@ def _condition(status: Object, kind: str) -> Object | None:
 def _rendered_status(status: Object, component: str) -> Object:
     """Return the status of a pod without the containers that the operator did not render.
 
-    Such containers are sidecars of podTemplates and service meshes. Their init containers are kept while the pod is not
-    initialized, because they can keep the operator's containers from starting.
+    Such containers are sidecars from podTemplates and service meshes. While the pod is not initialized, all init
+    containers are kept, because any of them can keep the operator's containers from starting.
     """
     names = CONTAINERS.get(component, ())
     initialized = _condition(status, "Initialized")
@@ -188,7 +188,7 @@ def _ready(status: Object) -> bool:
 def _phase(status: Object, component: str) -> str:
     """Return the phase of a pod.
 
-    A check pod has ended when its main container has ended, even if a sidecar still runs.
+    A pod that checks a revision has ended when its main container has ended, even if a sidecar still runs.
     """
     phase = str(status.get("phase") or "Pending")
     ends = [(entry.get("state") or {}).get("terminated") for entry in status.get("containerStatuses") or ()]
@@ -314,10 +314,7 @@ def reduce_pod(obj: Object) -> PodView:
 
 
 def lost_since(node: Object) -> datetime | None:
-    """Return the time since which a node has not been ready, from its condition Ready.
-
-    Returns None if the node is ready.
-    """
+    """Return the time since which the node of the object `node` has not been ready, or None if it is ready."""
     ready = _condition(node.get("status") or {}, "Ready")
     if ready is None:
         return _time(node["metadata"].get("creationTimestamp"))

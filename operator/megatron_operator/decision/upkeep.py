@@ -172,7 +172,10 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
-    """Return the actions that re-create pods that are not scheduled and avoid a node that the engine may use again."""
+    """Return the actions that delete unscheduled pods, if they avoid a node that the engine may now use again.
+
+    The StatefulSet creates the pods again, and they can then use the node.
+    """
     avoided = {*scene.rendered.avoided(engine.name)}
     pods = [pod for pod in engine.pods if not (pod.node or pod.deleting) and {*pod.avoided.split(",")} - avoided - {""}]
     if not pods:

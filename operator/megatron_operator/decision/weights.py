@@ -144,7 +144,8 @@ class Weights:
     def due(self) -> str | None:
         """Revision of the weights that engines should load in place. The value is None if no update is due.
 
-        Different digests cause an update only if an earlier update has shown that the engines can update their weights.
+        If engines report different digests of their weights, an update is due only if an earlier update has shown that
+        the engines can update their weights.
         """
         wanted, revision = self.world.resource.spec.weights, self.confirmed.revision
         if wanted is None or revision is None:
@@ -186,7 +187,10 @@ class Weights:
 
     @cached_property
     def finding(self) -> Finding | None:
-        """The error if engines serve other weights than requested, or weights that differ between engines, or None."""
+        """The error of the weights that engines serve, or None.
+
+        It is an error if engines serve other weights than requested, or if the weights of engines differ.
+        """
         if self.world.resource.spec.has_trainer and self._lost is not None:
             return self._lost
         if self.wrong:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of names of one kind that the profile `restricted` allows, with the reason."""
+    """Names of variables, labels or annotations that the profile `restricted` allows for one common reason."""
 
     reason: str
     names: tuple[str, ...]

@@ -115,7 +115,7 @@ def _short(value: Any) -> str:
 
 
 def _by_name(ctx: RenderContext | None) -> dict[str, Manifest]:
-    """Return the children by kind and name. Returns an empty mapping without a context.
+    """Return the children by kind and name. Returns an empty mapping if `ctx` is None.
 
     Records of revisions are omitted, because they differ only if the engines differ. The ConfigMap is listed under its
     name without the hash.

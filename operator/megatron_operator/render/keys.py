@@ -1,8 +1,9 @@
-"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations.
+"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations of keys.
 
-A file has one key per line. A port accepts every key of its `.pub` file. A process uses the first line of its own
-`.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in stages. Each stage is
-compatible with processes that still have the previous stage (see `resource.states.KeyStage`):
+A file has one key per line. A port admits a peer whose key is in the `.pub` file of the peer's role. A process uses the
+first line of its own `.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in
+stages. Each stage is compatible with processes that still have the previous stage (see `resource.states.KeyStage`). In
+this table, A is the old generation and B the new one, in the order of the lines:
 
     stage        engine.key, client.key,  their .pub   server.key   server.pub
                  trainer.key
