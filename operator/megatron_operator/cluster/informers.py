@@ -32,9 +32,9 @@ Entry = tuple[str, Key, T]
 
 
 class Store(Generic[T]):
-    """All objects of one kind, reduced to the fields that decisions read, by the custom resource to which they belong.
+    """The objects of one kind, grouped by the custom resource to which they belong.
 
-    A store covers one namespace or all namespaces.
+    The store covers one namespace or all namespaces. The objects are reduced to the fields that decisions read.
     """
 
     def __init__(self) -> None:

@@ -86,8 +86,8 @@ class WatchAges:
     def trace(self) -> aiohttp.TraceConfig:
         """Return a trace configuration that reports the requests of kopf's session to this object.
 
-        kopf exits if it may not list the resources of one namespace. This object therefore raises a connection error
-        instead of the rejection, after which kopf retries forever.
+        kopf exits if it may not list the resources of one namespace. This object therefore replaces such a rejection by
+        a connection error, because kopf retries after connection errors.
         """
         config = aiohttp.TraceConfig()
         config.on_request_start.append(self._asked)

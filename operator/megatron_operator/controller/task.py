@@ -311,7 +311,8 @@ class ResourceTask:
     async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
         """Write the status if it differs from the stored status.
 
-        Return False if the resource has changed since the decision, so that the caller must decide again.
+        Return False if the resource has changed since the decision, so that the caller must decide again. Otherwise,
+        return True.
         """
         wanted, stored = _canonical(status), _canonical(resource.status)
         if wanted == stored or self._persisted == (wanted, stored):

@@ -109,9 +109,9 @@ class AdapterView:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until a failed list may be set again.
+        """Seconds until a list of adapters that could not be set may be tried again.
 
-        The value is None if no list failed, or if the time has passed.
+        The value is None if there is no such list, or if the time has passed.
         """
         times = [entry["failedAt"] for entry in self.entries if "error" in entry]
         if not times:

@@ -41,7 +41,7 @@ NODE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Losses:
-    """Engines and coordinators of a World that are lost or unknown."""
+    """Determines which engines and coordinators of a World's resource are lost, or whether this is unknown."""
 
     world: World
     desired: Desired
@@ -132,8 +132,8 @@ def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
 def replacement(world: World, ctx: RenderContext) -> list[Action]:
     """Return the actions that delete a lost coordinator's pod and write an Event.
 
-    Returns an empty list while the coordinator may recover automatically. In a pair, both coordinators are then lost,
-    because otherwise one of them would have become active. Both pods are therefore deleted.
+    Returns an empty list while the coordinator may recover automatically. For a pair of coordinators, the actions
+    delete both pods, because a live coordinator would have become active, and the pair would not be lost.
     """
     pods, lost = _lost_pods(world), world.coordinator.lost_seconds
     if not pods or lost is None or lost < REPLACE_SECONDS or world.isolated:

@@ -28,7 +28,7 @@ def covers(owned_fields: str, manifest: Manifest) -> bool:
 
 
 def _covers(owned: Fields, value: Any) -> bool:
-    """Return whether all fields of `value` are owned.
+    """Return whether the operator owns all fields of `value`.
 
     Scalars, and atomic maps and lists, have no subfields in `fieldsV1`.
     """
@@ -44,7 +44,7 @@ def _covers(owned: Fields, value: Any) -> bool:
 
 
 def _has_item(owned: Fields, item: Any) -> bool:
-    """Return whether an item of a list is owned.
+    """Return whether the operator owns an item of a list.
 
     An item that is a map is identified by its key fields, which can have default values.
     """

@@ -70,7 +70,7 @@ def _claims(pod: Manifest) -> Iterator[PodReference]:
 
 
 def _references(node: dict[str, Any] | list[Any]) -> Iterator[PodReference]:
-    """Yield the references in a part of a pod.
+    """Yield the objects that a part of a pod refers to.
 
     A podTemplate may have set this part, so it can have any structure.
     """

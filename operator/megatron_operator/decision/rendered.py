@@ -200,9 +200,12 @@ class Rendered:
         return self.recorded_manifest(engine, found.revision if found is not None else before, pods=pods)
 
     def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
-        """Return the manifest of an engine with the revision `revision`, as own_manifest() does.
+        """Return the manifest of an engine with the revision `revision`, rendered from the revision's recorded inputs.
 
-        Also returns None if the revision has no engines of the role of `engine`.
+        Returns None if the inputs are unknown, if this operator renders them to another revision, or if the revision
+        has no engines of the role of `engine`.
+
+        pods: 0 for a StatefulSet without pods. Any other value stands for all pods of the revision.
         """
         stored = self._stored_context(revision)
         if stored is None or engine.role not in stored.roles:
@@ -265,7 +268,7 @@ class Rendered:
     def rejected(self, manifest: Manifest) -> Finding | None:
         """Return why a manifest cannot be applied, or None if it can be applied.
 
-        The reason is an object that its pods need and that is missing, or a rejection by the API server.
+        The reason is a missing object that the manifest's pods need, or a rejection by the API server.
         """
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
         return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)

@@ -1,4 +1,4 @@
-"""The path of a verb. Returns the next legal signal from the observed to the desired state.
+"""The path of a verb. Returns the next legal signal on the path from the observed to the desired state.
 
 A verb is a path in the graph of the coordinator's states. An exhaustive test verifies three invariants. All signals are
 in LEGAL_SIGNALS. A signal is sent only while the coordinator and all serving engines are in the same settled state. The

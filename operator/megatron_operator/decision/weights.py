@@ -117,10 +117,10 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Digests of weights that differ between engines of the same revision; empty if there are none.
+        """The different weights digests that engines of the same revision report; empty if their digests are equal.
 
-        Such engines have loaded different files. With a trainer, only engines of the same epoch are compared, because
-        not all engines report an update at the same time.
+        Engines with different digests have loaded different files. With a trainer, only engines of the same epoch are
+        compared, because not all engines report an update at the same time.
         """
         has_trainer = self.world.resource.spec.has_trainer
         digests: dict[tuple[str, int], set[str]] = {}

@@ -212,7 +212,7 @@ class CoordinatorLink:
 
     @property
     def _knows_engines(self) -> bool:
-        """Whether the registered coordinator has reported its engines."""
+        """Whether the coordinator has reported, in its last reply, that it knows its engines."""
         return self._reply is not None and self._reply.state is not CoordinatorState.RECOVERING
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:

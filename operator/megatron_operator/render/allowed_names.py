@@ -1,6 +1,6 @@
 """The variables, labels and annotations that the profile `restricted` of the pod policy allows, each with a reason.
 
-`pod_policy.py` applies these names. A chart value adds further names.
+`pod_policy.py` compares a podTemplate with these names. A chart value adds further names.
 """
 
 from __future__ import annotations

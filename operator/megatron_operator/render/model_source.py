@@ -1,4 +1,4 @@
-"""The source of the weights, as the `--model` argument, volumes and environment of engines and servers."""
+"""Converts the source of the weights to the `--model` argument, volumes and environment of engines and servers."""
 
 from __future__ import annotations
 

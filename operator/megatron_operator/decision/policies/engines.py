@@ -31,7 +31,7 @@ def _count(engines: Engines, engine: EngineView) -> str:
 def undrain(
     world: World, engines: Engines, observed: Observed, rollout: Rollout, check: RevisionCheck
 ) -> Verdict | None:
-    """Return a verdict that returns a drained engine to service by replacing its pods, or None if there is none.
+    """Return a verdict that returns a drained engine to service by replacing its pods, otherwise None.
 
     A drained engine is returned to service if the change for which it was drained will not take place now. The change
     may have been reverted or paused, or replaced by a later change whose check failed. The pods are replaced because

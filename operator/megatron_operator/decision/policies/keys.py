@@ -24,10 +24,10 @@ LOOK_SECONDS = 2.0
 
 
 def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered, observed: Observed) -> Verdict | None:
-    """Return a verdict that takes or awaits the next of three steps of a key rotation, or None if none is due.
+    """Return a verdict that starts the next step of a key rotation or waits for the current step.
 
     The first step makes all components accept both generations, the second switches them to the new keys, and the
-    third removes the old keys.
+    third removes the old keys. Returns None if no rotation is due.
     """
     view, wanted = world.keys, keys.wanted_generation
     if view is None or wanted is None:
