@@ -44,7 +44,7 @@ class _Lease:
 
 
 class Claims:
-    """The observations of this operator about the Leases that resources name in `status.manager`.
+    """What this operator has observed about the Leases that resources name in `status.manager`.
 
     own: namespace and name of this operator's Lease, as in `status.manager`.
     """

@@ -371,7 +371,7 @@ class Observer:
         return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
-        """Return the progress of the pod that downloads the model. Returns None if no pod reports progress.
+        """Return the progress of the model's download, as a pod reports it. Returns None if no pod reports progress.
 
         The pod is queried every few seconds, because pods have no permission to write to the API server.
         """
@@ -455,7 +455,7 @@ class Observer:
             return []
 
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
-        """Return `pods`. If a pod's status does not explain why the pod waits, its reason and message are from Events.
+        """Return `pods`, with reason and message from Events for pods whose status does not explain why they wait.
 
         Each pass reads Events for at most one pod of each component, the pod whose Events were read least recently.
         """

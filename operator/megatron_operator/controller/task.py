@@ -385,7 +385,7 @@ def _canonical(status: object) -> str:
 
 
 class TaskSupervisor:
-    """The supervisor, which starts and stops one task per resource.
+    """Starts and stops the tasks of the resources. Each resource has one task.
 
     make_task: creates a task from the UID and key of a resource, and the event that wakes the task.
     """
@@ -408,7 +408,7 @@ class TaskSupervisor:
 
     @property
     def behind_seconds(self) -> float:
-        """Maximum of `ResourceTask.behind_seconds` over all tasks; 0 if there are no tasks."""
+        """Longest time in seconds for which the watch has not shown a known version of an object of any resource."""
         return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
 
     @property

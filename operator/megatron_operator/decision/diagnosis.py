@@ -256,7 +256,7 @@ def is_device_failure(pod: PodView) -> bool:
 
 
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:
-    """Return the diagnosis of the first pod, by name, that has a diagnosis, or None."""
+    """Return the diagnosis of the first pod, in the order of names, that has one. Returns None if no pod has one."""
     for pod in sorted(pods, key=lambda pod: pod.name):
         finding = diagnose(pod, references)
         if finding is not None:

@@ -83,7 +83,10 @@ def _is_orphan(metadata: Object) -> bool:
 
 
 def _owned_fields(metadata: Object) -> str:
-    """Return the fields that this operator owns through its applies, as text. Children of one kind share one string."""
+    """Return the fields that this operator owns through its applies, as JSON. Returns "" if it owns none.
+
+    Equal results are one object, because most children of a kind have the same fields.
+    """
     for entry in metadata.get("managedFields") or ():
         applied = entry.get("operation") == "Apply" and not entry.get("subresource")
         if applied and entry.get("manager") == FIELD_MANAGER:
@@ -94,8 +97,8 @@ def _owned_fields(metadata: Object) -> str:
 def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
     """Return whether all replicas of a workload are ready.
 
-    With `updated`, which is for Deployments, the replicas must also have the current template. StatefulSets do not need
-    this check, because the operator itself replaces their pods and compares the pods' revisions.
+    updated: whether the replicas must also have the current template. StatefulSets do not need this check, because the
+             operator itself replaces their pods and compares the pods' revisions.
     """
     wanted = int(spec.get("replicas", 1))
     names = ("replicas", "readyReplicas", *(["updatedReplicas"] if updated else []))
@@ -314,7 +317,10 @@ def reduce_pod(obj: Object) -> PodView:
 
 
 def lost_since(node: Object) -> datetime | None:
-    """Return the time since which the node of the object `node` has not been ready, or None if it is ready."""
+    """Return the time at which a node stopped being ready, or None if it is ready.
+
+    For a node that does not have the condition Ready yet, return the time of its creation.
+    """
     ready = _condition(node.get("status") or {}, "Ready")
     if ready is None:
         return _time(node["metadata"].get("creationTimestamp"))

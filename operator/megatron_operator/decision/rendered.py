@@ -44,8 +44,8 @@ class Rendered:
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
         """The manifests of the children that all engines share, and the errors of children that cannot be rendered.
 
-        The errors are by name of the child. If a child cannot be rendered, the operator leaves the existing child
-        unchanged.
+        The keys of the errors are the names of the children. If a child cannot be rendered, the operator leaves the
+        existing child unchanged.
         """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}

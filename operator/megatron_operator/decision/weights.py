@@ -52,8 +52,8 @@ class ConfirmedWeights:
     def revision(self) -> str | None:
         """Revision of the weights that engines serve.
 
-        The value is None with a trainer. It is also None until the first engine has served. Until then, pods load the
-        revision of the spec.
+        The value is None if the spec has a trainer. It is also None until the first engine has served. Until then, pods
+        load the revision of the spec.
         """
         if self.world.resource.spec.has_trainer:
             return None
@@ -66,7 +66,7 @@ class ConfirmedWeights:
     def epoch(self) -> int:
         """Epoch of the last confirmed update of this model's weights.
 
-        The value is 0 if there was no update, or with a trainer.
+        The value is 0 if there was no update, or if the spec has a trainer.
         """
         if self.world.resource.spec.has_trainer:
             return 0
@@ -109,7 +109,7 @@ class Weights:
 
     @cached_property
     def wrong(self) -> tuple[EngineView, ...]:
-        """Serving engines whose weights differ from the last confirmed update."""
+        """Serving engines whose weights differ from the weights of the last confirmed update."""
         if self.engines.old_model:
             return ()
         right = (None, self.confirmed.revision)
@@ -134,7 +134,7 @@ class Weights:
 
     @cached_property
     def mixed_after_update(self) -> tuple[str, ...]:
-        """Weights digests that still differ after the weights were loaded again; empty if none differ."""
+        """Digests of weights that still differ after the weights were loaded again; empty if none differ."""
         last, stored = self.operation, (self.world.resource.status.get("weights") or {}).get("differentDigests")
         updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
         recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS

@@ -36,7 +36,8 @@ again.
 class Expectation:
     """A prompt whose greedy continuation is the same at any precision.
 
-    At each position, the log-probability of the chosen token is at least 3.5 higher than the second highest one.
+    At each position, the log-probability of the chosen token exceeds the log-probability of every other token by
+    at least 3.5.
     """
 
     prompt: tuple[int, ...]

@@ -25,7 +25,10 @@ from megatron_operator.resource.names import (
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
-    """Return the children without pods that engines share and that can always be rendered, except the keys Secret."""
+    """Return the shared children that create no pods and can always be rendered.
+
+    The keys Secret is left out.
+    """
     standby = [coordinator_service(ctx, STANDBY)] if ctx.has_standby else []
     return [
         service_account(ctx),

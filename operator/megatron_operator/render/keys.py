@@ -76,11 +76,11 @@ def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: s
 
 
 def next_files(files: Files, stage: KeyStage, *, fresh: Files) -> dict[str, str]:
-    """Return the files of `stage`.
+    """Return the files that the keys Secret has in `stage` of a rotation.
 
     Args:
         files: the files of the previous stage.
-        fresh: the key pairs of the new generation, used by ADMITTING only.
+        fresh: the key pairs of the new generation, which only the stage ADMITTING uses.
     """
     peers = (*PEERS, "trainer") if TRAINER_KEY_NAMES[0] in files else PEERS
     pairs = [f"{role}.{half}" for role in ("server", *peers) for half in ("key", "pub")]

@@ -84,7 +84,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A podTemplate, and the other input of the rules that check it."""
+    """A podTemplate that is checked, and everything else that the rules read."""
 
     policy: PodPolicy
     runtime_images: tuple[str, ...]
