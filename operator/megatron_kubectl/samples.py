@@ -57,8 +57,8 @@ HISTOGRAMS = frozenset({TTFT, ITL})
 class PodMetrics:
     """The metrics of one pod that the dashboard shows.
 
-    values:  sums over all labels, by metric name.
-    buckets: cumulative counts by upper bound in seconds, by histogram name.
+    values:  sum of each metric over all labels, by the metric's name.
+    buckets: for the name of each histogram, the cumulative counts by upper bound in seconds.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -168,7 +168,8 @@ def _increase(new: float, old: float) -> float:
 def _increases(pods: Iterable[tuple[PodMetrics | None, PodMetrics]], name: str) -> dict[float, float]:
     """Return the increase of each bucket of a histogram, summed over the pods that have an earlier page.
 
-    pods: metrics of each pod's earlier page, None without one, and metrics of its current page.
+    pods: metrics of the earlier page and of the current page of each pod. The first is None if there is no earlier
+          page.
     name: name of the histogram.
     """
     total: defaultdict[float, float] = defaultdict(float)
@@ -244,9 +245,11 @@ def sample_pods(
     """Return the sample of one interval, and the pages to pass as `before` for the next interval.
 
     Args:
-        at, seconds, before: see make_sample().
-        pods:  component and name of each pod, from metrics_key(), by the pod's name.
-        pages: current metrics page of each pod, by the pod's name.
+        at:      Unix time of the current pages.
+        seconds: length of the interval.
+        before:  earlier pages of engines and servers by name.
+        pods:    component and name of each pod, from metrics_key(), by the pod's name.
+        pages:   current metrics page of each pod, by the pod's name.
     """
     by_kind: dict[str, dict[str, PodMetrics]] = {ENGINE: {}, SERVER: {}, COORDINATOR: {}}
     for pod, page in pages.items():

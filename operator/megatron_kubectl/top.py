@@ -145,7 +145,10 @@ def _engine(sample: EngineSample, epoch: Any) -> Object:
 
 
 def lines(sample: Object) -> list[str]:
-    """Return the lines of text that `top` shows. sample: result of Sampler.take()."""
+    """Return the lines of text that `top` shows.
+
+    sample: result of Sampler.take().
+    """
     latencies = [
         f"{name} {_ms(sample[key]['p50'])}, p95 {_ms(sample[key]['p95'])}"
         for name, key in (("first token", "ttftSeconds"), ("between tokens", "interTokenSeconds"))

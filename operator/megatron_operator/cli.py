@@ -435,7 +435,7 @@ def _previewed(old: ResourceFile | None, new: ResourceFile, fixed: Settings, giv
 @installation
 @click.pass_context
 def plan(command: click.Context, path: Path, against: str | None, context: str | None, **options: Any) -> None:
-    """Show what applying a file would change. The output has the reasons, and the engines that would restart."""
+    """Show what applying a file would change and why, and which engines would restart."""
     given = {name for name in Release.model_fields if command.get_parameter_source(name) in _GIVEN}
     fixed, _ = _settings(**options)
     try:

@@ -55,7 +55,9 @@ def explanation(resource: Mapping[str, Any], operators: str | None = None) -> li
 def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]], operators: str | None = None) -> list[str]:
     """Return the chain of causes from the resource to the pod, scheduler or rank that it waits for, one cause per line.
 
-    Engines in the same state for the same reason share a line. operators: as in explanation().
+    Engines in the same state for the same reason share a line.
+
+    operators: the problem with the operators of the resource's namespace; None if exactly one operator runs.
     """
     status = resource.get("status") or {}
     lines = list(takewhile(lambda line: line != "conditions:", explanation(resource, operators)))

@@ -124,7 +124,10 @@ def _cluster_name(namespace: str) -> str:
 
 
 def _aggregated_role(name: str, namespace: str) -> Manifest:
-    """Return a ClusterRole whose rules Kubernetes adds to built-in roles such as `view`. name: key of AGGREGATED."""
+    """Return a ClusterRole whose rules Kubernetes adds to built-in roles such as `view`.
+
+    name: key of AGGREGATED.
+    """
     rules, into = AGGREGATED[name]
     role = _role("ClusterRole", f"{_cluster_name(namespace)}:{name}", None, rules)
     role["metadata"]["labels"] |= {f"rbac.authorization.k8s.io/aggregate-to-{each}": "true" for each in into}

@@ -29,7 +29,7 @@ class ResourceFileError(ValueError):
 class ResourceFile:
     """One custom resource, read from a file.
 
-    namespace, uid: empty if the file lacks them, as before the first apply.
+    namespace, uid: empty if the file has no such field. A resource has no UID before its first apply.
     """
 
     name: str
@@ -43,7 +43,10 @@ class ResourceFile:
         return RenderContext(self.name, self.namespace or DEFAULT_NAMESPACE, self.uid or NO_UID, self.spec, settings)
 
     def present_context(self, settings: Settings) -> RenderContext:
-        """Return the context that renders the children as they are now, with the recorded release."""
+        """Return the context that renders the children as they are now.
+
+        The context has the release in the resource's status, or the release of `settings` if the status has none.
+        """
         return self.context(settings if self.release is None else self.release.settings(settings))
 
     def applied_to(self, present: ResourceFile) -> ResourceFile:

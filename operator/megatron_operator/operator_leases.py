@@ -38,7 +38,10 @@ class OperatorLease:
 
 
 def operator_leases(items: Sequence[Mapping[str, Any]]) -> list[OperatorLease]:
-    """Return the Leases that belong to operators, sorted by name. items: all Leases of a cluster."""
+    """Return the Leases that belong to operators, sorted by name.
+
+    items: all Leases of a cluster.
+    """
     leases = []
     for item in items:
         metadata, spec = item["metadata"], item.get("spec") or {}

@@ -98,7 +98,7 @@ class ResourceCache:
     def child(self, ref: ChildRef) -> SeenChild | None:
         """Return the newest known version of a child, whether or not the resource owns it.
 
-        Returns None without such a child.
+        Returns None if there is no such child.
         """
         return self._merged().get(ref)
 
@@ -175,7 +175,7 @@ class ResourceCache:
 
     @property
     def behind_seconds(self) -> float:
-        """Longest time in seconds for which the watch has not shown an existing object; 0 if it shows all objects."""
+        """Longest time in seconds for which the watch has not shown a known version of an object; 0 if it shows all."""
         self._merged()
         self.resource()
         since = [written.since for written in self._written.values()]
@@ -211,10 +211,9 @@ class ResourceCache:
         self._resource_gone = True
 
     def applied(self, child: SeenChild) -> None:
-        """Record the response to an apply.
+        """Record the response to an apply, which is the current version of the child.
 
-        The response is the current version of the child. The child counts as verified until the set of fields that the
-        operator owns changes.
+        `ChildView.verified` is true for the child until the operator no longer owns exactly the same fields.
         """
         before, last, now = self.child(child.ref), self._applied.get(child.ref), self._clock()
         manifest = (child.view.hash, child.view.replicas if child.ref.kind == "StatefulSet" else 0)
@@ -314,9 +313,10 @@ class ResourceCache:
         return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
 
     def _forget(self, living: set[str]) -> None:
-        """Remove the records of deleted objects that the watch no longer shows.
+        """Forget the UIDs of deleted objects that the watch no longer shows.
 
-        living: UIDs of the objects in the full listing. Accepted deletions of these objects stay recorded.
+        living: UIDs of the objects in the full listing. If the deletion of such an object was accepted, its
+                UID is kept.
         """
         indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed

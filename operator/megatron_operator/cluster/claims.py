@@ -30,7 +30,7 @@ DEFAULT_DURATION = 10.0
 
 @dataclass(slots=True)
 class _Lease:
-    """The observations of this process about one Lease."""
+    """What this process has observed about one Lease."""
 
     mark: object
     """A value that changes with each renewal of the Lease."""
@@ -44,7 +44,7 @@ class _Lease:
 
 
 class Claims:
-    """The observations of this operator about the Leases that resources name in `status.manager`.
+    """What this operator has observed about the Leases that resources name in `status.manager`.
 
     own: namespace and name of this operator's Lease, as in `status.manager`.
     """
@@ -82,7 +82,7 @@ class Claims:
         return f"it is managed by {lease.holder or 'an operator'} with Lease {manager}"
 
     async def _read(self, manager: str) -> _Lease | None:
-        """Read the Lease `manager`, and return all observations about it. Returns None if the Lease does not exist."""
+        """Read the Lease `manager`, and return what this process knows about it. Returns None if it does not exist."""
         now, known = self._clock(), self._leases.get(manager)
         if known is not None and now - known.read < READ_SECONDS:
             return known

@@ -32,9 +32,9 @@ Entry = tuple[str, Key, T]
 
 
 class Store(Generic[T]):
-    """Projections of all objects of one kind, by the custom resource to which they belong.
+    """The objects of one kind, grouped by the custom resource to which they belong.
 
-    A store covers one namespace or all namespaces.
+    The store covers one namespace or all namespaces. The objects are reduced to the fields that decisions read.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Store(Generic[T]):
         self._objects: dict[Key, dict[str, T]] = {}
 
     def of(self, key: Key) -> list[T]:
-        """Return the projections of all objects that belong to the custom resource `key`."""
+        """Return all objects in the store that belong to the custom resource `key`."""
         return list(self._objects.get(key, {}).values())
 
     def __iter__(self) -> Iterator[Key]:

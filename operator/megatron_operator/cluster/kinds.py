@@ -18,7 +18,7 @@ from megatron_operator.resource.names import (
 
 @dataclass(frozen=True, slots=True)
 class ObjectKind:
-    """An entry of the table: one kind of the API, with its API version and its plural name."""
+    """One kind of the API, with its API version and its plural name."""
 
     kind: str
     group: str
@@ -101,5 +101,5 @@ _BY_NAME = {(kind.api_version, kind.kind): kind for kind in _ALL}
 
 
 def kind_of(api_version: str, kind: str) -> ObjectKind:
-    """Return the ObjectKind of an API version and a kind. Raises KeyError if the table does not have it."""
+    """Return the ObjectKind of an API version and a kind. Raises KeyError if the operator does not use this kind."""
     return _BY_NAME[api_version, kind]

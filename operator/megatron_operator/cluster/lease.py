@@ -235,9 +235,10 @@ class Elector:
                 await self._reread()
 
     async def _reread(self) -> None:
-        """Read the Lease after a failed swap, and raise LeadershipLostError unless this process still holds the Lease.
+        """Read the Lease after a failed update, and raise LeadershipLostError unless this process still holds it.
 
-        The swap may have succeeded although it failed for this process, because the response may have been lost.
+        The API server may have executed the update although this process received an error, because the response may
+        have been lost.
         """
         lease = await self._get()
         holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
@@ -256,7 +257,7 @@ class Elector:
         return await self._in_time(self._api.get(LEASE, self._settings.namespace, self._settings.name))
 
     async def _write(self, *, term: int) -> None:
-        """Make this process the holder by compare-and-swap.
+        """Make this process the holder of the Lease, if no other process has changed the Lease since it was read.
 
         The renewal is valid from the time when the request was sent.
         """

@@ -23,7 +23,7 @@ _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 def shallow(text: bytes) -> bytes:
-    """Return the JSON text with every array and object beyond `MAX_LEVELS` replaced by null."""
+    """Return the JSON text with every array and object that is nested deeper than `MAX_LEVELS` replaced by null."""
     if text.count(b"{") + text.count(b"[") <= MAX_LEVELS or not _is_deep(text):
         return text
     kept, depth, begin = [], 0, 0
@@ -84,7 +84,10 @@ class BoundedResponse(aiohttp.ClientResponse):
 
 
 class _BoundedLines:
-    """A response stream that can be read line by line, as for a watch, or as a whole."""
+    """A stream of JSON lines, in which arrays and objects that are nested too deeply are replaced by null.
+
+    The stream can be read line by line, as for a watch, or as a whole.
+    """
 
     def __init__(self, stream: aiohttp.StreamReader) -> None:
         self._stream = stream

@@ -18,7 +18,7 @@ Object = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SeenChild:
-    """The projection of one version of a child."""
+    """One version of a child, reduced to the fields that decisions read and the fields that identify the version."""
 
     ref: ChildRef
     version: int
@@ -48,7 +48,7 @@ class SeenChild:
 
 @dataclass(frozen=True, slots=True)
 class SeenResource:
-    """The projection of one version of the custom resource."""
+    """One version of the custom resource, reduced to the fields that the operator reads."""
 
     name: str
     namespace: str
@@ -76,7 +76,7 @@ def instance_of(obj: Object) -> str:
 
 
 def project_child(obj: Object, kind: ObjectKind | None = None) -> SeenChild:
-    """Return the projection of a child.
+    """Return the fields of a child that decisions read, and those that identify its version.
 
     kind: kind of the child if `obj` comes from a list and has neither `apiVersion` nor `kind`.
     """
@@ -115,7 +115,10 @@ def project_resource(obj: Object) -> SeenResource:
 
 
 def _changed_by(metadata: Object) -> str:
-    """Return the latest field manager that owns `spec.desiredState`, or an empty string if none owns it."""
+    """Return the field manager that wrote last among those that own `spec.desiredState`.
+
+    Returns an empty string if no field manager owns the field.
+    """
     owners = _owners(metadata, "f:desiredState")
     latest = max(owners, key=lambda entry: str(entry.get("time") or ""), default=None)
     return str(latest.get("manager", "")) if latest else ""

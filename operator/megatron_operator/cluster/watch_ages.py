@@ -1,8 +1,9 @@
 """Records for each watch when the API server last accepted it, and why the API server rejects it.
 
-The API server ends every watch after `watch_seconds`, and its client starts the next watch at the last seen version. A
-watch that is not renewed in time is dead, for example because a proxy dropped its connection or the client stopped
-watching. A watch that the API server rejects is denied, because a permission, the namespace or the kind is missing.
+The API server ends every watch after `watch_seconds`. The operator or kopf then starts the next watch at the last seen
+version. A watch that is not renewed in time is dead, for example because a proxy dropped its connection or the operator
+stopped watching. A watch that the API server rejects is denied, because a permission, the namespace or the kind is
+missing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ Watched = tuple[str, str]
 
 
 class WatchAges:
-    """The times and errors of all watches, by the path of the watched collection."""
+    """The time at which each watch was last accepted, and the error of each rejected watch, by the collection's path.
+
+    For a watch that was never accepted, the time of its first request is stored.
+    """
 
     def __init__(self, *, watch_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._due = watch_seconds + GRACE_SECONDS
@@ -82,8 +86,8 @@ class WatchAges:
     def trace(self) -> aiohttp.TraceConfig:
         """Return a trace configuration that reports the requests of kopf's session to this object.
 
-        kopf exits if it may not list the resources of one namespace. This object therefore raises a connection error
-        instead of the rejection, after which kopf retries forever.
+        kopf exits if it may not list the resources of one namespace. This object therefore replaces such a rejection by
+        a connection error, because kopf retries after connection errors.
         """
         config = aiohttp.TraceConfig()
         config.on_request_start.append(self._asked)
@@ -113,7 +117,7 @@ class DeniedError(aiohttp.ClientConnectionError):
 
 
 def watched(path: str) -> Watched:
-    """Return the kind and the namespace of the collection at `path`, which a watch covers."""
+    """Return the kind and the namespace of the collection at `path`."""
     *_, scope, namespace, plural = ["", *path.split("/")]
     return (plural, namespace) if scope == "namespaces" else (plural, "")
 

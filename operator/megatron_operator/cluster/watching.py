@@ -23,11 +23,11 @@ _GONE = 410
 
 @dataclass(frozen=True, slots=True)
 class CollectionChange:
-    """A change of a collection, or of the state of its watch.
+    """A change of a watched collection, or of the state of its watch.
 
-    kind:    "set": all objects; "put", "delete": one object; "open": the server has accepted a watch; "error": the
-             request failed.
-    objects: the objects; empty for "open" and "error".
+    kind:    "set": `objects` has all objects of the collection; "put" or "delete": `objects` has the changed or deleted
+             object; "open": the server has accepted a watch; "error": the request failed with `error`.
+    objects: empty if `kind` is "open" or "error".
     """
 
     kind: Literal["set", "put", "delete", "open", "error"]
@@ -70,8 +70,8 @@ async def watch(
 ) -> AsyncIterator[CollectionChange]:
     """Yield all objects of a collection, then each change, forever.
 
-    If a watch ends or loses its connection, the next watch continues at its resource version. If the server rejects
-    this version, the collection is listed again. After a failure, the generator waits with a backoff.
+    If a watch ends or loses its connection, the next watch continues at the last version that was received. If the
+    server rejects this version, the collection is listed again. After a failure, the generator waits with a backoff.
 
     project:       applied to each object while its page is read, so that a listing needs only the memory of one page.
     metadata_only: the server sends only the metadata of the objects.

@@ -180,9 +180,12 @@ class Writer:
             await self._api.delete(kind, namespace, ref.name, uid=uid)
 
     async def delete_pod(self, name: str, *, namespace: str, uid: str, force: bool = False) -> None:
-        """Delete a pod. Raises KubeApiError like delete_child().
+        """Delete a pod.
 
         force: delete the pod without waiting for its kubelet.
+
+        Raises:
+            KubeApiError: 404 if the pod does not exist, conflict if another object has its name.
         """
         async with self._leading("delete", POD.kind):
             await self._api.delete(POD, namespace, name, uid=uid, grace_seconds=0 if force else None)

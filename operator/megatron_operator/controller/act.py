@@ -78,7 +78,7 @@ def _secret(name: str) -> ChildRef:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Actor:
-    """The executor of the actions of one resource's decisions."""
+    """Executes the actions of the decisions about one custom resource."""
 
     cache: ResourceCache
     writer: Writer

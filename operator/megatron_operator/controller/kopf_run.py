@@ -35,7 +35,7 @@ END_SECONDS = 10.0
 def build_registry(
     *, login: Callable[[], kopf.AiohttpSession], show: Callable[[SeenResource, bool], None]
 ) -> kopf.OperatorRegistry:
-    """Return the registry with all handlers.
+    """Return kopf's registry with the operator's handlers.
 
     show: called with a resource that was listed, created, changed or deleted, and with whether it exists.
     """
@@ -101,7 +101,7 @@ class WatchesEndedError(Exception):
 class KopfRun:
     """One run of kopf, which watches the operator's resources.
 
-    show: see build_registry().
+    show: called with a resource that was listed, created, changed or deleted, and with whether it exists.
     """
 
     def __init__(

@@ -457,7 +457,7 @@ class OperatorProcess:
                 logger.info("OpenShift: the cluster assigns the user and group IDs of pods")
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> bool:
-        """Wait for `work`. Return False if the process is stopped first."""
+        """Wait for `work`. Return True if it has completed, and False if the process is stopped first."""
         task = asyncio.create_task(work)
         stopped = asyncio.create_task(self._stop.wait())
         try:

@@ -90,7 +90,7 @@ class Metrics:
 
 
 class VerbClock:
-    """A clock that measures the time from the intent of each operation to its phases, as this process observes them."""
+    """Measures how long each operation takes from phase Pending to each later phase, as this process observes them."""
 
     def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._metrics, self._clock = metrics, clock
@@ -98,7 +98,7 @@ class VerbClock:
         self._began: float | None = None
 
     def look(self, lifecycle: Mapping[str, Any]) -> None:
-        """Record the times of the operation in `status.lifecycle`.
+        """Record how long the operation in `status.lifecycle` has taken to reach its phase.
 
         Call this before the decision's status is persisted.
         """

@@ -106,7 +106,7 @@ class ObserverSettings:
 
 
 class Cached(Generic[K, T]):
-    """A cache, by key, of values that are read from the API server.
+    """Caches values that are read from the API server, by key.
 
     empty: the value of a key that was never read.
     """
@@ -128,7 +128,8 @@ class Cached(Generic[K, T]):
     def keep(self, keys: Collection[K], *, wait: bool = False) -> None:
         """Forget all keys that are not in `keys`.
 
-        wait: give new keys the empty value now, so that read() reads them only after this value has become too old.
+        wait: whether new keys get the empty value as if it had just been read. read() then first reads them when this
+              value has become too old.
         """
         self._read = {key: entry for key, entry in self._read.items() if key in keys}
         for key in keys if wait else ():
@@ -200,7 +201,7 @@ class Registrations:
 
 
 class Observer:
-    """The reader of one resource's objects and coordinator."""
+    """Reads one resource's objects from the API server, and the state of its coordinator from the link."""
 
     def __init__(self, api: KubeApi, cache: ResourceCache, link: CoordinatorLink, *, options: ObserverSettings) -> None:
         self._api = api
@@ -370,7 +371,7 @@ class Observer:
         return replace(self._link.snapshot, error=error)
 
     async def _download(self) -> Download | None:
-        """Return the progress of the pod that downloads the model. Returns None if no pod reports progress.
+        """Return the progress of the model's download, as a pod reports it. Returns None if no pod reports progress.
 
         The pod is queried every few seconds, because pods have no permission to write to the API server.
         """
@@ -454,7 +455,7 @@ class Observer:
             return []
 
     async def _explained(self, pods: tuple[PodView, ...], resource: SeenResource) -> tuple[PodView, ...]:
-        """Return `pods`. If a pod's status does not explain why the pod waits, its reason and message are from Events.
+        """Return `pods`, with reason and message from Events for pods whose status does not explain why they wait.
 
         Each pass reads Events for at most one pod of each component, the pod whose Events were read least recently.
         """
@@ -520,8 +521,8 @@ class Observer:
         """Return the keys Secret, or None if the resource does not own such a Secret.
 
         Until the Secret exists and belongs to the resource, each pass reads it. Afterwards, it is read at every resync.
-        If it may have been deleted, it is read every few seconds. This is the case if a pod cannot mount it, or if the
-        coordinator does not answer.
+        If a pod cannot mount the Secret or the coordinator does not answer, the Secret may have been deleted, and is
+        read every few seconds.
         """
         pods = self._cache.pods()
         unmounted = any(pod.unexplained or pod.reason in MISSING_SECRET for pod in pods if not pod.deleting)

@@ -48,8 +48,8 @@ class UpdateLimit:
 
     A resource occupies a slot while `status.update.phase` is Running.
 
-    The caller calls may_begin(), decides, and calls decided() without an await in between, so that two resources cannot
-    take the same slot.
+    The caller calls may_begin(), decides, and calls decided(). It awaits nothing between these calls, so that two
+    resources cannot take the same slot.
 
     limit: number of slots.
     resources: returns all resources that the watch has reported, by UID. If decided() has not been called for a
@@ -164,14 +164,18 @@ class ResourceTask:
 
     @property
     def coordinator(self) -> tuple[bool | None, frozenset[str]]:
-        """The value of CoordinatorLink.silent, and the names of the nodes of the coordinator's pods."""
+        """Whether the coordinator is silent, and the names of the nodes of the coordinator's pods.
+
+        The first value is True if the coordinator was connected and is lost, False while it is connected, and None if
+        it has not been connected yet.
+        """
         pods = self._parts.cache.pods()
         nodes = frozenset(pod.node for pod in pods if pod.component in (COORDINATOR, STANDBY) and not pod.deleting)
         return self._parts.link.silent, nodes
 
     @property
     def behind_seconds(self) -> float:
-        """See ResourceCache.behind_seconds."""
+        """Longest time in seconds for which the watch has not shown a known version of an object; 0 if it shows all."""
         return self._parts.cache.behind_seconds
 
     async def run(self) -> None:
@@ -307,7 +311,8 @@ class ResourceTask:
     async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
         """Write the status if it differs from the stored status.
 
-        Return False if the resource has changed since the decision, so that the caller must decide again.
+        Return False if the resource has changed since the decision, so that the caller must decide again. Otherwise,
+        return True.
         """
         wanted, stored = _canonical(status), _canonical(resource.status)
         if wanted == stored or self._persisted == (wanted, stored):
@@ -380,7 +385,7 @@ def _canonical(status: object) -> str:
 
 
 class TaskSupervisor:
-    """The supervisor, which starts and stops one task per resource.
+    """Starts and stops the tasks of the resources. Each resource has one task.
 
     make_task: creates a task from the UID and key of a resource, and the event that wakes the task.
     """
@@ -403,7 +408,7 @@ class TaskSupervisor:
 
     @property
     def behind_seconds(self) -> float:
-        """Maximum of ResourceTask.behind_seconds over all tasks; 0 without tasks."""
+        """Longest time in seconds for which the watch has not shown a known version of an object of any resource."""
         return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
 
     @property
@@ -415,7 +420,7 @@ class TaskSupervisor:
         return is_isolated(silent, answering=answering)
 
     def readings(self) -> list[Reading]:
-        """Return the readings of all resources. This method is callable on any thread."""
+        """Return the state of each resource, as metrics export it. This method is callable on any thread."""
         return [task.reading for task, _ in list(self._tasks.values())]
 
     def wake_resource(self, uid: str, key: Key, *, exists: bool = True) -> None:

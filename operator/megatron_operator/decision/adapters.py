@@ -86,9 +86,9 @@ class AdapterView:
     def _causes(self) -> Mapping[Adapter, str | None]:
         """The errors of the adapters in the list that the last operation failed to set.
 
-        The mapping is empty if the last operation did not fail to set a list. The value of an adapter without an error
-        is None. If the engines reported no error for any adapter, each adapter that is not loaded has the error of the
-        operation.
+        The mapping is empty if the last operation succeeded or did not set a list. The value of an adapter without an
+        error is None. If the engines reported no error for any adapter, each adapter that is not loaded has the error
+        of the operation.
         """
         failed = self._failure
         tried = adapter_lists(self.world, self._recorded).get((failed and failed.adapters) or "")
@@ -109,9 +109,9 @@ class AdapterView:
 
     @cached_property
     def retry_in(self) -> float | None:
-        """Seconds until a failed list may be set again.
+        """Seconds until a list of adapters that could not be set may be tried again.
 
-        The value is None if no list failed, or if the time has passed.
+        The value is None if there is no such list, or if the time has passed.
         """
         times = [entry["failedAt"] for entry in self.entries if "error" in entry]
         if not times:

@@ -137,7 +137,7 @@ def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _is_held(action: Action, world: World) -> bool:
-    """Return whether an action must wait, because its child is unknown or another program contests the apply."""
+    """Return whether an action must wait, because its child is unknown or another program reverts the apply."""
     if isinstance(action, ApplyChild | DeleteChild) and action.ref.kind in world.unwatched:
         return True
     if not isinstance(action, ApplyChild) or action.ref not in world.contests:

@@ -128,10 +128,9 @@ class Desired:
 
     @cached_property
     def overdue_in(self) -> float | None:
-        """Seconds until a stop that makes no progress continues without the coordinator; negative if this time has
-        passed.
+        """Seconds until the operator removes the engine pods without the coordinator, if a stop makes no progress.
 
-        The value is None if the resource is not being stopped.
+        The value is negative if this time has passed, and None if the resource is not being stopped.
         """
         if self.state is not DesiredState.STOPPED or self.requested_at is None:
             return None
@@ -142,14 +141,15 @@ class Desired:
 
 @dataclass(frozen=True)
 class Keys:
-    """The generations of the CURVE keys of a World."""
+    """The generations of the CURVE keys of a World's resource."""
 
     world: World
 
     @cached_property
     def server_generation(self) -> int:
-        """Generation of the coordinator's own key, from the Secret or, without a Secret, from the Secret to be
-        created.
+        """Generation of the coordinator's own key in the keys Secret.
+
+        If there is no Secret, the value is the generation of the Secret that the operator will create.
         """
         if self.world.keys is not None:
             return self.world.keys.server_generation

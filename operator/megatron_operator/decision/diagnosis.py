@@ -47,7 +47,10 @@ class MissingObject:
     key: str = ""
 
     def remedy(self, references: References, *, component: str) -> str:
-        """Return the remedy, including the field of the spec that names the object. component: component of the pod."""
+        """Return the remedy, including the field of the spec that names the object.
+
+        component: component of the pod.
+        """
         field = references.get((self.kind, self.name), pod_template(component))
         if self.key:
             what = "its Secret" if self.kind == "volume" else f"{self.kind} {self.name}"
@@ -220,7 +223,7 @@ def _without_repetition(message: str) -> str:
 
 
 def termination(pod: PodView) -> tuple[Reason, str]:
-    """Return the reason and a message for the container of a pod that terminated last."""
+    """Return the reason and a message for the last termination of a container in a pod."""
     if pod.exit_reason == "OOMKilled":
         remedy = f"raise the limit of container {pod.ended} in {pod_template(pod.component)}"
         if pod.component == ENGINE and pod.ended == ENGINE:
@@ -253,7 +256,7 @@ def is_device_failure(pod: PodView) -> bool:
 
 
 def first_diagnosis(pods: Iterable[PodView], references: References) -> tuple[Reason, str] | None:
-    """Return the diagnosis of the first pod, by name, that has a diagnosis, or None."""
+    """Return the diagnosis of the first pod, in the order of names, that has one. Returns None if no pod has one."""
     for pod in sorted(pods, key=lambda pod: pod.name):
         finding = diagnose(pod, references)
         if finding is not None:

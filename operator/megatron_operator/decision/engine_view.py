@@ -60,7 +60,7 @@ class EngineView:
 
     @property
     def superseded(self) -> bool:
-        """Whether the coordinator reports a process with an earlier revision than the revision of the StatefulSet."""
+        """Whether the coordinator reports an engine process with an earlier revision than the engine's StatefulSet."""
         reported = self.report.revision if self.report is not None else ""
         return not self.stale and self.statefulset is not None and reported not in ("", self.statefulset.revision)
 

@@ -46,7 +46,10 @@ REPORTED_STATES = frozenset(state.value for state in EngineState)
 
 @dataclass(frozen=True)
 class Engines:
-    """The engines of a World. ctx: the render context with the confirmed weights."""
+    """The engines of a World's resource.
+
+    ctx: the render context with the weights that the engines last confirmed.
+    """
 
     world: World
     ctx: RenderContext
@@ -190,8 +193,8 @@ class Engines:
     def serves(self, engine: EngineView) -> bool:
         """Return whether an engine serves and responds.
 
-        While the coordinator does not know its engines, an engine whose pods still run keeps its last result for
-        UNKNOWN_SECONDS.
+        While the coordinator does not know its engines, an engine counts as serving for UNKNOWN_SECONDS if its pods run
+        and the last status has a state that the coordinator reported.
         """
         if self.world.membership_known or engine.serving:
             return engine.responsive

@@ -41,14 +41,17 @@ NODE_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Losses:
-    """Engines and coordinators of a World that are lost or unknown."""
+    """Determines which engines and coordinators of a World's resource are lost, or whether this is unknown."""
 
     world: World
     desired: Desired
     engines: Engines
 
     def is_lost(self, engine: EngineView) -> bool:
-        """Return whether an engine is lost. A lost engine is not registered although none of its pods is replaced."""
+        """Return whether an engine is lost.
+
+        A lost engine is not registered with the coordinator, although none of its pods is being replaced.
+        """
         world = self.world
         if not world.membership_known or engine.report is not None or self.desired.state is DesiredState.STOPPED:
             return False
@@ -129,8 +132,8 @@ def is_isolated(silent: Sequence[frozenset[str]], *, answering: int) -> bool:
 def replacement(world: World, ctx: RenderContext) -> list[Action]:
     """Return the actions that delete a lost coordinator's pod and write an Event.
 
-    Returns an empty list while the coordinator may recover automatically. If a pair of coordinators is lost, both pods
-    are deleted. If only one of them were lost, the other would have become active.
+    Returns an empty list while the coordinator may recover automatically. For a pair of coordinators, the actions
+    delete both pods, because a live coordinator would have become active, and the pair would not be lost.
     """
     pods, lost = _lost_pods(world), world.coordinator.lost_seconds
     if not pods or lost is None or lost < REPLACE_SECONDS or world.isolated:
@@ -150,7 +153,7 @@ def replacement_in(world: World) -> float | None:
 
 
 def _lost_pods(world: World) -> list[PodView]:
-    """Return the coordinator pods to which this operator was connected and that their kubelets still report as ready.
+    """Return the ready coordinator pods to which this operator was connected before it lost the coordinator.
 
     If a pod is not ready, its kubelet is alive and restarts the container. A pod that has never answered since its
     creation is not replaced, because its node is not the cause, and another pod would not answer either.
@@ -164,10 +167,10 @@ def _lost_pods(world: World) -> list[PodView]:
 
 
 def crashed_servers(world: World, ctx: RenderContext) -> list[Action]:
-    """Return the actions that delete server pods that have served and now wait in the kubelet's backoff, with Events.
+    """Return the actions that delete server pods which have served and now wait in the kubelet's backoff.
 
-    The Deployment starts another pod immediately. A pod that crashes while it starts is not deleted, because its
-    replacement would crash too.
+    The actions also write Events. The Deployment starts another pod immediately. A pod that crashes while it starts is
+    not deleted, because its replacement would crash too.
     """
     actions: list[Action] = []
     for pod in world.component_pods(SERVER):
@@ -188,7 +191,10 @@ def overdue_in(pod: PodView, world: World) -> float | None:
 
 
 def forced_deletions(world: World) -> list[Action]:
-    """Return the actions that force-delete pods whose deletion is overdue and whose nodes are lost, with Events."""
+    """Return the actions that force-delete pods whose deletion is overdue and whose nodes are lost.
+
+    The actions also write Events.
+    """
     actions: list[Action] = []
     for pod in world.pods:
         if _forced_in(pod, world) == 0:
@@ -201,9 +207,9 @@ def forced_deletions(world: World) -> list[Action]:
 
 
 def forced_in(world: World) -> float | None:
-    """Return the seconds until a pod can be force-deleted or its node is read again.
+    """Return the seconds until a pod that is being deleted can be force-deleted, or until its node is read again.
 
-    Returns None if no pod is being deleted.
+    If several pods are being deleted, returns the shortest time. Returns None if no pod is being deleted.
     """
     waits = [left for pod in world.pods if (left := _forced_in(pod, world)) is not None]
     return min((left for left in waits if left > 0), default=None)

@@ -191,7 +191,7 @@ def _ask(operation: Operation, world: World) -> Operation | None:
 
 
 def _forgotten(operation: Operation, world: World) -> Operation | None:
-    """Return the operation, updated for a coordinator that does not know its id.
+    """Return the new state of an operation whose id the coordinator does not know.
 
     The coordinator does not know the id if the signal was lost or the coordinator has restarted. Returns None if the
     operation is to be dropped.

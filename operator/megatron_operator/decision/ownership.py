@@ -16,7 +16,10 @@ Fields = Mapping[str, Any]
 
 
 def covers(owned_fields: str, manifest: Manifest) -> bool:
-    """Return whether the operator owns every field of a manifest. owned_fields: see ChildView."""
+    """Return whether the operator owns every field of a manifest.
+
+    owned_fields: the fields that the operator's last apply owns, as JSON (`fieldsV1`).
+    """
     if not owned_fields:
         return False
     metadata = {key: value for key, value in manifest["metadata"].items() if key not in ("name", "namespace")}
@@ -25,7 +28,7 @@ def covers(owned_fields: str, manifest: Manifest) -> bool:
 
 
 def _covers(owned: Fields, value: Any) -> bool:
-    """Return whether all fields of `value` are owned.
+    """Return whether the operator owns all fields of `value`.
 
     Scalars, and atomic maps and lists, have no subfields in `fieldsV1`.
     """
@@ -41,7 +44,7 @@ def _covers(owned: Fields, value: Any) -> bool:
 
 
 def _has_item(owned: Fields, item: Any) -> bool:
-    """Return whether an item of a list is owned.
+    """Return whether the operator owns an item of a list.
 
     An item that is a map is identified by its key fields, which can have default values.
     """

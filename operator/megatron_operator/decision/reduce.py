@@ -83,7 +83,10 @@ def _is_orphan(metadata: Object) -> bool:
 
 
 def _owned_fields(metadata: Object) -> str:
-    """Return the fields that this operator owns through its applies, as text. Children of one kind share one string."""
+    """Return the fields that this operator owns through its applies, as JSON. Returns "" if it owns none.
+
+    Equal results are one object, because most children of a kind have the same fields.
+    """
     for entry in metadata.get("managedFields") or ():
         applied = entry.get("operation") == "Apply" and not entry.get("subresource")
         if applied and entry.get("manager") == FIELD_MANAGER:
@@ -94,8 +97,8 @@ def _owned_fields(metadata: Object) -> str:
 def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
     """Return whether all replicas of a workload are ready.
 
-    With `updated`, which is for Deployments, the replicas must also have the current template. StatefulSets do not need
-    this check, because the operator itself replaces their pods and compares the pods' revisions.
+    updated: whether the replicas must also have the current template. StatefulSets do not need this check, because the
+             operator itself replaces their pods and compares the pods' revisions.
     """
     wanted = int(spec.get("replicas", 1))
     names = ("replicas", "readyReplicas", *(["updatedReplicas"] if updated else []))
@@ -103,7 +106,7 @@ def _complete(spec: Object, status: Object, *, updated: bool) -> bool:
 
 
 def offer(pod: Object) -> tuple[str, str]:
-    """Return the scheme and the model name of the OpenAI server in a pod spec. Both are empty for other pod specs."""
+    """Return the URL scheme and the model name of the OpenAI server in a pod spec. Both are empty for other pods."""
     container = next((entry for entry in pod.get("containers") or () if entry.get("name") == SERVER), None)
     if container is None:
         return "", ""
@@ -132,7 +135,7 @@ def _revision_data(obj: Object) -> Mapping[str, Any] | None:
 def owner_uid(obj: Object) -> str:
     """Return the UID of the MegatronInference in the owner references.
 
-    Returns an empty string without such an owner.
+    Returns an empty string if no owner is a MegatronInference.
     """
     for reference in obj["metadata"].get("ownerReferences") or ():
         if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
@@ -141,7 +144,7 @@ def owner_uid(obj: Object) -> str:
 
 
 def _controller(obj: Object) -> tuple[str, str]:
-    """Return kind and name of the controller of a pod. Both are empty without a controller.
+    """Return kind and name of the controller of a pod. Both are empty if the pod has no controller.
 
     If the controller is a ReplicaSet, return its Deployment.
     """
@@ -158,8 +161,8 @@ def _condition(status: Object, kind: str) -> Object | None:
 def _rendered_status(status: Object, component: str) -> Object:
     """Return the status of a pod without the containers that the operator did not render.
 
-    Such containers are sidecars of podTemplates and service meshes. Their init containers are kept while the pod is not
-    initialized, because they can keep the operator's containers from starting.
+    Such containers are sidecars from podTemplates and service meshes. While the pod is not initialized, all init
+    containers are kept, because any of them can keep the operator's containers from starting.
     """
     names = CONTAINERS.get(component, ())
     initialized = _condition(status, "Initialized")
@@ -188,7 +191,7 @@ def _ready(status: Object) -> bool:
 def _phase(status: Object, component: str) -> str:
     """Return the phase of a pod.
 
-    A check pod has ended when its main container has ended, even if a sidecar still runs.
+    A pod that checks a revision has ended when its main container has ended, even if a sidecar still runs.
     """
     phase = str(status.get("phase") or "Pending")
     ends = [(entry.get("state") or {}).get("terminated") for entry in status.get("containerStatuses") or ()]
@@ -314,9 +317,9 @@ def reduce_pod(obj: Object) -> PodView:
 
 
 def lost_since(node: Object) -> datetime | None:
-    """Return the time since which a node has not been ready, from its condition Ready.
+    """Return the time at which a node stopped being ready, or None if it is ready.
 
-    Returns None if the node is ready.
+    For a node that does not have the condition Ready yet, return the time of its creation.
     """
     ready = _condition(node.get("status") or {}, "Ready")
     if ready is None:

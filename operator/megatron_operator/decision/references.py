@@ -48,7 +48,10 @@ class PodReference:
 
 
 def pod_references(ctx: RenderContext, manifest: Manifest) -> list[PodReference]:
-    """Return the references of the pods of a Deployment or StatefulSet."""
+    """Return the objects that the pods of a Deployment or StatefulSet refer to.
+
+    The objects that the operator creates are left out.
+    """
     pod = manifest["spec"]["template"]["spec"]
     named = ((kind, pod.get(field), version) for field, (kind, version) in _OF_PODS.items())
     found = [PodReference(ChildRef(*each)) for each in named if isinstance(each[1], str)]
@@ -67,7 +70,7 @@ def _claims(pod: Manifest) -> Iterator[PodReference]:
 
 
 def _references(node: dict[str, Any] | list[Any]) -> Iterator[PodReference]:
-    """Yield the references in a part of a pod.
+    """Yield the objects that a part of a pod refers to.
 
     A podTemplate may have set this part, so it can have any structure.
     """

@@ -44,8 +44,8 @@ class Rendered:
     def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
         """The manifests of the children that all engines share, and the errors of children that cannot be rendered.
 
-        The errors are by name of the child. If a child cannot be rendered, the operator leaves the existing child
-        unchanged.
+        The keys of the errors are the names of the children. If a child cannot be rendered, the operator leaves the
+        existing child unchanged.
         """
         manifests, findings = plain_children(self.ctx), {}
         builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
@@ -153,7 +153,8 @@ class Rendered:
     def _server_ctx(self) -> RenderContext:
         """The render context of the OpenAI servers.
 
-        If only the weights changed, the context keeps the pod template of running servers unchanged.
+        Its weights revision is the revision with which the running servers were started, unless the model has changed.
+        New weights therefore do not change the pod template of running servers.
         """
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
         view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
@@ -168,7 +169,8 @@ class Rendered:
     def engine_manifest(self, index: int, *, role: str = DECODE, pods: int | None = None) -> Manifest | None:
         """Return the StatefulSet of an engine, or None if it cannot be rendered.
 
-        pods: number of pods. With 0, the StatefulSet can also be rendered with an invalid podTemplate.
+        pods: number of pods; None means all pods of an engine. With 0, the StatefulSet can also be rendered if the
+              podTemplate is invalid.
         """
         count = self.ctx.spec.pods_per_engine if pods is None else pods
         key = role, index, count
@@ -198,9 +200,12 @@ class Rendered:
         return self.recorded_manifest(engine, found.revision if found is not None else before, pods=pods)
 
     def recorded_manifest(self, engine: EngineView, revision: str, *, pods: int) -> Manifest | None:
-        """Return the manifest of an engine with the revision `revision`, as own_manifest() does.
+        """Return the manifest of an engine with the revision `revision`, rendered from the revision's recorded inputs.
 
-        Also returns None if the revision has no engines of the role of `engine`.
+        Returns None if the inputs are unknown, if this operator renders them to another revision, or if the revision
+        has no engines of the role of `engine`.
+
+        pods: 0 for a StatefulSet without pods. Any other value stands for all pods of the revision.
         """
         stored = self._stored_context(revision)
         if stored is None or engine.role not in stored.roles:
@@ -263,7 +268,7 @@ class Rendered:
     def rejected(self, manifest: Manifest) -> Finding | None:
         """Return why a manifest cannot be applied, or None if it can be applied.
 
-        The reason is an object that its pods need and that is missing, or a rejection by the API server.
+        The reason is a missing object that the manifest's pods need, or a rejection by the API server.
         """
         has_pods = manifest["kind"] in ("Deployment", "StatefulSet")
         return (self.missing(manifest) if has_pods else None) or self.rejected_by_server(manifest)
@@ -309,9 +314,9 @@ class Rendered:
 
 
 def former_scheme(world: World) -> str:
-    """Return the scheme of servers that still exist from an earlier spec.
+    """Return the URL scheme of servers that still exist from an earlier spec.
 
-    Returns an empty string if the spec has the same scheme.
+    Returns an empty string if all servers have the scheme of the spec.
     """
     wanted = "http" if world.resource.spec.server.tls is None else "https"
     return next((scheme for scheme, _ in sorted(_offers(world)) if scheme not in ("", wanted)), "")
@@ -327,7 +332,7 @@ def former_downloads(world: World) -> bool:
 
 
 def _offers(world: World) -> set[tuple[str, str]]:
-    """Return the schemes and model names of the existing servers and of the current Deployment."""
+    """Return the pairs of URL scheme and model name that the existing server pods and the servers' Deployment offer."""
     views = (view for ref, view in world.children.items() if ref.kind == "Deployment" and view.owned)
     return {view.offer for view in views} | {pod.offer for pod in world.component_pods(SERVER)}
 

@@ -99,10 +99,10 @@ class EngineBudget:
 def engine_budget(
     world: World, name: str, pods: tuple[PodView, ...], *, revision: str, attempt: str, served: bool
 ) -> EngineBudget:
-    """Return the budget of engine `name`, from its entry in the status and its current pods.
+    """Return the restart budget of engine `name`, from its entry in the status and its current pods.
 
     Args:
-        revision: revision of the spec; every pod counts while the revision is unknown ("").
+        revision: revision of the spec; "" if unknown. The restarts of pods with another revision are not counted.
         attempt: current attempt. Budgets that the status recorded in another attempt do not count.
         served: whether the engine serves, or served in the last pass.
     """
@@ -141,7 +141,7 @@ def avoided_in(entry: Mapping[str, Any], now: datetime) -> dict[str, Any]:
 
 
 def _exhausted(world: World, before: Mapping[str, Any], restarts: int) -> EngineBudget:
-    """Return the budget of an engine whose budget is exhausted in the status.
+    """Return the restart budget of an engine whose budget is exhausted according to the status.
 
     If the engine is due to start again, the returned budget lets it start. The next incident then exhausts the budget
     again.
@@ -240,10 +240,10 @@ EVENT_REASONS = {COORDINATOR: "CoordinatorCrashed", ENGINE: "EngineCrashed", SER
 
 @dataclass(frozen=True, slots=True)
 class Restarts:
-    """The container restarts of one component.
+    """The container restarts of one component, and the current incident, which is a period that begins with a restart.
 
-    count: restarts of its current pods.
-    since: start of the incident; None without an incident.
+    count: restarts of the component's current pods.
+    since: start of the incident; None if there is no incident.
     base:  restarts before the incident.
     """
 
@@ -292,7 +292,10 @@ def _next(component: str, before: Mapping[str, Any] | None, count: int, now: dat
 def crash_events(
     before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]], pods: tuple[PodView, ...]
 ) -> list[EmitEvent]:
-    """Return the Events of the incidents that are reported now."""
+    """Return an Event for each incident that is reported in `after` and was not yet reported in `before`.
+
+    before, after: `status.restarts` before and after this pass.
+    """
     reported = {entry["component"] for entry in before if entry.get("reported") and entry.get("since")}
     started = {entry["component"]: entry.get("since") for entry in before}
     events = []

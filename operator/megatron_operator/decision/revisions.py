@@ -88,8 +88,8 @@ class Rollout:
     def former(self) -> str:
         """Revision for an engine that starts before the desired revision may be used.
 
-        It is the revision of the other engines or, if there are no other engines, the last verified revision. The value
-        is empty if there is no such revision.
+        It is the revision of the engines that do not have the desired revision. If there are no such engines, it is
+        the last revision in `verified` that is not the desired revision. The value is empty if there is none.
         """
         if self.outdated:
             last = max(self.outdated, key=lambda engine: (engine.serving, engine.index)).statefulset
@@ -101,7 +101,7 @@ class Rollout:
     def paused(self) -> bool:
         """Whether engines keep an earlier revision because the rollout is paused.
 
-        If there are no engines, the earlier revision is the last verified revision.
+        If there are no engines, the earlier revision is the value of `former`.
         """
         absent = not any(engine.statefulset for engine in self.engines.wanted)
         held = absent and self.former and self.verified[-1] != self.revision
@@ -214,10 +214,10 @@ class RevisionCheck:
 
     @property
     def obsolete_pods(self) -> list[PodView]:
-        """Check pods that are no longer needed.
+        """Pods that check a revision and are no longer needed.
 
-        A check pod is no longer needed if its revision is not the desired revision, is already verified, or is the
-        revision of all engines.
+        Such a pod is no longer needed if its revision is not the desired revision, is already in `Rollout.verified`, or
+        is the revision of all engines.
         """
         rollout = self.rollout
         needed = rollout.check_due or (rollout.revision not in rollout.verified and bool(rollout.outdated))

@@ -13,7 +13,7 @@ Invariants, which a test verifies in every reachable state (tests/unit/operator/
 - While engines of another revision serve, the desired revision must pass its check. Before that, no engine is drained
   for the desired revision, and no engine gets it.
 - Engines that do not serve are replaced first, because their replacement costs no capacity.
-- An engine of the desired revision is never changed, whatever revisions were desired in between. Several edits
+- An engine of the desired revision is never changed, even if other revisions were desired for a time. Several edits
   therefore collapse into the last one, and a revert keeps engines of the old revision.
 - The number of pods belongs to the revision. It changes together with the template, never before.
 """
@@ -89,7 +89,10 @@ class Replace:
 
 @dataclass(frozen=True, slots=True)
 class Recreate:
-    """Step: delete the pods of these engines that have an earlier template. This completes an interrupted Replace."""
+    """Step: delete those pods of these engines that were created from an earlier template.
+
+    This completes an interrupted Replace.
+    """
 
     names: tuple[str, ...]
 
@@ -142,9 +145,9 @@ def keeps_revision(*, current: bool, has_pods: bool, wants_pods: bool) -> bool:
     """Return whether an engine keeps the template and number of pods of its revision until a Replace step.
 
     Args:
-        current: the engine's StatefulSet has the desired revision.
-        has_pods: the engine's StatefulSet has pods, or creates them.
-        wants_pods: the lifecycle allows the engine to have pods.
+        current: whether the engine's StatefulSet has the desired revision.
+        has_pods: whether the engine's StatefulSet has pods, or creates them.
+        wants_pods: whether the lifecycle allows the engine to have pods.
     """
     return has_pods and wants_pods and not current
 
@@ -154,8 +157,9 @@ def kept_extras(
 ) -> tuple[str, ...]:
     """Return the names of the surplus engines that must not be removed now.
 
-    Surge engines stay until every desired engine is done. A surge engine whose canary failed stays too. Engines of
-    another revision stay if fewer than `replicas - maxUnavailable` engines would be available without them.
+    Surge engines stay until every desired engine is done (`EngineFacts.done`). A surge engine whose canary failed stays
+    too. Engines of another revision stay if fewer than `replicas - maxUnavailable` engines would be available without
+    them.
 
     Args:
         engines: every desired engine, by index.
@@ -224,7 +228,7 @@ class Situation:
 
     @cached_property
     def down(self) -> tuple[str, ...]:
-        """Outdated engines that do not serve, highest index first. Their number is limited by the quota."""
+        """The first `quota` outdated engines that do not serve, highest index first."""
         return _names(engine for engine in reversed(self.outdated) if not engine.serving)[: self.quota]
 
     @cached_property
@@ -339,6 +343,9 @@ def rule_for(situation: Situation) -> RolloutRule:
 
 
 def next_step(engines: Sequence[EngineFacts], **options: Any) -> Step:
-    """Return the single next step of a rollout. engines, options: fields of `Situation`."""
+    """Return the single next step of a rollout.
+
+    engines, options: fields of `Situation`.
+    """
     situation = Situation(engines=engines, **options)
     return rule_for(situation).step(situation)

@@ -1,6 +1,4 @@
-"""A World, divided into the topics that policies read. Each topic is a frozen object of a class in a module of its
-own.
-"""
+"""A World, divided into the topics that policies read. Each topic is a frozen object with a class in its own module."""
 
 from __future__ import annotations
 

@@ -114,7 +114,10 @@ def _counted(scene: Scene, engines: Sequence[EngineView]) -> int:
 
 
 def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
-    """Return the number of desired, ready and updated engines of each role. Returns an empty list without roles."""
+    """Return the number of desired, ready and updated engines of each role.
+
+    Returns an empty list if the spec defines no roles.
+    """
     return [
         {
             "name": role,
@@ -129,7 +132,7 @@ def _roles(scene: Scene, serving: Sequence[EngineView]) -> list[dict[str, Any]]:
 def _formats(scene: Scene) -> Mapping[str, str] | None:
     """Return `status.formats`, the formats of answers that the servers parse.
 
-    If the coordinator does not report the formats, return the recorded formats, or None without a record.
+    If the coordinator does not report the formats, return the formats in the current status, or None if it has none.
     """
     formats = scene.world.coordinator.formats
     if formats is None:
@@ -168,7 +171,7 @@ def _loading(scene: Scene) -> dict[str, Any] | None:
 def _limits(scene: Scene, serving: Sequence[EngineView]) -> Mapping[str, int]:
     """Return `status.limits`. Each limit is the minimum over the serving engines.
 
-    If no engine reports a limit, return the recorded limits, or an empty mapping without a record.
+    If no engine reports a limit, return the limits in the current status, or an empty mapping if it has none.
     """
     reports = [engine.report for engine in serving if engine.report is not None]
     limits = {}
@@ -274,7 +277,10 @@ def _lifecycle(scene: Scene, operation: Operation | None) -> dict[str, Any]:
 
 
 def step_status(status: Mapping[str, Any], step: str, waiting_on: str, *, now: datetime) -> dict[str, Any]:
-    """Return `status.plan` for the current step. status: the stored status."""
+    """Return `status.plan` for the current step.
+
+    status: the stored status.
+    """
     before = status.get("plan") or {}
     since = before.get("since") if before.get("step") == step else None
     return {"step": step, "waitingOn": waiting_on, "since": since or stamp_seconds(now)}

@@ -25,7 +25,10 @@ BEGUN = frozenset({UpdatePhase.RUNNING.value, UpdatePhase.DEFERRED.value})
 
 @dataclass(frozen=True)
 class Update:
-    """The update of a resource to the operator's release. desired: the effective desired state."""
+    """The update of a custom resource to the operator's release.
+
+    desired: the effective desired state of the resource.
+    """
 
     world: World
     desired: DesiredState
@@ -93,9 +96,10 @@ class Update:
         return self.begins or (self.world.resource.status.get("update") or {}).get("phase") in BEGUN
 
     def holds(self, manifest: Manifest, view: ChildView | None) -> bool:
-        """Return whether a Deployment waits for the update.
+        """Return whether the Deployment with this manifest must wait for the update.
 
-        It waits if this operator renders the Deployment differently although its part of the spec has not changed.
+        It must wait if its part of the spec has not changed, but this operator renders it differently than the operator
+        that applied it.
         """
         if not self.available or view is None or manifest["kind"] != "Deployment":
             return False
@@ -105,7 +109,7 @@ class Update:
     def status(self, *, complete: bool) -> Mapping[str, Any]:
         """Return the fields of the status that describe the release and the update.
 
-        complete: all children have the release of the resource.
+        complete: whether all children have the release of the resource.
         """
         phase: UpdatePhase | None = None
         if self.begun and not complete:

@@ -42,7 +42,7 @@ from megatron_operator.resource.names import PREFILL
 
 
 def _due(scene: Scene, manifest: Manifest) -> bool:
-    """Return whether a child is missing or differs from its manifest, and may be applied."""
+    """Return whether a child must be applied: it may be applied, and it is missing or differs from its manifest."""
     view = scene.world.children.get(ChildRef.of(manifest))
     if not scene.rendered.may_offer(manifest):
         return False
@@ -55,7 +55,7 @@ def _due(scene: Scene, manifest: Manifest) -> bool:
 
 
 def upkeep(scene: Scene) -> list[Action]:
-    """Return the applies and deletions of children. They do not depend on the policy that decides."""
+    """Return the actions that apply and delete children. They do not depend on the policy that decides."""
     actions: list[Action] = []
     actions += _keys(scene)
     # Apply these before the shared policies, which allow no connections within an engine.
@@ -172,7 +172,10 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
 
 
 def _free_to_return(scene: Scene, engine: EngineView) -> list[Action]:
-    """Return the actions that re-create pods that are not scheduled and avoid a node that the engine may use again."""
+    """Return the actions that delete unscheduled pods, if they avoid a node that the engine may now use again.
+
+    The StatefulSet creates the pods again, and they can then use the node.
+    """
     avoided = {*scene.rendered.avoided(engine.name)}
     pods = [pod for pod in engine.pods if not (pod.node or pod.deleting) and {*pod.avoided.split(",")} - avoided - {""}]
     if not pods:

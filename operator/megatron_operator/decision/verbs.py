@@ -1,4 +1,4 @@
-"""The path of a verb. Returns the next legal signal from the observed to the desired state.
+"""The path of a verb. Returns the next legal signal on the path from the observed to the desired state.
 
 A verb is a path in the graph of the coordinator's states. An exhaustive test verifies three invariants. All signals are
 in LEGAL_SIGNALS. A signal is sent only while the coordinator and all serving engines are in the same settled state. The
@@ -38,7 +38,10 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """Step: the coordinator and the engines are in the desired state. For Stopped, the engine pods may be removed."""
+    """Step: do nothing, because the coordinator and the engines are in the desired state.
+
+    If this state is Stopped, the engine pods may be removed.
+    """
 
 
 Step = Send | Wait | Reached
@@ -59,11 +62,11 @@ def next_step(
     Args:
         coordinator: state of the coordinator.
         engines: name and state of every serving engine.
-        drained: a DRAIN of all engines for this goal is complete or past its deadline.
-        all_draining: a DRAIN of all engines is in effect; only UNPAUSE ends it.
-        stopped: STOP for this goal is complete.
-        engines_expected: engine pods exist or should exist. An empty list `engines` then means that no engine has
-            registered yet.
+        drained: whether a DRAIN of all engines for this goal is complete or past its deadline.
+        all_draining: whether a DRAIN of all engines is in effect. Only UNPAUSE ends it.
+        stopped: whether STOP for this goal is complete.
+        engines_expected: whether engine pods exist or should exist. If so, an empty list `engines` means that no engine
+            has registered yet.
     """
     if desired is D.STOPPED and stopped:
         return Reached()

@@ -52,8 +52,8 @@ class ConfirmedWeights:
     def revision(self) -> str | None:
         """Revision of the weights that engines serve.
 
-        The value is None with a trainer. It is also None until the first engine has served. Until then, pods load the
-        revision of the spec.
+        The value is None if the spec has a trainer. It is also None until the first engine has served. Until then, pods
+        load the revision of the spec.
         """
         if self.world.resource.spec.has_trainer:
             return None
@@ -66,7 +66,7 @@ class ConfirmedWeights:
     def epoch(self) -> int:
         """Epoch of the last confirmed update of this model's weights.
 
-        The value is 0 if there was no update, or with a trainer.
+        The value is 0 if there was no update, or if the spec has a trainer.
         """
         if self.world.resource.spec.has_trainer:
             return 0
@@ -109,7 +109,7 @@ class Weights:
 
     @cached_property
     def wrong(self) -> tuple[EngineView, ...]:
-        """Serving engines whose weights differ from the last confirmed update."""
+        """Serving engines whose weights differ from the weights of the last confirmed update."""
         if self.engines.old_model:
             return ()
         right = (None, self.confirmed.revision)
@@ -117,10 +117,10 @@ class Weights:
 
     @cached_property
     def mixed(self) -> tuple[str, ...]:
-        """Digests of weights that differ between engines of the same revision; empty if there are none.
+        """The different weights digests that engines of the same revision report; empty if their digests are equal.
 
-        Such engines have loaded different files. With a trainer, only engines of the same epoch are compared, because
-        not all engines report an update at the same time.
+        Engines with different digests have loaded different files. With a trainer, only engines of the same epoch are
+        compared, because not all engines report an update at the same time.
         """
         has_trainer = self.world.resource.spec.has_trainer
         digests: dict[tuple[str, int], set[str]] = {}
@@ -134,7 +134,7 @@ class Weights:
 
     @cached_property
     def mixed_after_update(self) -> tuple[str, ...]:
-        """Weights digests that still differ after the weights were loaded again; empty if none differ."""
+        """Digests of weights that still differ after the weights were loaded again; empty if none differ."""
         last, stored = self.operation, (self.world.resource.status.get("weights") or {}).get("differentDigests")
         updated = last is not None and last.over(SignalKind.UPDATE_WEIGHTS)
         recent = updated and last is not None and seconds_since(last.since, self.world.now) < WEIGHTS_REPORT_SECONDS
@@ -144,7 +144,8 @@ class Weights:
     def due(self) -> str | None:
         """Revision of the weights that engines should load in place. The value is None if no update is due.
 
-        Different digests cause an update only if an earlier update has shown that the engines can update their weights.
+        If engines report different digests of their weights, an update is due only if an earlier update has shown that
+        the engines can update their weights.
         """
         wanted, revision = self.world.resource.spec.weights, self.confirmed.revision
         if wanted is None or revision is None:
@@ -186,7 +187,10 @@ class Weights:
 
     @cached_property
     def finding(self) -> Finding | None:
-        """The error if engines serve other weights than requested, or weights that differ between engines, or None."""
+        """The error of the weights that engines serve, or None.
+
+        It is an error if engines serve other weights than requested, or if the weights of engines differ.
+        """
         if self.world.resource.spec.has_trainer and self._lost is not None:
             return self._lost
         if self.wrong:

@@ -321,7 +321,7 @@ class Contest:
     """Seconds until the next apply."""
 
     def holds(self, manifest: Manifest, child: ChildView | None) -> bool:
-        """Return whether the apply of `manifest` must wait, because the same apply to the same object is contested."""
+        """Return whether the apply of `manifest` must wait, because the other program has reverted the same apply."""
         replicas = manifest["spec"]["replicas"] if manifest["kind"] == "StatefulSet" else 0
         same = (manifest_hash(manifest), replicas) == (self.hash, self.replicas)
         return self.retry_in > 0 and same and child is not None and child.uid == self.uid
@@ -408,9 +408,9 @@ class World:
     def fence(self) -> int:
         """Fence of this leader's signals to this resource, which is the leader term plus the resource's offset.
 
-        A later leader has a higher term. The offset never decreases, because it is written with the status before a
-        signal is sent, with the resource version that was read as a precondition. The fences of successive leaders are
-        therefore ordered for each resource.
+        A later leader has a higher term. The offset never decreases, because each leader writes it with the status
+        before it sends a signal, and only on the version of the resource that it has read. The fences of successive
+        leaders are therefore ordered for each resource.
         """
         return self.term + self.fence_offset
 

@@ -16,7 +16,7 @@ class AddressTemplateError(ValueError):
 
 
 def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
-    """Return the address of the admin port at the Service's cluster IP. Returns None without a cluster IP.
+    """Return the address of the admin port at the Service's cluster IP. Returns None if `cluster_ip` is empty.
 
     The address needs no DNS and is reachable from nodes and pods.
     """

@@ -36,7 +36,8 @@ again.
 class Expectation:
     """A prompt whose greedy continuation is the same at any precision.
 
-    At each position, the log-probability of every other token is lower by at least 3.5 than the chosen token's.
+    At each position, the log-probability of the chosen token exceeds the log-probability of every other token by
+    at least 3.5.
     """
 
     prompt: tuple[int, ...]
@@ -129,7 +130,7 @@ class CanaryBook:
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
         """Send a canary, unless the same canary to this engine is unanswered.
 
-        Return False if the canary must be sent but cannot be sent.
+        Returns False if the canary must be sent but cannot be sent, otherwise True.
         """
         waiting = self._waiting.get(asked.engine)
         if waiting is not None and waiting.asked == asked and waiting.until > self._clock():

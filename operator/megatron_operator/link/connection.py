@@ -149,11 +149,10 @@ class CoordinatorLink:
         return "" if self._link is None else self._link.address
 
     def point_to(self, addresses: tuple[str, ...], keys: PeerKeys | None) -> None:
-        """Connect to the coordinator at the first of `addresses`.
+        """Connect to the coordinator at the first of `addresses`, and disconnect if `addresses` is empty.
 
-        While this coordinator is silent or a standby, try the other addresses.
-
-        Without addresses, disconnect. Does nothing if both arguments are the same as in the last call.
+        While the coordinator at the current address is silent or a standby, the link tries the other addresses. Does
+        nothing if both arguments are the same as in the last call.
         """
         if (addresses, keys) == (self._addresses, self._keys):
             return
@@ -213,7 +212,7 @@ class CoordinatorLink:
 
     @property
     def _knows_engines(self) -> bool:
-        """Whether the registered coordinator has reported its engines."""
+        """Whether the coordinator has reported, in its last reply, that it knows its engines."""
         return self._reply is not None and self._reply.state is not CoordinatorState.RECOVERING
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
@@ -248,9 +247,10 @@ class CoordinatorLink:
             return
 
     def expect_change(self, expected: bool) -> None:
-        """Poll the coordinator at a shorter interval, because the resource waits for a change that it will report.
+        """Poll the coordinator at a shorter interval while the resource waits for a change.
 
-        expected: False returns to the normal interval.
+        expected: whether the resource waits for a change that the coordinator will report. False restores the normal
+            interval.
         """
         if expected and not self._expects_change:
             self._nudge.set()
@@ -262,9 +262,10 @@ class CoordinatorLink:
         return waiting is not None and waiting.until > self._clock()
 
     def signal(self, signal: Signal) -> bool:
-        """Send a signal, unless the same signal is unanswered. Return False if there is no connection.
+        """Send a signal, unless the same signal is unanswered.
 
-        The caller must have checked its leadership. A signal is never queued for a later connection.
+        Returns False if there is no connection, otherwise True. A signal is never queued for a later connection. The
+        caller must have checked its leadership.
         """
         if self.awaits(signal.operation_id):
             return True
@@ -291,7 +292,7 @@ class CoordinatorLink:
     def ask_canary(self, asked: AskCanary) -> bool:
         """Send a canary, unless the same canary to this engine is unanswered.
 
-        Return False if there is no connection.
+        Returns False if a canary must be sent but cannot be sent, otherwise True.
         """
         return self._registered.is_set() and self._canaries.ask(asked, self._send)
 
@@ -344,7 +345,7 @@ class CoordinatorLink:
         return self._link is not None and self._registered.is_set() and self._link.send(frames)
 
     def _receive(self, on_message: Callable[[Frames], None], frames: Frames) -> None:
-        """Count a message and pass it on. If the coordinator sends too many messages, disconnect."""
+        """Count a message and pass it to `on_message`. If the coordinator sends too many messages, disconnect."""
         if self._link is None:
             return
         begin, messages, size = self._second

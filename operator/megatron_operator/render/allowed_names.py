@@ -1,6 +1,6 @@
 """The variables, labels and annotations that the profile `restricted` of the pod policy allows, each with a reason.
 
-`pod_policy.py` applies these names. A chart value adds further names.
+`pod_policy.py` compares a podTemplate with these names. A chart value adds further names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group of names of one kind that the profile `restricted` allows, with the reason."""
+    """Names of variables, labels or annotations that the profile `restricted` allows for one common reason."""
 
     reason: str
     names: tuple[str, ...]

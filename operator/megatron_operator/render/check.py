@@ -42,8 +42,8 @@ def check_pod(ctx: RenderContext) -> Manifest:
     """Return the pod that checks whether the engines of the spec can start.
 
     The pod has the image, environment, volumes, node selection, security context and init containers of an engine's
-    pod. It requests no GPUs and has no affinity to other pods, because engines occupy the nodes that it needs. A claim
-    of one engine may be mounted on another node, so the check's pod has an empty volume instead of such a claim.
+    pod. Engines may occupy all GPUs of the nodes that it needs, so it requests no GPUs and has no affinity to other
+    pods. A claim of one engine may be mounted on another node, so the pod has an empty volume instead of such a claim.
 
     Raises:
         RenderError: the spec cannot be rendered.

@@ -25,7 +25,10 @@ from megatron_operator.resource.names import (
 
 
 def plain_children(ctx: RenderContext) -> list[Manifest]:
-    """Return the shared children that have no pods and can always be rendered, except the keys Secret."""
+    """Return the shared children that create no pods and can always be rendered.
+
+    The keys Secret is left out.
+    """
     standby = [coordinator_service(ctx, STANDBY)] if ctx.has_standby else []
     return [
         service_account(ctx),
@@ -38,7 +41,10 @@ def plain_children(ctx: RenderContext) -> list[Manifest]:
 
 
 def other_children(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
-    """Return functions that build the other shared children, by name of the child. They raise RenderError."""
+    """Return functions that build the shared children that plain_children() omits, by name of the child.
+
+    The functions raise RenderError.
+    """
     standby = {ctx.standby_name: lambda: coordinator_deployment(ctx, STANDBY)} if ctx.has_standby else {}
     return {
         **front_door(ctx),

@@ -57,7 +57,7 @@ class Preview:
 def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
     """Yield each field whose value differs, as `path: old -> new`, depth first and in the order of the manifest.
 
-    If only one of `old` and `new` has an object, yield the fields of the object.
+    If a field is an object in only one of `old` and `new`, yield each field of this object.
     """
     if isinstance(old, Mapping | None) and isinstance(new, Mapping | None) and (old or new):
         before, after = old or {}, new or {}
@@ -115,7 +115,7 @@ def _short(value: Any) -> str:
 
 
 def _by_name(ctx: RenderContext | None) -> dict[str, Manifest]:
-    """Return the children by kind and name. Returns an empty mapping without a context.
+    """Return the children by kind and name. Returns an empty mapping if `ctx` is None.
 
     Records of revisions are omitted, because they differ only if the engines differ. The ConfigMap is listed under its
     name without the hash.

@@ -157,7 +157,7 @@ class RenderContext:
 
     @property
     def scheme(self) -> str:
-        """Scheme of the servers (`http` or `https`), which is also the name of their port."""
+        """URL scheme of the servers (`http` or `https`), which is also the name of their port."""
         return "http" if self.spec.server.tls is None else "https"
 
     @property
@@ -175,7 +175,8 @@ def release_annotations(ctx: RenderContext, inputs: Any) -> dict[str, str]:
     An operator of another release renders the template differently, and needs these annotations to know whether the
     spec has changed.
 
-    inputs: the fields, without fields that have their defaults, because a later operator may have further fields.
+    inputs: the spec fields that the pod template uses. Fields with their defaults are omitted, because a later operator
+            may have further fields.
     """
     release = Release.of(ctx.settings, ctx.spec.engine.backend)
     return {ANNOTATION_RELEASE: release.to_annotation(), ANNOTATION_INPUTS: digest([ctx.settings.security, inputs])}
@@ -255,7 +256,7 @@ def owner_reference(ctx: RenderContext) -> dict[str, Any]:
 def child(
     ctx: RenderContext, kind: str, name: str, *, api_version: str = "v1", component: str | None = None, **body: Any
 ) -> Manifest:
-    """Return the base of a child, which has its identity, its labels and an owner reference.
+    """Return the manifest of a child with its identity, its labels, an owner reference and the fields in `body`.
 
     The owner reference never blocks the deletion of the resource.
     """

@@ -65,12 +65,15 @@ OPTIONS = (
 
 
 def coordinator_args(ctx: RenderContext, component: str) -> list[str]:
-    """Return the command-line arguments of a coordinator. component: COORDINATOR or STANDBY."""
+    """Return the command-line arguments of a coordinator.
+
+    component: COORDINATOR or STANDBY.
+    """
     return command_line("coordinator", OPTIONS, ctx, component)
 
 
 def lost_node_tolerations(given: list[Any]) -> list[Any]:
-    """Return the tolerations `given`, plus the tolerations for a lost node that `given` does not have."""
+    """Return the tolerations `given`, plus a toleration of each taint of lost nodes for which `given` has none."""
     keys = {entry.get("key") for entry in given if isinstance(entry, dict)}
     missing = [key for key in NODE_TAINTS if key not in keys]
     effect = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": TOLERATION_SECONDS}

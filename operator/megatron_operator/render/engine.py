@@ -403,7 +403,7 @@ def _of_engine(ctx: RenderContext, index: int) -> dict[str, Any] | None:
 
 
 def _of_claim(volume: Any, values: dict[str, str]) -> Any:
-    """Return a volume, in which the placeholders of its claim are replaced.
+    """Return the volume with `values` instead of the placeholders in its claim.
 
     The name of the volume stays unchanged, because the pod policy has checked the mounts of volumes by their names.
     """
@@ -424,7 +424,10 @@ def _filled(value: Any, values: dict[str, str]) -> Any:
 
 
 def engines_differ(ctx: RenderContext) -> bool:
-    """Return whether the pods of two engines can refer to different objects, because a podTemplate has placeholders."""
+    """Return whether the podTemplate of any role has placeholders in its spec.
+
+    If so, the pods of two engines can refer to different objects.
+    """
     templates = (ctx.of_role(role).spec.engine.pod_template for role in ctx.roles)
     return any(has_placeholder((template or {}).get("spec")) for template in templates)
 

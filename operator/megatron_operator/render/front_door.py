@@ -31,7 +31,10 @@ MATCHES_PER_RULE = 64
 
 
 def front_door(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
-    """Return functions that build the objects that the spec requests, by kind and name. They raise NotAllowed."""
+    """Return functions that build the Service of the servers, and the Ingress, HTTPRoute and InferencePool of the spec.
+
+    The keys are kind and name. The functions raise NotAllowed if the pod policy does not allow a field.
+    """
     server = ctx.spec.server
     optional: tuple[tuple[str, Any, Callable[[RenderContext, Any], Manifest]], ...] = (
         ("Ingress", server.ingress, ingress),
@@ -63,7 +66,11 @@ def front_service(ctx: RenderContext) -> Manifest:
 
 
 def ingress(ctx: RenderContext, wanted: IngressSpec) -> Manifest:
-    """Return the Ingress, which routes all paths of its hosts to the servers. Raises NotAllowed."""
+    """Return the Ingress, which routes all paths of its hosts to the servers.
+
+    Raises:
+        NotAllowed: the pod policy does not allow a host, the TLS Secret or an annotation.
+    """
     require_hosts(ctx, wanted.hosts, "spec.server.ingress.hosts")
     require_tls_secret(ctx, wanted.tls_secret_name, "spec.server.ingress.tlsSecretName")
     backend = {"service": {"name": ctx.name, "port": {"number": SERVICE_PORTS[ctx.scheme]}}}
@@ -79,9 +86,12 @@ def ingress(ctx: RenderContext, wanted: IngressSpec) -> Manifest:
 
 
 def http_route(ctx: RenderContext, wanted: HttpRouteSpec) -> Manifest:
-    """Return the HTTPRoute to the Service, or to the InferencePool if the spec defines one. Raises NotAllowed.
+    """Return the HTTPRoute to the Service, or to the InferencePool if the spec defines one.
 
     With `modelHeader`, the route matches the names of the model and its adapters.
+
+    Raises:
+        NotAllowed: the pod policy does not allow a host.
     """
     require_hosts(ctx, wanted.hostnames, "spec.server.httpRoute.hostnames")
     path = {"path": {"type": "PathPrefix", "value": wanted.path_prefix or "/"}}
@@ -125,9 +135,12 @@ def inference_pool(ctx: RenderContext, wanted: InferencePoolSpec) -> Manifest:
 
 
 def _annotated(ctx: RenderContext, manifest: Manifest, wanted: Mapping[str, str] | None, field: str) -> Manifest:
-    """Return the manifest with the annotations `wanted` added. Raises NotAllowed.
+    """Return the manifest with the annotations `wanted`.
 
     field: path of the annotations in the spec, for messages.
+
+    Raises:
+        NotAllowed: the pod policy does not allow an annotation.
     """
     require_annotations(ctx, wanted, field)
     if wanted:

@@ -84,7 +84,10 @@ def _coordinators(ctx: RenderContext) -> dict[str, Any]:
 
 
 def _engines_and_check(ctx: RenderContext) -> dict[str, Any]:
-    """Return the selector of the engines' pods and of the check's pod, because both read the model's source."""
+    """Return the selector of the pods that read the source of the model.
+
+    These are the engines' pods and the pod that checks a revision.
+    """
     return {"podSelector": pods_of(ctx, CHECK, ENGINE)}
 
 
@@ -97,8 +100,9 @@ def _peers(trainer: TrainerSpec) -> list[dict[str, Any]]:
 
 
 def _tcp(port: int, *, last: int | None = None) -> list[dict[str, Any]]:
-    """Return the TCP ports of a NetworkPolicy rule: the port `port` or, with `last`, all ports from `port` to
-    `last`.
+    """Return the TCP ports of a NetworkPolicy rule.
+
+    The result has the port `port`, or all ports from `port` to `last` if `last` is given.
     """
     return [{"protocol": "TCP", "port": port, **({} if last in (None, port) else {"endPort": last})}]
 
@@ -140,7 +144,7 @@ def hub_egress() -> dict[str, Any]:
 def media_egress() -> dict[str, Any]:
     """Return the rule that allows connections to the HTTP and HTTPS ports of any address.
 
-    A NetworkPolicy cannot contain host names, so the server checks the hosts.
+    A NetworkPolicy cannot contain host names, so the OpenAI server checks the host of each URL.
     """
     return {"ports": [*_tcp(PORT_PLAIN_HTTP), *_tcp(PORT_HUB)]}
 

@@ -1,8 +1,9 @@
-"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations.
+"""Secret `NAME-keys`, which has the CURVE key pairs of one resource. During a rotation, it has two generations of keys.
 
-A file has one key per line. A port accepts every key of its `.pub` file. A process uses the first line of its own
-`.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in stages. Each stage is
-compatible with processes that still have the previous stage (see `resource.states.KeyStage`):
+A file has one key per line. A port admits a peer whose key is in the `.pub` file of the peer's role. A process uses the
+first line of its own `.key`, and tries the lines of `server.pub` in order. A rotation therefore writes the Secret in
+stages. Each stage is compatible with processes that still have the previous stage (see `resource.states.KeyStage`). In
+this table, A is the old generation and B the new one, in the order of the lines:
 
     stage        engine.key, client.key,  their .pub   server.key   server.pub
                  trainer.key
@@ -75,11 +76,11 @@ def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: s
 
 
 def next_files(files: Files, stage: KeyStage, *, fresh: Files) -> dict[str, str]:
-    """Return the files of `stage`.
+    """Return the files that the keys Secret has in `stage` of a rotation.
 
     Args:
         files: the files of the previous stage.
-        fresh: the key pairs of the new generation, used by ADMITTING only.
+        fresh: the key pairs of the new generation, which only the stage ADMITTING uses.
     """
     peers = (*PEERS, "trainer") if TRAINER_KEY_NAMES[0] in files else PEERS
     pairs = [f"{role}.{half}" for role in ("server", *peers) for half in ("key", "pub")]

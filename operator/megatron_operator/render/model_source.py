@@ -1,4 +1,4 @@
-"""The source of the weights, as the `--model` argument, volumes and environment of engines and servers."""
+"""Converts the source of the weights to the `--model` argument, volumes and environment of engines and servers."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def adapters_digest(adapters: Iterable[Adapter]) -> str:
 
 
 def weights_revision(ctx: RenderContext) -> str:
-    """Return the revision of the weights in `model_argument`, or an empty string if it has no revision."""
+    """Return the revision of the weights that pods load, or an empty string if the spec names no revision."""
     return ctx.spec.weights_revision
 
 

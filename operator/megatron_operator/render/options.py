@@ -69,6 +69,6 @@ SEQUENCE_LENGTH_OPTION = Option(
 def command_line(command: str, options: Iterable[Option], ctx: RenderContext, process: str) -> list[str]:
     """Return the arguments of a container: the command and its options, in the order of `options`.
 
-    process: name of the process, for Option.value.
+    process: name of the process, which is passed to the function `value` of each option.
     """
     return [command, *(argument for option in options for argument in option.arguments(ctx, process))]

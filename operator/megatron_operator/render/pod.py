@@ -43,7 +43,7 @@ CONTAINER_SECURITY = {
 def pod_security(ctx: RenderContext) -> dict[str, Any]:
     """Return the security context of a pod.
 
-    On OpenShift, the context has no user and group IDs, because the admission of pods assigns IDs of the namespace.
+    On OpenShift, the context has no user and group IDs, because OpenShift assigns the IDs of the namespace to the pod.
     """
     return {
         "runAsNonRoot": True,
@@ -216,8 +216,9 @@ def anti_affinity(own: dict[str, str], other: dict[str, str] | None = None) -> d
     """Return an affinity that prefers nodes that run no pods with the labels `own` or `other`.
 
     own:   labels of the component's own pods.
-    other: labels of another component's pods, which must not be lost together with the own pods. `other` has a higher
-           weight than `own`, because an own pod may be terminating on the node that its successor should use.
+    other: labels of another component's pods, which must not be lost together with the component's own pods. They have
+           a higher weight than `own`, because a terminating pod of the component may be on the best node for its
+           successor.
     """
     weighted = [
         {"weight": weight, "podAffinityTerm": {"topologyKey": HOSTNAME, "labelSelector": {"matchLabels": match}}}

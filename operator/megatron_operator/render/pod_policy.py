@@ -3,8 +3,8 @@
 The profile `restricted` is an allow list. It consists of tables from the path of a field to its rule, and of tables of
 allowed names of variables, labels and annotations. A field outside the tables is rejected whatever its value is. Values
 of the operator's chart can allow further classes of fields (`resource.pod_policy.Switch`). The profile `trusted`
-rejects only changes of fields that the operator itself sets and depends on. Both profiles limit host names and TLS
-Secrets of the front door.
+rejects only changes of fields that the operator itself sets and depends on. Both profiles limit the TLS Secrets and
+host names of Ingresses and HTTPRoutes.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Violation:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A podTemplate, and the other input of the rules that check it."""
+    """A podTemplate that is checked, and everything else that the rules read."""
 
     policy: PodPolicy
     runtime_images: tuple[str, ...]
@@ -126,7 +126,9 @@ def require_annotations(ctx: RenderContext, annotations: Mapping[str, str] | Non
 
 
 def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -> None:
-    """Raise NotAllowed if the chart does not allow host names of the front door. This applies to both profiles.
+    """Raise NotAllowed if the chart does not allow host names of an Ingress or HTTPRoute.
+
+    This check applies to both profiles of the pod policy.
 
     hosts: None or empty means every host.
     """
@@ -139,7 +141,10 @@ def require_hosts(ctx: RenderContext, hosts: Sequence[str] | None, field: str) -
 
 
 def require_tls_secret(ctx: RenderContext, name: str | None, field: str) -> None:
-    """Raise NotAllowed if the chart does not allow a TLS Secret of the front door. This applies to both profiles."""
+    """Raise NotAllowed if the chart does not allow the Ingress to use the TLS Secret `name`.
+
+    This check applies to both profiles of the pod policy.
+    """
     policy = ctx.settings.pod_policy
     if policy is not None and name is not None:
         allowed = _named(policy.tls_secrets, ctx)
@@ -269,7 +274,12 @@ def _walk(value: Any, path: str, fields: Path, table: Table, request: Request) -
 
 @dataclass(frozen=True)
 class Table:
-    """The rules of fields, by path. `inner` has all prefixes of the paths. `what` names the table in messages."""
+    """The fields of an object that the pod policy allows.
+
+    what:  name of the object in messages.
+    rules: rule of each allowed field, by path.
+    inner: all prefixes of the allowed paths.
+    """
 
     what: str
     rules: Mapping[Path, Rule]
@@ -383,7 +393,7 @@ _VARIABLE_FIELDS = ("name", "value", "valueFrom")
 
 
 def _foreign_variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
-    """Yield the violations in one environment variable of any container.
+    """Yield the violations in one environment variable of a sidecar or a rendered container.
 
     The variable's value must not contain text that Kubernetes expands. Only a variable that is meant for a secret may
     take its value from a Secret.

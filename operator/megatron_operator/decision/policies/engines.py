@@ -31,11 +31,11 @@ def _count(engines: Engines, engine: EngineView) -> str:
 def undrain(
     world: World, engines: Engines, observed: Observed, rollout: Rollout, check: RevisionCheck
 ) -> Verdict | None:
-    """Return a drained engine to service if the change for which it was drained will not take place now.
+    """Return a verdict that returns a drained engine to service by replacing its pods, otherwise None.
 
-    The change may have been reverted or paused. It may also have been replaced by a later change whose check failed.
-
-    A drained engine gets requests again only after it has registered again, so its pods are replaced.
+    A drained engine is returned to service if the change for which it was drained will not take place now. The change
+    may have been reverted or paused, or replaced by a later change whose check failed. The pods are replaced because
+    the engine gets requests again only after it has registered again.
     """
     if not observed.running or rollout.all_draining or world.coordinator.drained_all:
         return None
@@ -60,7 +60,7 @@ def undrain(
 def scale_down(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout
 ) -> Verdict | None:
-    """Remove surplus engines of a role, unless a rollout needs them.
+    """Return a verdict that removes surplus engines of a role, or None if there are none or a rollout needs them.
 
     Engines that do not serve are removed immediately. Serving engines are removed one at a time, highest index first,
     after their requests have finished.
@@ -91,7 +91,10 @@ def scale_down(
 
 
 def engines_not_serving(engines: Engines, blockers: Blockers) -> Verdict | None:
-    """Wait for desired engines that start, load, crash or are lost."""
+    """Return a verdict that waits for desired engines that start, load, crash or are lost.
+
+    Returns None if all desired engines serve.
+    """
     failed = [engine for engine in engines.wanted if engine.budget.exhausted is not None]
     if not engines.absent and not failed:
         return None

@@ -26,14 +26,17 @@ QUIET = {
 
 
 def deleting(world: World) -> Verdict | None:
-    """Do nothing while the resource is being deleted, because the garbage collector deletes its children."""
+    """Return a verdict without actions while the resource is being deleted, otherwise None.
+
+    The garbage collector deletes the children.
+    """
     if not world.resource.deleting:
         return None
     return Verdict(Reason.DELETING, "the resource is being deleted", upkeep=False)
 
 
 def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """Do nothing while an object with another owner has the name of a child.
+    """Return a verdict without actions while an object with another owner has the name of a child, otherwise None.
 
     The user must rename the object or the resource.
     """
@@ -68,7 +71,10 @@ def child_not_owned(world: World, ctx: RenderContext, engines: Engines) -> Verdi
 
 
 def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blockers) -> Verdict | None:
-    """Wait for a change of the spec or a restart command if every engine has exhausted its restart budget."""
+    """Return a verdict that waits for a change of the spec or a restart command.
+
+    Returns None unless every engine has exhausted its restart budget.
+    """
     if observed.state is not ResourceState.FAILED:
         return None
     _, on = blockers.desired_engines()
@@ -78,9 +84,10 @@ def restart_budget_exhausted(observed: Observed, engines: Engines, blockers: Blo
 
 
 def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict | None:
-    """Stop if the coordinator reports a fence that no leader can have sent.
+    """Return a verdict that waits for a restart of the coordinator, if the coordinator reports too high a fence.
 
-    This coordinator would reject every signal, because the fence of this leader is lower.
+    No leader can have sent this fence. Until the restart, the coordinator rejects every signal, because the fence of
+    this leader is lower.
     """
     seen, own = world.rejected_fence, world.fence
     if seen is None or desired.stopped:
@@ -96,7 +103,10 @@ def stale_fence(world: World, desired: Desired, ctx: RenderContext) -> Verdict |
 
 
 def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Observed) -> Verdict | None:
-    """Report that the resource is Paused, Suspended or Stopped as requested."""
+    """Return a verdict that reports that the resource is Paused, Suspended or Stopped as requested.
+
+    Returns None in any other state.
+    """
     found = QUIET.get(observed.state)
     if found is None or desired.state.value != observed.state.value:
         return None
@@ -115,7 +125,7 @@ def settled_quiet(world: World, desired: Desired, engines: Engines, observed: Ob
 
 
 def child_rejected(blockers: Blockers) -> Verdict | None:
-    """Report a child that cannot be rendered or that the API server rejects."""
+    """Return a verdict that reports a child that cannot be rendered or that the API server rejects, or None."""
     found = blockers.rejection()
     if found is None:
         return None
@@ -123,13 +133,13 @@ def child_rejected(blockers: Blockers) -> Verdict | None:
 
 
 def server_not_ready(blockers: Blockers) -> Verdict | None:
-    """Wait while no OpenAI server is ready."""
+    """Return a verdict that waits for an OpenAI server, or None if a server is ready."""
     found = blockers.server()
     return None if found is None else waiting(found[0], "starting the servers", found[1])
 
 
 def settled(desired: Desired, engines: Engines) -> Verdict:
-    """Report that all components of the spec serve."""
+    """Return a verdict that reports that all components of the spec serve."""
     count = len(engines.wanted)
     noun = "engine serves" if count == 1 else "engines serve"
     message = f"{count} {noun}"

@@ -24,9 +24,10 @@ LOOK_SECONDS = 2.0
 
 
 def rotate_keys(world: World, keys: Keys, ctx: RenderContext, rendered: Rendered, observed: Observed) -> Verdict | None:
-    """Rotate the keys in three steps.
+    """Return a verdict that starts the next step of a key rotation or waits for the current step.
 
-    First make all components accept both generations, then switch them to the new keys, then remove the old keys.
+    The first step makes all components accept both generations, the second switches them to the new keys, and the
+    third removes the old keys. Returns None if no rotation is due.
     """
     view, wanted = world.keys, keys.wanted_generation
     if view is None or wanted is None:
@@ -51,7 +52,10 @@ def rotate_keys_meanwhile(
     observed: Observed,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Rotate the keys during a rollout that cannot continue until its check passes or the spec changes."""
+    """Apply rotate_keys() during a rollout that cannot continue until its check passes or the spec changes.
+
+    Returns None in all other cases.
+    """
     wrong = (engine for engine in engines.all if engine.canary is Canary.FAILED and engines.is_drained(engine))
     if check.finding is None and not any(wrong):
         return None
@@ -63,7 +67,7 @@ def _step(generation: int) -> str:
 
 
 def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
-    """Return the verdict that writes the Secret of a stage.
+    """Return the verdict that writes the keys Secret in the form that it has in `stage` of the rotation.
 
     If the API server has just rejected the Secret, the verdict only waits.
     """
@@ -80,7 +84,7 @@ def _write(ctx: RenderContext, rendered: Rendered, generation: int, stage: KeySt
 
 
 def _unfinished(world: World, keys: KeysView, observed: Observed) -> str | None:
-    """Return the condition that the current stage waits for, or None if the stage is complete."""
+    """Return what the current stage of the key rotation waits for, or None if the stage is complete."""
     coordinator, used = world.coordinator, world.coordinator.keys
     if not coordinator.reachable or used is None:
         return "the coordinator to report its keys"

@@ -42,7 +42,10 @@ SIGNAL_REASON: dict[SignalKind, Reason] = {
 
 
 def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Verdict | None:
-    """Continue the operation in progress: send its signal, send the signal again, or wait for the result."""
+    """Return a verdict that continues the operation in progress, or None if no operation is in progress.
+
+    The verdict sends the signal of the operation, sends it again, or waits for the result.
+    """
     operation = desired.operation
     if operation is None or not operation.open or desired.stopped:
         return None
@@ -67,7 +70,10 @@ def operation_underway(world: World, desired: Desired, blockers: Blockers) -> Ve
 def verb_path(
     world: World, desired: Desired, engines: Engines, observed: Observed, rollout: Rollout, blockers: Blockers
 ) -> Verdict | None:
-    """Take the next step towards the desired state, unless this state is reached."""
+    """Return a verdict that takes the next step towards the desired state, or waits for the step to become possible.
+
+    Returns None if the desired state is reached.
+    """
     if observed.state is ResourceState.STOPPED or desired.stopped:
         return None
     step = f"reaching {desired.state.value}"
@@ -98,7 +104,10 @@ def verb_path(
 
 
 def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
-    """Wait until the engines' pods have terminated, if the resource is Stopped or is Suspended with ReleasePods."""
+    """Return a verdict that waits until the engines' pods have terminated, or None if no pods have to be removed.
+
+    The pods are removed if the resource is Stopped, or is Suspended with ReleasePods.
+    """
     if not (desired.stopped or (desired.releases_pods and engines.suspended)):
         return None
     left = sorted(pod.name for engine in engines.all for pod in engine.pods)
@@ -111,7 +120,7 @@ def pods_leaving(desired: Desired, engines: Engines) -> Verdict | None:
 
 
 def start(world: World, desired: Desired, signal: SignalKind, *, engine: str | None = None, **target: Any) -> Verdict:
-    """Return the verdict that persists the intent of a signal. After this, the next pass sends the signal.
+    """Return the verdict that records a new operation for a signal. The next pass sends the signal.
 
     If the same signal has just failed, the verdict only waits.
     """

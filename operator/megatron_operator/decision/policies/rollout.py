@@ -55,7 +55,9 @@ def replace_model(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Drain and replace all engines and servers together if source, dtype or maximum length of the model has changed.
+    """Return a verdict that drains and then replaces all engines and servers together, or None if this is not due.
+
+    The replacement is due if source, dtype or maximum length of the model has changed.
 
     Engines of different models must not serve together, because one model must not continue another model's tokens.
     """
@@ -97,9 +99,9 @@ def rollout(
     rollout: Rollout,
     check: RevisionCheck,
 ) -> Verdict | None:
-    """Replace engines whose revision differs from the spec's, one role after the other.
+    """Return a verdict that replaces engines whose revision differs from the spec's, or None if no step is due.
 
-    In each role, `maxUnavailable` and `maxSurge` limit the replacements.
+    The roles follow one after the other. In each role, `maxUnavailable` and `maxSurge` limit the replacements.
     """
     present = [engine for engine in engines.wanted if engine.scaled > 0]
     if any(engine.stale and not _appliable(rendered, engine) for engine in present):
@@ -129,7 +131,7 @@ def rollout(
 
 @dataclass(frozen=True, kw_only=True)
 class _Carrier:
-    """The executor of one step of a rollout, which chooses the messages and actions for the step."""
+    """Carries out one step of a rollout: chooses the messages and actions for the step."""
 
     world: World
     desired: Desired
@@ -255,7 +257,10 @@ def _server_rejected(rendered: Rendered) -> bool:
 
 
 def _unvetted(world: World, rendered: Rendered, engine: EngineView, *others: Manifest) -> Verdict | None:
-    """Test the templates in a dry run before the engine is drained for them. Returns None if no test is due."""
+    """Return a verdict that tests the templates in a dry run before the engine is drained for them.
+
+    Returns None if no test is due.
+    """
     manifest = rendered.engine_manifest(engine.index, role=engine.role)
     templates = [*others, manifest] if manifest is not None and engine.stale else others
     for template in templates:
@@ -271,7 +276,9 @@ def _unvetted(world: World, rendered: Rendered, engine: EngineView, *others: Man
 def _unchecked(
     ctx: RenderContext, rendered: Rendered, rollout: Rollout, check: RevisionCheck, *, reason: Reason, step: str
 ) -> Verdict | None:
-    """Check the desired revision before a serving engine is drained for it. Returns None if no check is due.
+    """Return a verdict that checks the desired revision before a serving engine is drained for it.
+
+    Returns None if no check is due.
 
     reason, step: reason and step of the rollout, for the status. An error of the check replaces the reason.
     """

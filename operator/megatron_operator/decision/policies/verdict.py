@@ -12,7 +12,7 @@ from megatron_operator.resource.conditions import Reason
 
 
 class Recorded(Enum):
-    """The operation to record for a verdict that neither starts nor completes an operation."""
+    """Marks that a verdict leaves the recorded operation unchanged."""
 
     UNCHANGED = "unchanged"
 
@@ -49,7 +49,7 @@ def waiting(
     requeue_after: float | None = None,
     operation: Operation | Recorded | None = Recorded.UNCHANGED,
 ) -> Verdict:
-    """Return the verdict of a policy that waits."""
+    """Return a verdict whose message says that `step` waits for `waiting_on`."""
     return Verdict(
         reason=reason,
         message=f"{step}: waiting for {waiting_on}",

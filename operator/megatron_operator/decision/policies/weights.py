@@ -25,7 +25,9 @@ REFRESHABLE = {state: ResourceState(state.value) for state in (DesiredState.RUNN
 def refresh_weights(
     world: World, desired: Desired, ctx: RenderContext, engines: Engines, observed: Observed, weights: Weights
 ) -> Verdict | None:
-    """Update the weights if `spec.weights.revision` has changed, or if an engine serves other weights.
+    """Return a verdict that updates the weights, or None if no update is due or possible now.
+
+    An update is due if `spec.weights.revision` has changed, or if an engine serves other weights.
 
     Every engine loads the new weights while it serves, and switches to them between two steps. While the resource is
     suspended or stopped, the update waits.
@@ -57,7 +59,10 @@ def refresh_weights(
 
 
 def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
-    """Replace the pods of engines that do not serve, if the pods were created with weights that are now obsolete."""
+    """Return a verdict that replaces the pods of engines that do not serve and whose pods have obsolete weights.
+
+    Returns None if there are no such pods.
+    """
     template = ctx.spec.weights_revision
     found = [
         engine
@@ -77,7 +82,9 @@ def wrong_weights(ctx: RenderContext, engines: Engines) -> Verdict | None:
 def set_adapters(
     world: World, desired: Desired, engines: Engines, observed: Observed, adapters: AdapterView
 ) -> Verdict | None:
-    """Set the list of adapters if the engines' list differs from the spec's list, or if an engine lacks an adapter.
+    """Return a verdict that sets the list of adapters, or None if no list must or can be set now.
+
+    The list is set if the engines' list differs from the spec's list, or if an engine lacks an adapter.
 
     After a failure, the list is set without the adapters that cannot be loaded. The other policies then continue, and
     the whole list is set again later. While the resource is suspended or stopped, a change of the list waits.
