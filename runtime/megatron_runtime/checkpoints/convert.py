@@ -157,19 +157,23 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
     At the end of the block, the new directory is renamed to `directory`. If the block fails, the new directory is
     removed. If the process is killed, the next process that calls this function removes the files.
 
-    replace: whether to remove an existing `directory` at the end. If False, `directory` must be absent or empty.
+    replace: whether the new directory takes the place of an existing `directory`. If False, `directory` must be absent
+             or empty.
 
     Raises DestinationError.
     """
     directory = directory.absolute()
     if directory.exists() and not directory.is_dir():
         raise DestinationError(f"{directory} is not a directory: name a new one")
-    if not replace and directory.is_dir() and any(directory.iterdir()):
-        raise DestinationError(f"{directory} is not empty: name a new directory, or let it be replaced")
     directory.parent.mkdir(parents=True, exist_ok=True)
-    partial = directory.with_name(f".{directory.name}.partial")
+    partial, replaced = (directory.with_name(f".{directory.name}.{end}") for end in ("partial", "replaced"))
     lock = _lock(partial)
     try:
+        if replaced.is_dir() and not directory.exists():
+            replaced.rename(directory)  # a process was killed between two renames
+        shutil.rmtree(replaced, ignore_errors=True)
+        if not replace and directory.is_dir() and any(directory.iterdir()):
+            raise DestinationError(f"{directory} is not empty: name a new directory, or let it be replaced")
         for entry in partial.iterdir():
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -180,9 +184,10 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
             for path in (*(Path(root, name) for name in files), Path(root)):
                 _sync(path)
         if directory.is_dir():
-            shutil.rmtree(directory)
+            directory.rename(replaced)
         partial.rename(directory)
         _sync(directory.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -212,3 +212,16 @@ def test_the_command_names_the_error(tmp_path: Path, model: Path) -> None:
     result = CliRunner().invoke(main, ["convert", str(model), str(tmp_path / "out"), "--to", "torch_dist"])
     assert result.exit_code == 2
     assert "is a file" in result.output
+
+
+def test_a_directory_is_restored_if_a_process_was_killed_while_it_replaced_it(tmp_path: Path) -> None:
+    target = tmp_path / "model"
+    (tmp_path / ".model.replaced").mkdir()
+    (tmp_path / ".model.replaced" / "file").write_text("old")
+    with pytest.raises(DestinationError, match="is not empty"), new_directory(target):
+        pass
+    assert (target / "file").read_text() == "old"
+    with new_directory(target, replace=True) as partial:
+        (partial / "file").write_text("new")
+    assert (target / "file").read_text() == "new"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
