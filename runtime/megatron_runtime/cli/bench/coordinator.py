@@ -29,7 +29,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.addresses import CoordinatorAddresses
 from megatron_runtime.transport.peer_link import OpenSocket, PeerLink, open_dealer
 
-SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 512
+PREFIXES_PER_ENGINE, DISTINCT_PROMPTS = 2, 512
 WINDOW = 16
 """Number of open requests per client in the closed loop."""
 SEQUENTIAL_REQUESTS = 2000
@@ -61,7 +61,8 @@ class Bench:
     requests:         number of requests in each part of the measurement.
     start_seconds:    seconds from the start of the coordinator process until it reports its address.
     prompts:          token ids of the prompts, int32 [DISTINCT_PROMPTS, tokens]. The first half of each prompt is one
-                      of SHARED_PREFIXES different prefixes.
+                      of PREFIXES_PER_ENGINE * engines prefixes, so that a policy that routes by prefix can use all
+                      engines.
     streams:          number of streams that an engine accepts in addition to the requests of the closed loop.
     open_socket:      opens the socket of a client or an engine.
     """
@@ -88,7 +89,8 @@ class Bench:
         )
         rng, half = np.random.default_rng(1), prompt_tokens // 2
         prompts = rng.integers(50_000, size=(DISTINCT_PROMPTS, prompt_tokens), dtype=np.int32)
-        prompts[:, :half] = rng.choice(prompts[:SHARED_PREFIXES, :half], size=DISTINCT_PROMPTS)
+        prefixes = prompts[: PREFIXES_PER_ENGINE * load["engines"], :half]
+        prompts[:, :half] = rng.choice(prefixes, size=DISTINCT_PROMPTS)
         begun = time.perf_counter()
         coordinator = spawn_coordinator(settings)
         return cls(coordinator=coordinator, start_seconds=time.perf_counter() - begun, prompts=prompts, **load)
