@@ -1,7 +1,7 @@
 """Writes the generated pages and parts of pages: `python docs/generate.py [--check]`.
 
-The pages in docs/reference and the chart's README have prose, and tables that are generated from the code between `<!--
-generated: NAME -->` and `<!-- end -->`. operator_pages.py generates whole pages.
+Some pages in docs/reference, and the chart's README, contain prose and tables. Each table is generated from the code,
+and lies between the lines `<!-- generated: NAME -->` and `<!-- end -->`. Whole pages come from operator_pages.py.
 """
 
 from __future__ import annotations

@@ -274,7 +274,10 @@ def _table(reasons: list[Reason]) -> Iterator[str]:
 
 
 def troubleshooting_page() -> str:
-    """Return the troubleshooting page in Markdown. It has a section for each symptom and an entry for each reason."""
+    """Return the troubleshooting page in Markdown.
+
+    It has a section for each Symptom. A section has an entry for each Reason with this symptom in REMEDIES.
+    """
     sections = {symptom: [reason for reason in REMEDIES if REMEDIES[reason].symptom is symptom] for symptom in Symptom}
     lines = [_INTRODUCTION, "## All reasons", "", "| symptom | reasons |", "|---|---|"]
     for symptom, reasons in sections.items():

@@ -231,7 +231,7 @@ def facts(campaign: Campaign) -> None:
 
 
 def engine(campaign: Campaign) -> None:
-    """Measure the first request, decode steps by batch, a long prompt, and short prompts."""
+    """Measure the engine: its first request, its decode steps at each batch size, a long prompt, and short prompts."""
     sizes, ceilings, begun = campaign.sizes, _ceilings(campaign), time.monotonic()
     engine = Engine.start(campaign, _shape(campaign))
     graphs = engine.executor.captured_sizes

@@ -69,9 +69,9 @@ CELLS = (*ASKED, LOAD, START, MEMORY, *HTTP, READY)
 
 @dataclass(slots=True)
 class Engine:
-    """The figures of one engine, or of its server, on weights of one kind.
+    """The figures of one engine, or of one engine's server, with one kind of weights, such as 4-bit weights.
 
-    rates:   memory bandwidth before and after each figure, in bytes per second.
+    rates:   memory bandwidths in bytes per second, as pairs: measured before and after the measurement of a figure.
     retries: number of requests whose connection the server closed before it answered.
     """
 

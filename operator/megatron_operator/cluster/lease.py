@@ -67,7 +67,7 @@ class LeaseSettings:
 
     @property
     def renew_deadline(self) -> float:
-        """Seconds for which a renewal is valid for its holder.
+        """Seconds from the start of a renewal until the holder treats its Lease as lost, unless it renews again.
 
         The value is `duration` minus a margin that exceeds the request timeout.
         """

@@ -74,7 +74,7 @@ class KeyStage(StrEnum):
 
 
 class UpdatePhase(StrEnum):
-    """`status.update.phase`: progress of an update to the operator's release."""
+    """`status.update.phase`: how far the custom resource has been updated to the release of its operator."""
 
     AVAILABLE = "Available"  # not requested
     WAITING = "Waiting"  # requested; the resource does not run, its rollout is paused, or too many other updates run

@@ -1,7 +1,7 @@
 """Limits of requests and tokens per minute for each tenant. All servers of one coordinator share these limits.
 
-A limit applies to windows of one minute. A window begins with the first request in it. Usage beyond the limit is
-counted in the following windows. In the long run, a tenant therefore never uses more than its limit.
+A limit applies to windows of one minute. A window begins with the first request that no window covers. Usage beyond
+the limit is counted in the following windows. In the long run, a tenant therefore never uses more than its limit.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class _Window:
 
 
 class Quotas:
-    """The usage counts of all tenants.
+    """The usage of all tenants, counted in windows of one minute.
 
-    A tenant has an entry only if it has usage in the last minute, or has exceeded its limit in the minutes before.
+    A tenant has at most one window for requests and one for tokens. A window is removed when its minute ends. If its
+    usage exceeds the limit, a new window takes its place and counts the excess.
 
-    first_window: number of the first window. Each start of a coordinator must pass a different number.
+    first_window: number of the first window; each later window gets the next number. Each start of a coordinator must
+                  pass a different number, so that a charge for a window from before the start matches no new window.
     """
 
     def __init__(self, *, first_window: int = 0) -> None:

@@ -1,4 +1,7 @@
-"""The Python API with which a training script publishes weights, and a program with engines loads the weights."""
+"""The Python API for weights from a training script.
+
+The training script publishes weights with WeightServer. A program with MegatronLLM loads these weights with Trainer.
+"""
 
 from megatron_runtime.checkpoints.source import Trainer
 from megatron_runtime.trainer.published import PublishError

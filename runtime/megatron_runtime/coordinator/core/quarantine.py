@@ -187,7 +187,10 @@ class Quarantine:
     # --- suspects -----------------------------------------------------------------------------------------------
 
     def add(self, entry: Entry) -> None:
-        """Hold a suspect until its trial. The suspect must not be at an engine."""
+        """Hold a suspect request until its trial, in which it runs alone on an engine.
+
+        The caller must have removed the request from its engine.
+        """
         if self._trial is entry:
             self._trial = None
         self._waiting[entry.uid] = entry

@@ -1,4 +1,4 @@
-"""The errors of requests that are not answered, with their messages. Pure functions."""
+"""Pure functions that return the error, with code and message, for a request that the coordinator rejects."""
 
 from __future__ import annotations
 

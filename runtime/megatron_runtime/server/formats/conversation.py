@@ -227,7 +227,7 @@ def _has_late_system(messages: Sequence[Message]) -> bool:
 
 
 def _with_first_system(messages: Sequence[Message]) -> Iterator[Message]:
-    """Yield the messages with each system message after the first message converted to a user message."""
+    """Yield the first message unchanged, and the others with each system message converted to a user message."""
     yield messages[0]
     yield from _without_system(messages[1:])
 

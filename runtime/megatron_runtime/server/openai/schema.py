@@ -767,7 +767,7 @@ class ConvertedRequest(ModelRequest):
         return self._chat
 
     def prepared(self) -> Self:
-        """Create the chat request, and return `self`.
+        """Convert this request to a chat request, which `chat` then returns. Return `self`.
 
         Raises ApiError 400 for values that are not allowed in chat requests.
         """

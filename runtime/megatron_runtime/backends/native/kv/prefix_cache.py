@@ -1,7 +1,7 @@
 """The prefix cache. It allocates the pages of the KV cache, and lets requests with equal prefixes share pages.
 
 A usable page is free, owned by one or more requests or transfers, or idle (cached without an owner). The last page is
-the dummy page. Padding refers to the dummy page, which has no owner.
+not usable: it is the dummy page, whose id fills the unused entries of block tables. It never has an owner.
 
 A block is `pages_per_block` pages with the KV of one complete block of prompt tokens. Its key is a digest over its
 tokens and all tokens before them, so equal keys mean equal KV. A request that holds a block also holds all blocks
