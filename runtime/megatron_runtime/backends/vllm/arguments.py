@@ -79,6 +79,10 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
         "tests/unit/vllm/test_interfaces.py::test_arguments_of_features_of_gpus_are_in_each_version",
         NOT_RUN,
     ),
+    "NIXL reads KV from the memory of another GPU": (
+        "tests/vllm/test_split.py::test_split_answers_are_the_same",
+        NOT_RUN,
+    ),
     "expert parallelism, and data parallelism of a mixture of experts": (
         "tests/unit/vllm/test_backend.py::test_expert_ranks_share_those_of_tensor_and_data",
         "tests/unit/vllm/test_interfaces.py::test_arguments_of_features_of_gpus_are_in_each_version",
