@@ -91,6 +91,9 @@ async def check(pool: Pool, load: Load) -> None:
     expected = await undisturbed(pool, [record.prompt for record in load.records])
     for record, answer in zip(load.records, expected, strict=True):
         record.check(answer)
+    names = ("split_requests", "kv_imports", "failed_kv_imports")
+    counts = [f"{name} {await count(pool, name):g}" for name in names]
+    print(f"\n{', '.join(counts)}, longest gap {max(record.longest_gap(since=0) for record in load.records):.1f} s")
 
 
 async def test_split_answers_are_the_same(split: Pool) -> None:
