@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from eventually import eventually
 from fleet import Load, until_serving, until_status
 
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -115,11 +114,12 @@ async def test_split_answers_are_the_same(split: Pool) -> None:
 
 async def test_no_answer_changes_when_the_prefill_engine_is_lost_during_transfers(split: Pool) -> None:
     load = streams(split)
-
-    async def has_imported() -> bool:
-        return await count(split, "kv_imports") > 0
-
-    await eventually(has_imported, what="one of the prompts is imported", look_seconds=0.01)
+    await until_status(
+        split.admin,
+        lambda status: any(engine.in_flight for engine in status.engines if engine.name == "decode"),
+        seconds=START_SECONDS,
+        what="the decode engine imports a prompt",
+    )
     await lose(split, "prefill")
     await check(split, load)
 
