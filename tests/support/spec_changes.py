@@ -126,6 +126,7 @@ VLLM: Spec = {
             "image": "vllm:1",
             "args": {"seed": 1},
             "allowPickleBetweenPods": False,
+            "allowNixlBetweenPods": False,
             "sleepLevel": "HostMemory",
         },
         "kvOffload": {"cpuMemory": "1Gi"},

@@ -53,7 +53,7 @@ class Pool:
 
     async def start(self, *coordinator: str, **engines: str) -> None:
         """Start a coordinator with these arguments, and engines. engines: backend by name."""
-        await self.fleet.coordinator(*coordinator)
+        self.coordinator = await self.fleet.coordinator(*coordinator)
         for name, backend in engines.items():
             await self.engine(name, backend)
         self.admin = await self.fleet.admin()

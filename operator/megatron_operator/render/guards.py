@@ -17,6 +17,7 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
+from megatron_operator.render.vllm import uses_nixl
 from megatron_operator.resource.names import (
     CHECK,
     COORDINATOR,
@@ -155,7 +156,8 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     - The operator's namespace, monitoring and the API server may connect to the health port. A node can always connect
       to the health port of its own pods.
     - A coordinator may open connections only to the other coordinator of its pair.
-    - Engines with roles may connect to each other on the port for KV.
+    - Engines with roles may connect to each other on the port for KV. vLLM engines may do so on all ports, because NIXL
+      listens on arbitrary ports.
     - A trainer may connect to the admin port. Engines may connect to the trainer's port, and to the ports on which
       other engines offer the trainer's weights.
     - Engines and servers may resolve names. They may download if the model, the model of an earlier revision, or an
@@ -187,8 +189,9 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source, *media]
     from_coordinator = []
     if PREFILL in ctx.roles:
-        engine.append({"from": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_KV)})
-        from_engine.append({"to": [_pods(ctx, ENGINE)], "ports": _tcp(PORT_KV)})
+        ports = {} if uses_nixl(ctx) else {"ports": _tcp(PORT_KV)}
+        engine.append({"from": [_pods(ctx, ENGINE)], **ports})
+        from_engine.append({"to": [_pods(ctx, ENGINE)], **ports})
     if ctx.spec.weights is not None and (trainer := ctx.spec.weights.trainer) is not None:
         weights = _tcp(PORT_WEIGHTS, last=PORT_WEIGHTS + ctx.spec.ranks_per_pod - 1)
         coordinator.append({"from": _peers(trainer), "ports": _tcp(PORT_ADMIN)})

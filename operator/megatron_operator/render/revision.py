@@ -56,9 +56,12 @@ def revision_child(ctx: RenderContext) -> Manifest:
 
 def _inputs(spec: MegatronInferenceSpec) -> dict[str, Any]:
     inputs = spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS, exclude=_NOT_IN_TEMPLATE)
+    # These defaults are left out, because the records of earlier releases lack them.
     if inputs["engine"]["roles"] is None:
-        # The default is left out, because the records of earlier releases lack it.
         del inputs["engine"]["roles"]
+    vllm = inputs["engine"]["vllm"]
+    if vllm is not None and not vllm["allowNixlBetweenPods"]:
+        del vllm["allowNixlBetweenPods"]
     return inputs
 
 

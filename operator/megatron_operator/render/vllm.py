@@ -55,6 +55,10 @@ def _arguments(ctx: RenderContext, _name: str) -> str | None:
     for field, set_by_field in _of_fields(ctx.spec.engine).items():
         for name in sorted(set_by_field.keys() & given.keys()):
             raise UnsupportedByBackend(f"spec.engine.vllm.args.{name} conflicts with spec.engine.{field}: remove one")
+    if ctx.spec.engine.roles is not None and "kv_transfer_config" in given:
+        raise UnsupportedByBackend(
+            "spec.engine.vllm.args.kv_transfer_config conflicts with spec.engine.roles: remove one"
+        )
     arguments = vllm_arguments(ctx)
     canonical = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     if len(canonical) > MAX_CHARACTERS or _levels(arguments) > MAX_LEVELS:
@@ -72,10 +76,16 @@ def _loads_code(ctx: RenderContext, _name: str) -> bool:
     return ctx.spec.engine.backend is not Backend.NATIVE and bool(code_arguments(vllm_arguments(ctx)))
 
 
+def uses_nixl(ctx: RenderContext) -> bool:
+    """Return whether the engines exchange KV by NIXL."""
+    return ctx.spec.engine.backend is Backend.VLLM and ctx.spec.engine.roles is not None
+
+
 VLLM_OPTIONS = (
     Option("--backend", lambda ctx, _: None if ctx.spec.engine.backend is Backend.NATIVE else "vllm"),
     Option("--vllm-arguments", _arguments),
     Option("--vllm-allow-code", _loads_code),
+    Option("--vllm-allow-nixl", lambda ctx, _: uses_nixl(ctx)),
     of_field("--vllm-sleep-level", "engine.vllm.sleep_level", write=_SLEEP_LEVELS.__getitem__),
 )
 """Options of `megatron engine` that choose vLLM."""

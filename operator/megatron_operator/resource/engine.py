@@ -198,6 +198,13 @@ class VllmSpec(ApiModel):
         "authentication. Any process that can connect to such a pod can run code in it. NetworkPolicies limit these "
         "connections to the pods of the same engine, so set it only if the cluster enforces NetworkPolicies.",
     )
+    allow_nixl_between_pods: bool | None = Field(
+        default=None,
+        description="Allow vLLM engines with roles to exchange KV by NIXL, which neither authenticates nor encrypts "
+        "connections. Any process that can connect to such a pod can read and write its KV. NetworkPolicies limit "
+        "these connections to the engines of the resource, so set it only if the cluster enforces NetworkPolicies. "
+        "Default: false.",
+    )
     sleep_level: SleepLevel | None = Field(
         default=None,
         description="What happens to the weights in GPU memory when the resource is suspended with level Offload. "
@@ -477,10 +484,15 @@ class EngineSpec(ApiModel):
             value=lambda engine: engine.gpus_per_pod,
         ),
         SpecRule(
-            "self.backend == 'Native' || !has(self.roles)",
-            lambda engine: engine.backend is Backend.NATIVE or engine.roles is None,
-            "spec.engine.roles: not allowed with spec.engine.backend VLLM, whose engines exchange no KV; set "
-            "spec.engine.backend to Native, or remove spec.engine.roles",
+            "self.backend == 'Native' || !has(self.roles) || "
+            "(has(self.vllm) && has(self.vllm.allowNixlBetweenPods) && self.vllm.allowNixlBetweenPods)",
+            lambda engine: (
+                engine.backend is Backend.NATIVE
+                or engine.roles is None
+                or (engine.vllm is not None and engine.vllm.allow_nixl_between_pods is True)
+            ),
+            "spec.engine.vllm.allowNixlBetweenPods: vLLM engines with spec.engine.roles exchange KV by NIXL without "
+            "authentication; set it to true if the cluster enforces NetworkPolicies, or remove spec.engine.roles",
         ),
         SpecRule(
             "!has(self.roles) || !has(self.batching) || self.batching.prefixCaching",
@@ -549,8 +561,8 @@ class EngineSpec(ApiModel):
     roles: RolesSpec | None = Field(
         default=None,
         description="Separate engines for computing long prompts (prefill) and for generating (decode). Set it if "
-        "long prompts make the gaps between tokens uneven. Native engines of one rank only. Default: every engine "
-        "does both.",
+        "long prompts make the gaps between tokens uneven. Engines of one rank only; vLLM engines need "
+        "vllm.allowNixlBetweenPods. Default: every engine does both.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,

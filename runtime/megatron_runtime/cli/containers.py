@@ -242,6 +242,12 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     "--data-parallel.",
 )
 @click.option(
+    "--vllm-allow-nixl/--no-vllm-allow-nixl",
+    default=False,
+    help="Let vLLM engines with --role exchange KV by NIXL, which neither authenticates nor encrypts connections. Set "
+    "it only in a network that other machines and users cannot reach.",
+)
+@click.option(
     "--vllm-sleep-level",
     type=click.Choice(["1", "2"]),
     callback=lambda _context, _option, value: None if value is None else int(value),

@@ -16,7 +16,7 @@ from prometheus_client import Metric
 
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
-from megatron_runtime.engine.kv_transfer import KVTransfer
+from megatron_runtime.engine.kv_transfer import KVConnector, KVTransfer
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.requests.capabilities import NEEDS
 from megatron_runtime.requests.capabilities import Capability as Capability
@@ -193,7 +193,8 @@ class EngineBackend(Protocol):
 
     info: BackendInfo
     kv: KVTransfer | None = None
-    """The export and import of KV blocks, if the backend declares Capability.KV_TRANSFER."""
+    kv_connector: KVConnector | None = None
+    """The export and import of KV blocks. A backend that declares Capability.KV_TRANSFER has one of both."""
 
     def stats(self) -> BackendStats:
         """Return counters and load. The worker calls this method for each heartbeat and scrape, so it must not wait."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from megatron_runtime.engine.backend import EngineBackend
 from megatron_runtime.engine.engine_request import RequestOutput
-from megatron_runtime.engine.kv_port import BlockReceiver, BlockServer
+from megatron_runtime.engine.kv_port import BlockPort, ConnectorPort
+from megatron_runtime.engine.kv_transfer import KVConnector, KVTransfer
 from megatron_runtime.protocol.codec import Frames
 from megatron_runtime.protocol.messages import Exported, Imported, KVPort, Transfer
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -40,29 +41,41 @@ class KVExchange:
         send: Callable[[Frames], object],
         release: Callable[[int], object],
     ) -> None:
-        assert backend.kv is not None
-        self._kv = backend.kv
+        self._kv: KVTransfer | KVConnector
+        self._port: BlockPort | ConnectorPort
+        if backend.kv_connector is not None:
+            self._kv, self._port = backend.kv_connector, ConnectorPort(backend.kv_connector)
+        else:
+            assert backend.kv is not None
+            self._kv, self._port = backend.kv, BlockPort(backend.kv, keys_dir=keys_dir)
         self._send = send
         self._release = release
-        self._server = BlockServer(self._kv, keys_dir=keys_dir)
-        self._receiver = BlockReceiver(self._kv, keys_dir=keys_dir)
+        self._address = ""
         self._prefills: set[int] = set()
         self._imports: dict[int, asyncio.Task[None]] = {}
         self._kept: dict[int, asyncio.TimerHandle] = {}
         """The timer for the deadline of each export and each complete import, by id."""
-        self.port: KVPort | None = None
 
     def listen(self, host: str, port: int) -> None:
-        """Listen for connections of importing engines. Raises OSError if the server cannot listen on the port."""
-        address = self._server.bind(host, port)
-        self.port = KVPort(address=address, layout=self._kv.layout, block_bytes=self._kv.block_bytes)
+        """Listen for connections of importing engines. The first call has effect.
+
+        Raises OSError if the server cannot listen on the port.
+        """
+        self._address = self._address or self._port.bind(host, port)
+
+    @property
+    def port(self) -> KVPort | None:
+        """The description of the port, or None if the engine does not listen or has not loaded its KV cache."""
+        if not self._address or not self._kv.block_bytes:
+            return None
+        return KVPort(address=self._address, layout=self._kv.layout, block_bytes=self._kv.block_bytes)
 
     def close(self) -> None:
         for timer in self._kept.values():
             timer.cancel()
         for task in self._imports.values():
             task.cancel()
-        self._server.close()
+        self._port.close()
 
     @property
     def num_running(self) -> int:
@@ -106,7 +119,7 @@ class KVExchange:
                 self._prefills.discard(number)
                 if exported.digests:
                     self._keep(number, EXPORT_SECONDS)
-                message = Exported(number, digests=b"".join(exported.digests), weights=exported.weights)
+                message = Exported(number, b"".join(exported.digests), exported.weights, exported.handle)
                 self._send(message.to_frames())
         return answered
 
@@ -119,12 +132,12 @@ class KVExchange:
         read an export of this engine.
         """
         if not message.address:
-            self._server.grant(message)
+            self._port.grant(message)
         else:
             self._imports[message.dispatch_id] = asyncio.create_task(self._import(message))
 
     async def _import(self, transfer: Transfer) -> None:
-        result: Imported = await self._receiver.receive(transfer)
+        result: Imported = await self._port.receive(transfer)
         del self._imports[transfer.dispatch_id]
         if result.ok:
             self._keep(transfer.dispatch_id, IMPORT_SECONDS)
@@ -143,7 +156,7 @@ class KVExchange:
     def forget(self, dispatch_id: int) -> None:
         """Forget a dispatch id and stop its transfer. Call this when the backend is about to release the blocks."""
         self._prefills.discard(dispatch_id)
-        self._server.revoke(dispatch_id)
+        self._port.revoke(dispatch_id)
         timer = self._kept.pop(dispatch_id, None)
         if timer is not None:
             timer.cancel()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_runtime.engine.kv_transfer import KVTransfer, TransferEndedError
+from megatron_runtime.engine.kv_transfer import KVConnector, KVTransfer, TransferEndedError
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import Frames, MalformedMessageError, UnpackLimits, pack, unpack
 from megatron_runtime.protocol.headers import Role
@@ -36,6 +36,8 @@ WINDOW_CHUNKS = 4
 MAX_ACTIVE = MAX_IN_FLIGHT_BYTES // (WINDOW_CHUNKS * CHUNK_BYTES)
 """Maximum number of exports that send, and of imports that receive, at the same time. Further transfers wait."""
 CONNECT_SECONDS = 2.0
+CONNECTOR_SECONDS = 20.0
+"""Time after which a ConnectorPort gives up an import. Its backend may wait for free blocks during this time."""
 SILENCE_SECONDS = 5.0
 """Time after which a transfer ends if its other side neither sends nor accepts bytes."""
 MAX_EARLY = 64
@@ -229,6 +231,44 @@ class BlockServer:
         upload = self._uploads.pop(peer, None)
         if upload is not None and upload.task is not None:
             upload.task.cancel()
+
+
+class BlockPort:
+    """A BlockServer and a BlockReceiver, which are the port of an engine whose worker moves the blocks."""
+
+    def __init__(self, kv: KVTransfer, *, keys_dir: Path | None) -> None:
+        self._server = BlockServer(kv, keys_dir=keys_dir)
+        self.bind, self.grant, self.revoke = self._server.bind, self._server.grant, self._server.revoke
+        self.close, self.receive = self._server.close, BlockReceiver(kv, keys_dir=keys_dir).receive
+
+
+class ConnectorPort:
+    """The port of an engine whose backend moves the blocks. The backend needs no ticket."""
+
+    def __init__(self, kv: KVConnector) -> None:
+        self._kv = kv
+        self.bind = kv.listen
+
+    def grant(self, transfer: Transfer) -> None: ...
+    def revoke(self, export: int) -> None: ...
+    def close(self) -> None: ...
+
+    async def receive(self, transfer: Transfer) -> Imported:
+        """Import the blocks of a transfer, and return the message for the coordinator.
+
+        If the import fails or is cancelled, the caller must release it.
+        """
+        begun = time.monotonic()
+        try:
+            async with asyncio.timeout(CONNECTOR_SECONDS):
+                received = await self._kv.receive(transfer.dispatch_id, transfer.weights, transfer.handle)
+        except TimeoutError:
+            error = f"the import has not ended within {CONNECTOR_SECONDS:g} s"
+            return Imported(dispatch_id=transfer.dispatch_id, ok=False, error=error)
+        except Exception as error:
+            return Imported(dispatch_id=transfer.dispatch_id, ok=False, error=_cause(error))
+        seconds = time.monotonic() - begun
+        return Imported(dispatch_id=transfer.dispatch_id, ok=True, received_bytes=received, seconds=seconds)
 
 
 class BlockReceiver:

@@ -1,4 +1,7 @@
-"""`KVTransfer`, the interface through which other engines read and write a backend's prefix cache. Imports no torch."""
+"""The interfaces through which engines exchange blocks of their prefix caches. Imports no torch.
+
+A backend implements `KVTransfer` if the worker moves the bytes, or `KVConnector` if the backend itself moves them.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,12 @@ class ExportedBlocks:
 
     digests: digests of the blocks, in the order of the prompt.
     weights: text that identifies the epoch and the weights with which the blocks were computed.
+    handle:  data with which the KVConnector of another engine imports the blocks; empty with a KVTransfer.
     """
 
     digests: Sequence[bytes]
     weights: str
+    handle: bytes = b""
 
 
 class KVTransfer(Protocol):
@@ -68,4 +73,32 @@ class KVTransfer(Protocol):
 
         The blocks stay pinned until the scheduler admits a request that begins with them, or until abort(). Raises
         TransferEndedError if the import has ended.
+        """
+
+
+class KVConnector(Protocol):
+    """Imports of KV blocks by a backend that has its own connections between engines, such as vLLM with NIXL.
+
+    A backend that implements this interface declares Capability.KV_TRANSFER. abort() of the backend ends an import. The
+    backend decides how long it keeps an export that no engine has read.
+
+    layout:      as in KVTransfer; empty until the weights are loaded.
+    block_bytes: as in KVTransfer; 0 until the weights are loaded.
+    """
+
+    layout: str
+    block_bytes: int
+
+    def listen(self, host: str, port: int) -> str:
+        """Choose the address for connections of importing engines, before the first load(). Return the address.
+
+        port: 0 picks a free port.
+
+        Raises OSError if the port is in use.
+        """
+
+    def receive(self, transfer: int, weights: str, handle: bytes) -> Awaitable[int]:
+        """Import the blocks of an export into the prefix cache. Return the number of received bytes.
+
+        Raises TransferEndedError if the blocks cannot be imported, or if the import has ended.
         """

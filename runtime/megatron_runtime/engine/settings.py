@@ -65,6 +65,7 @@ class EngineSettings:
                        for this time.
     vllm_arguments:    engine arguments of vLLM by name; see protocol/vllm_arguments.py.
     vllm_allow_code:   accept arguments with which vLLM loads code.
+    vllm_allow_nixl:   with a role, exchange KV by NIXL, which authenticates no peer.
     vllm_sleep_level:  effect of SUSPEND with vLLM on a GPU: 1 moves the weights to host memory, 2 drops them and reads
                        their files again at RESUME. None means 2, or 1 if a draft model would be lost.
     registration_seconds: time after the start within which a coordinator must answer; otherwise the engine exits. None
@@ -103,6 +104,7 @@ class EngineSettings:
     step_timeout_seconds: float = 60.0
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     vllm_allow_code: bool = False
+    vllm_allow_nixl: bool = False
     vllm_sleep_level: Literal[1, 2] | None = None
     registration_seconds: float | None = None
     drain_seconds: float = 60.0

@@ -236,7 +236,7 @@ class EngineWorker:
         connection, because other engines can also reach this address.
         """
         exchange, host = self._requests.exchange, self._link.local_host
-        if exchange is not None and exchange.port is None and host is not None:
+        if exchange is not None and host is not None:
             try:
                 exchange.listen(host, self._settings.kv_port)
             except OSError as error:

@@ -41,6 +41,8 @@ TICKET_BYTES = 32
 MAX_HANDOFF_BYTES = 64
 MAX_TRANSFER_BLOCKS = 2048
 """Maximum number of blocks of one prompt that engines exchange. The rest of the prompt is computed."""
+MAX_HANDLE_BYTES = 16 << 20
+"""Maximum size of the handle of an export. vLLM's handle has the tokens of the prompt."""
 
 HEARTBEAT_SECONDS = 0.5
 SUSPECT_SECONDS = 2.0

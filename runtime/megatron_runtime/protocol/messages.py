@@ -725,14 +725,17 @@ class Exported(NamedTuple):
              compute or keep any block.
     weights: text that identifies the weights that computed the blocks, and the epoch of these weights. Engines import
              only blocks that were computed with their current weights.
+    handle:  data with which the importing engine's backend finds the blocks, for example the addresses that vLLM needs.
+             The coordinator forwards it in TRANSFER, once. Empty for native engines.
     """
 
     dispatch_id: int
     digests: bytes = b""
     weights: str = ""
+    handle: bytes = b""
 
     def to_frames(self) -> Frames:
-        return [pack((int(Header.EXPORTED), *self))]
+        return [pack((int(Header.EXPORTED), *(self if self.handle else self[:-1])))]
 
 
 class Transfer(NamedTuple):
@@ -743,6 +746,7 @@ class Transfer(NamedTuple):
     ticket:      gives access to the blocks once, within `seconds`.
     key:         public key of the other engine, Z85; empty if connections are not encrypted.
     address:     address of the exporting engine's KV port; empty in the message to the exporting engine.
+    handle:      of EXPORTED; empty in the message to the exporting engine.
     """
 
     export_id: int
@@ -753,9 +757,10 @@ class Transfer(NamedTuple):
     key: str
     seconds: float
     address: str = ""
+    handle: bytes = b""
 
     def to_frames(self) -> Frames:
-        return [pack((int(Header.TRANSFER), *self))]
+        return [pack((int(Header.TRANSFER), *(self if self.handle else self[:-1])))]
 
 
 class Imported(NamedTuple):
@@ -941,7 +946,16 @@ def _flag(name: str, value: Any) -> bool:
 
 
 def _decode_exported(items: list[Any]) -> Exported:
-    return Exported(_u64("dispatch id", items[1]), _digests(items[2]), _short("weights", items[3], 128))
+    number, weights = _u64("dispatch id", items[1]), _short("weights", items[3], 128)
+    return Exported(number, _digests(items[2]), weights, _handle(items[4:]))
+
+
+def _handle(rest: list[Any]) -> bytes:
+    """Return the handle of an export, which is the optional last element of EXPORTED and TRANSFER."""
+    handle = _body("handle", rest[0]) if rest else b""
+    if len(handle) > limits.MAX_HANDLE_BYTES:
+        raise MalformedMessageError(f"handle of {len(handle)} bytes: at most {limits.MAX_HANDLE_BYTES}")
+    return handle
 
 
 def _decode_transfer(items: list[Any]) -> Transfer:
@@ -950,7 +964,8 @@ def _decode_transfer(items: list[Any]) -> Transfer:
         raise MalformedMessageError(f"ticket of {len(ticket)} bytes: want {limits.TICKET_BYTES}")
     ids = _u64("export id", export), _u64("dispatch id", dispatch)
     texts = _short("weights", weights, 128), _short("key", key, 64)
-    return Transfer(*ids, ticket, _digests(digests), *texts, _seconds(seconds), _short("address", address, 4096))
+    origin = _short("address", address, 4096), _handle(items[9:])
+    return Transfer(*ids, ticket, _digests(digests), *texts, _seconds(seconds), *origin)
 
 
 def _decode_imported(items: list[Any]) -> Imported:
@@ -1022,11 +1037,11 @@ _REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
     int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),  # and epochs
     int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
     int(Header.ABORT_REQUEST): ("id", _decode_abort),
-    int(Header.EXPORTED): ("dispatch_id, digests, weights", _decode_exported),
+    int(Header.EXPORTED): ("dispatch_id, digests, weights", _decode_exported),  # and handle
     int(Header.TRANSFER): (
         "export_id, dispatch_id, ticket, digests, weights, key, seconds, address",
         _decode_transfer,
-    ),
+    ),  # and handle
     int(Header.IMPORTED): ("dispatch_id, ok, has_room, received_bytes, seconds, error", _decode_imported),
     int(Header.RELEASE): ("dispatch_id", _decode_release),
     int(Header.CACHED_BLOCKS): ("fields, evicted", _decode_cached),

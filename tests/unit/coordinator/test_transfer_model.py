@@ -102,9 +102,14 @@ class Engine:
 
 @dataclass(eq=False)
 class World:
-    """A client, an administrator, and engines: p-0 and p-1 prefill, d-0 and d-1 decode."""
+    """A client, an administrator, and engines: p-0 and p-1 prefill, d-0 and d-1 decode.
+
+    handle: of every export; with one, engines free the blocks when they were read.
+    """
 
     stages: tuple[str, ...] = ("prefill", "prefill", "decode", "decode")
+    handle: bytes = b""
+    read_once: set[int] = field(default_factory=set)
     inboxes: dict[Peer, deque[Any]] = field(default_factory=dict)
     ended: dict[bytes, Any] = field(default_factory=dict)
     sent: list[tuple[Peer, Any]] = field(default_factory=list)
@@ -171,6 +176,9 @@ class World:
             case Transfer(address=""):
                 pass
             case Transfer() as transfer:
+                assert transfer.handle == self.handle
+                assert not (self.handle and transfer.export_id in self.read_once), "its blocks may be of others now"
+                self.read_once.add(transfer.export_id)
                 engine.imports[transfer.dispatch_id] = transfer
             case Dispatch() as dispatch:
                 engine.decodes[dispatch.dispatch_id] = dispatch
@@ -191,7 +199,7 @@ class World:
         if blocks:
             engine.exports.add(dispatch_id)
         weights = f"{engine.epoch} d0"
-        self.driver.say(engine.peer, Exported(dispatch_id=dispatch_id, digests=bytes(32 * blocks), weights=weights))
+        self.driver.say(engine.peer, Exported(dispatch_id, bytes(32 * blocks), weights, self.handle))
 
     def finish_import(self, engine: Engine, *, ok: bool = True, has_room: bool = True) -> None:
         """End the first import. One whose exporter does not hold the blocks any more fails."""
@@ -381,10 +389,25 @@ def test_a_change_moves_a_request_as_the_table_says(stage: RequestStage, change:
     assert uid in world.ended
 
 
+@pytest.mark.parametrize("change", [StageChange.DECODE_LOST, StageChange.NO_ROOM])
+def test_blocks_that_can_be_read_once_are_computed_again_after_an_import_that_did_not_end(change: StageChange) -> None:
+    world = World(handle=b"once")
+    uid, prefiller, decoder = world.at(RequestStage.IMPORTING)
+    entry = world.entry(uid)
+    assert entry is not None
+    export = entry.export
+    assert export is not None
+    cause(world, change, uid, prefiller, decoder)
+    assert entry.export is None
+    assert (prefiller.peer, ReleaseBlocks(dispatch_id=export.id)) in world.sent
+    world.settle()
+    assert isinstance(world.ended[uid], Final)
+
+
 def test_events_in_any_order_end_every_request_once_and_leave_no_block() -> None:
     reached = set()
     for seed in range(size(120, soak=20_000)):
-        world, order = World(), random.Random(seed)
+        world, order = World(handle=b"once" * (seed % 2)), random.Random(seed)
         uids = [world.submit(number) for number in range(1, order.choice((3, 6, 14)))]
         for _ in range(order.randrange(60)):
             events = world.events()

@@ -46,7 +46,7 @@ def wanted(name: str) -> list[str]:
 
 
 def test_there_is_a_file_for_everything_that_is_installed() -> None:
-    assert set(FILES) == {*EXTRAS, "build.txt", "release.txt", "weights.txt"}
+    assert set(FILES) == {*EXTRAS, "build.txt", "nixl.txt", "release.txt", "weights.txt"}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -101,6 +101,7 @@ def test_defaults_are_those_of_the_reference() -> None:
         (_spec(engine={"backend": "VLLM", "vllm": {"args": dict.fromkeys(map(str, range(65)), 1)}}), "at most 64"),
         (_vllm(model={"source": SOURCE, "dtype": "Int4"}), "spec.model.dtype: .*args.quantization.*is Int4"),
         (_vllm(parallelism={"tensor": 2}), "allowPickleBetweenPods: .*can run code there; set it to true"),
+        (_vllm(engine={"roles": {"prefill": {}}}), "allowNixlBetweenPods: .*without authentication; set it to true"),
         (
             _vllm(parallelism={"tensor": 4}, engine={"gpusPerPod": 2, "vllm": {"args": {}}}),
             "allowPickleBetweenPods: .*raise spec.engine.gpusPerPod",

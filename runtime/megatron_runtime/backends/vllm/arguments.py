@@ -18,10 +18,12 @@ from vllm.config import KVEventsConfig, StructuredOutputsConfig, VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
+from megatron_runtime.backends.vllm.kv_connector import LEASE_SECONDS
 from megatron_runtime.backends.vllm.logits_processor import AnswerTokens
 from megatron_runtime.backends.vllm.models import model_directory
 from megatron_runtime.distributed.shard import node_identity
 from megatron_runtime.engine.settings import (
+    DECODE_PREFILL_TOKENS,
     DEFAULT_CPU_CACHE_BYTES,
     DEFAULT_MAX_REQUESTS,
     DEFAULT_MAX_TOKENS,
@@ -76,6 +78,10 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     ),
     "KV blocks that are evicted move to host memory (kv_offloading_size)": (
         "tests/unit/vllm/test_interfaces.py::test_arguments_of_features_of_gpus_are_in_each_version",
+        NOT_RUN,
+    ),
+    "NIXL reads KV from the memory of another GPU": (
+        "tests/vllm/test_split.py::test_split_answers_are_the_same",
         NOT_RUN,
     ),
     "expert parallelism, and data parallelism of a mixture of experts": (
@@ -139,6 +145,8 @@ def engine_arguments(
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     problem = problem_of(settings.vllm_arguments, allow_code=settings.vllm_allow_code)
     problem = problem or next(type_problems(settings.vllm_arguments, AsyncEngineArgs), None)
+    if problem is None and transfers_kv(settings) and "kv_transfer_config" in settings.vllm_arguments:
+        problem = "kv_transfer_config is set by --role: remove one"
     if problem is not None:
         raise ValueError(f"vLLM argument {problem}")
     sleep_level(settings)
@@ -174,7 +182,7 @@ def engine_arguments(
         "enable_log_requests": False,
     }
     known = {name: value for name, value in fixed.items() if value is not None}
-    chosen = dict(settings.vllm_arguments)
+    chosen = {**_role_arguments(settings, is_cpu=is_cpu), **settings.vllm_arguments}
     if names_draft_model(chosen):
         speculation = chosen["speculative_config"]
         chosen["speculative_config"] = {**speculation, "model": str(draft_directory(speculation["model"]))}
@@ -187,6 +195,36 @@ def engine_arguments(
         return AsyncEngineArgs(**{**known, **chosen})
     except TypeError as error:
         raise ValueError(f"vLLM {vllm.__version__} rejects its arguments: {error}") from error
+
+
+def transfers_kv(settings: EngineSettings) -> bool:
+    """Return whether vLLM exchanges KV with other engines by NIXL."""
+    return settings.role is not None and settings.vllm_allow_nixl and settings.parallel.world == 1
+
+
+def _role_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any]:
+    """Return the arguments of an engine with a role.
+
+    vLLM's default kv_load_failure_policy ends a request whose blocks cannot be imported. vLLM limits the prompt tokens
+    of a step per request, and not of all requests as a native engine does.
+
+    Raises ValueError if NIXL is not installed.
+    """
+    if not transfers_kv(settings):
+        return {}
+    if find_spec("nixl") is None:
+        raise ValueError(f"--role {settings.role}: NIXL is not installed: run uv pip install --no-deps nixl nixl-cu13")
+    transfer: dict[str, Any] = {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": LEASE_SECONDS},
+    }
+    if is_cpu:
+        transfer["kv_buffer_device"] = "cpu"
+    chunk = settings.max_prefill_tokens or (DECODE_PREFILL_TOKENS if settings.role == "decode" else None)
+    limit = {"long_prefill_token_threshold": chunk} if chunk and settings.chunked_prefill else {}
+    return {"kv_transfer_config": transfer, **limit}
 
 
 def type_problems(arguments: Mapping[str, Any], declared: type, parent: str = "") -> Iterator[str]:

@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from megatron_runtime.backends.open_request import BackendRequest
 from megatron_runtime.backends.step_rates import OutputRates
 from megatron_runtime.backends.text import GrammarQueue, ModelText
+from megatron_runtime.backends.vllm.kv_connector import EXPORT, VllmKVConnector
 from megatron_runtime.backends.vllm.nodes import Followers
 from megatron_runtime.backends.vllm.process import VllmError, VllmProcess, VllmRejectedError, note_progress
 from megatron_runtime.backends.vllm.shared_memory import SharedMemory
@@ -37,6 +38,7 @@ from megatron_runtime.engine.backend import (
     RankResults,
 )
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput
+from megatron_runtime.engine.kv_transfer import TransferEndedError
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process.fair_lanes import BudgetExceededError
 from megatron_runtime.process.logs import of_request
@@ -88,7 +90,10 @@ WITH_SPECULATION_LACKS = frozenset({Capability.MIN_P, Capability.LOGIT_BIAS})
 FINISHED: Mapping[str, FinishReason] = {"stop": "stop", "length": "length"}
 """Finish reasons of vLLM that stand for a complete answer."""
 REMEDIES = {
-    Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, --vllm-arguments)"
+    Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, "
+    "--vllm-arguments)",
+    Capability.KV_TRANSFER: "allow connections of NIXL, which authenticates no peer (--vllm-allow-nixl, "
+    "spec.engine.vllm.allowNixlBetweenPods), and use one rank, with prefix caching",
 }
 
 
@@ -105,6 +110,7 @@ class VllmRequest(BackendRequest):
     parts:          parts of the answer; None if the answer has only one part. vLLM runs each part as a request that
                     continues the previous part, because vLLM's grammars describe the whole text of a request.
     released:       task that ends when vLLM has dropped the previous part.
+    kv:             vLLM's `kv_transfer_params` of a request that exports or imports KV; None for other requests.
     """
 
     tokens: list[int]
@@ -114,6 +120,7 @@ class VllmRequest(BackendRequest):
     grammar: asyncio.Task[None] | None = None
     parts: AnswerParts | None = None
     released: asyncio.Task[None] | None = None
+    kv: Mapping[str, Any] | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -216,6 +223,9 @@ class VllmBackend(EngineBackend):
         self._followers = (
             Followers(node, on_lost=self._fail, on_leave=lambda: self._listener.on_leave()) if node.nodes > 1 else None
         )
+        has_kv = Capability.KV_TRANSFER in self.info.capabilities
+        self._kv = VllmKVConnector(self._submit, self.info.block_size_tokens) if has_kv else None
+        self.kv_connector = self._kv
         self._can_sleep: bool = started["can_sleep"]
         self._directory: str = started["directory"]
         self._is_connected = False
@@ -293,10 +303,14 @@ class VllmBackend(EngineBackend):
             await self._followers.start(timeout_seconds=self._settings.rendezvous_seconds)
         try:
             await asyncio.to_thread(self._text.load)
-            length, cache_bytes = await vllm.call("load")
-            self.info = replace(
-                self.info, max_sequence_length=length, kv_cache_bytes=cache_bytes or vllm.kv_cache_bytes
-            )
+            kv = self._kv
+            if kv is not None and kv.address is None:
+                kv.listen("127.0.0.1", 0)
+            length, cache_bytes, num_blocks, layout = await vllm.call("load", kv and kv.address)
+            cache_bytes = cache_bytes or vllm.kv_cache_bytes
+            self.info = replace(self.info, max_sequence_length=length, kv_cache_bytes=cache_bytes)
+            if kv is not None:
+                kv.loaded(layout=layout, num_blocks=num_blocks, cache_bytes=cache_bytes)
             vllm.is_starting = False
             await vllm.call("set_adapters", self._adapters)
         except Exception:
@@ -304,6 +318,12 @@ class VllmBackend(EngineBackend):
             raise
         self._digest = digest
         self._is_loaded = True
+        self._identify_weights()
+
+    def _identify_weights(self) -> None:
+        """Note the weights in use, after a change of their epoch or digest. KV of other weights is not imported."""
+        if self._kv is not None:
+            self._kv.weights = f"{self._epoch} {self._digest}"
 
     async def stop(self, cause: BaseException | None = None) -> None:
         self._unused.cancel()
@@ -370,6 +390,24 @@ class VllmBackend(EngineBackend):
     # --- requests -----------------------------------------------------------------------------------------------
 
     def submit(self, request: EngineRequest) -> None:
+        if not request.prefill_only:
+            self._submit(request)
+            return
+        assert self._kv is not None, "the engine has a role"
+        try:
+            request = self._kv.begin(request)
+        except TransferEndedError as error:
+            self._reject(request, error)
+            return
+        self._submit(request, EXPORT)
+
+    def _reject(self, request: EngineRequest, error: Exception) -> None:
+        output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error")
+        output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
+        self._listener.on_outputs([output])
+
+    def _submit(self, request: EngineRequest, kv: Mapping[str, Any] | None = None) -> None:
+        """Queue a request, or an export or import with vLLM's `kv_transfer_params`."""
         now = time.monotonic()
         try:
             request.sampling_params.check_vocabulary(self.info.vocab_size)
@@ -383,11 +421,11 @@ class VllmBackend(EngineBackend):
                 admitted=now,
                 tokens=request.generated_tokens.tolist(),
                 parts=self._parts_of(request.sampling_params),
+                kv=kv,
             )
         except ValueError as error:
-            output = RequestOutput(request.request_id, [], len(request.prompt_tokens), finish_reason="error")
-            output.error, output.error_code = error, ErrorCode.INVALID_REQUEST
-            self._listener.on_outputs([output])
+            self._end_transfer(request.request_id, str(error))
+            self._reject(request, error)
             return
         if opened.parts is not None:
             opened.parts.feed_all(opened.tokens)
@@ -464,6 +502,7 @@ class VllmBackend(EngineBackend):
             self._attach(opened)
 
     def abort(self, request_id: int) -> asyncio.Future[object]:
+        self._end_transfer(request_id, "it was released")
         opened = self._open.pop(request_id, None)
         if opened is not None:
             self._close(opened)
@@ -481,8 +520,10 @@ class VllmBackend(EngineBackend):
             return
         request, (params, free) = opened.request, opened.submission()
         assert self._process is not None
-        opened.is_running = opened.is_prefilling = True
-        self._rates.begin(time.monotonic())
+        opened.is_running = True
+        if not self._is_import(opened):  # vLLM waits for the transfer, and computes no prompt
+            opened.is_prefilling = True
+            self._rates.begin(time.monotonic())
         if params.pooling is not None:
             tokens, salt = request.prompt_tokens.tolist(), params.cache_salt
             of_request = (request.text, tokens, request.adapter, params.priority, salt)
@@ -499,6 +540,7 @@ class VllmBackend(EngineBackend):
             sorted(opened.stop_ids),
             opened.max_total_tokens - opened.prompt_length - free,
             _sent_media(request),
+            opened.kv,
         )
 
     def _is_over(self, opened: VllmRequest, added: list[int]) -> bool:
@@ -519,6 +561,7 @@ class VllmBackend(EngineBackend):
         if self._open.get(opened.request_id) is opened:
             if opened.is_running and self._process is not None:
                 self._process.send("abort", opened.request_id)
+            self._end_transfer(opened.request_id, "its deadline passed")
             self._forget(opened)
             self._deliver([opened.expire(now=time.monotonic())])
 
@@ -532,7 +575,9 @@ class VllmBackend(EngineBackend):
                     opened = self._open.get(entry[0])
                     if opened is not None and opened.is_running:  # otherwise it belongs to the previous part
                         take = self._take_pooled if entry[1] == "pooled" else self._take
-                        outputs.append(take(opened, *entry[1:]))
+                        output = take(opened, *entry[1:])
+                        if not self._is_import(opened):
+                            outputs.append(output)
                 self._note_arrival()
                 self._deliver(outputs)
             case ["cache", stored, evicted, cleared]:
@@ -543,7 +588,8 @@ class VllmBackend(EngineBackend):
                 note_progress(message)
 
     def _note_arrival(self) -> None:
-        running = [opened.is_prefilling for opened in self._open.values() if opened.is_running]
+        opened = self._open.values()
+        running = [each.is_prefilling for each in opened if each.is_running and not self._is_import(each)]
         self._rates.arrived(time.monotonic(), has_prompts=any(running), has_work=bool(running))
 
     def _take(self, opened: VllmRequest, tokens: list[int] | str, reason: str | None, *details: Any) -> RequestOutput:
@@ -553,12 +599,16 @@ class VllmBackend(EngineBackend):
                 error = VllmRejectedError(reason or "", field=details[0] if details else "")
                 return self._failed_output(opened, ErrorCode.INVALID_REQUEST, error)
             return self._failed_output(opened, ErrorCode.ENGINE_FAILED, reason or "")
-        stop, cached, chosen, top, prompt, prompt_top = details
+        stop, cached, chosen, top, prompt, prompt_top, kv = details
+        if self._is_import(opened):
+            return self._imported(opened, reason, cached)
         if opened.released is None:  # a later part finds the earlier ones in the cache
             opened.num_cached_tokens = cached
         uncached = opened.total_tokens - cached if opened.is_prefilling else 0
         self._rates.output(prompt_tokens=uncached, held_tokens=opened.total_tokens)
         opened.is_prefilling = False
+        if opened.kv is not None and reason == "length":
+            return self._exported(opened, kv)
         if tokens and opened.first_token is None:
             opened.first_token = time.monotonic()
         kept, ends = opened.take(tokens)
@@ -575,6 +625,29 @@ class VllmBackend(EngineBackend):
         if reason in FINISHED:
             return self._ended(opened, output, FINISHED[reason])
         return self._failed_output(opened, ErrorCode.ENGINE_FAILED, f"vLLM ended it: {reason}")
+
+    def _exported(self, opened: VllmRequest, kv: Mapping[str, Any] | None) -> RequestOutput:
+        """Return the output of an export. kv: vLLM's parameters for the import."""
+        output = self._ended(opened, opened.output([]), "length")
+        if kv and self._kv is not None:
+            output.exported = self._kv.exported(opened.request, kv)
+        return output
+
+    def _imported(self, opened: VllmRequest, reason: str | None, cached: int) -> RequestOutput:
+        """Report the end of an import. Its output is not delivered."""
+        if reason == "length" and self._kv is not None:
+            self._kv.imported(opened.request_id, cached)
+        self._end_transfer(opened.request_id, f"vLLM ended it: {reason}")
+        return self._ended(opened, opened.output([]), "length")
+
+    @staticmethod
+    def _is_import(opened: VllmRequest) -> bool:
+        return opened.kv is not None and not opened.request.prefill_only
+
+    def _end_transfer(self, request_id: int, error: str) -> None:
+        """End the export or import with this id, if there is one."""
+        if self._kv is not None:
+            self._kv.end(request_id, error)
 
     def _take_pooled(
         self,
@@ -597,6 +670,8 @@ class VllmBackend(EngineBackend):
         return opened.end(output, reason, now=time.monotonic())
 
     def _failed_output(self, opened: VllmRequest, code: ErrorCode, error: Exception | str) -> RequestOutput:
+        if opened.kv is not None:
+            self._end_transfer(opened.request_id, str(error))
         self._forget(opened)
         return opened.fail(error, code, now=time.monotonic())
 
@@ -709,6 +784,7 @@ class VllmBackend(EngineBackend):
             await self._end_process()  # with the old weights
         self._set_epoch(epoch)
         self._directory, self._digest, self._awaited = directory, digest, None
+        self._identify_weights()
         await self._end_replacing()
         await self._remove_unused()
 
@@ -766,10 +842,16 @@ class VllmBackend(EngineBackend):
         if epoch != self._epoch:
             self._set_epoch(epoch)
             if self._is_loaded:
+                was_running = self._running
+                if self._kv is not None:  # vLLM cannot reset the cache before its exports have ended
+                    await self._pause()
                 await (await self._vllm()).call("reset_prefix_cache")
+                if was_running and not self._running:
+                    await self._unpause()
 
     def _set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
+        self._identify_weights()
         for opened in self._open.values():
             opened.stamp_epoch(epoch, total_tokens=opened.total_tokens, num_computed=0)
 
@@ -822,7 +904,11 @@ def _capabilities(started: Mapping[str, Any]) -> frozenset[Capability]:
     lacks = frozenset() if started["forces_tokens"] else WITHOUT_FORCED_TOKENS
     if started["speculates"]:
         lacks |= WITH_SPECULATION_LACKS
-    has = {Capability.ADAPTERS: started["has_adapters"], Capability.MEDIA: started["takes_media"]}
+    has = {
+        Capability.ADAPTERS: started["has_adapters"],
+        Capability.MEDIA: started["takes_media"],
+        Capability.KV_TRANSFER: started["transfers_kv"],
+    }
     return (CAPABILITIES | {capability for capability, is_there in has.items() if is_there}) - lacks
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm import SamplingParams as VllmParams
@@ -40,17 +40,19 @@ def to_vllm(
     stop_ids: Sequence[int],
     max_tokens: int,
     generated: Sequence[int],
+    kv: Mapping[str, Any] | None = None,
 ) -> VllmParams:
     """Return vLLM's sampling parameters for a request that continues after `generated`.
 
     bad_words:  token sequences of params.bad_words.
     stop_ids:   ids of the tokens that end the answer, including the model's own end tokens.
     max_tokens: maximum number of tokens after the prompt, including `generated`.
+    kv:         vLLM's `kv_transfer_params` of a request that exports or imports KV.
 
     Raises ValueError if vLLM does not support a value. The message names the parameter.
     """
     forced = list(generated) if must_force(params) else []
-    extra = {FORCED: forced, BAD_WORDS: [list(sequence) for sequence in bad_words]}
+    extra = {FORCED: forced, BAD_WORDS: [list(sequence) for sequence in bad_words], "kv_transfer_params": kv}
     in_prompt = 0 if forced else len(generated)
     return VllmParams(
         temperature=params.temperature,

@@ -41,7 +41,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from megatron_runtime.backends.vllm.arguments import engine_arguments, logits_processor_of, sleep_level
+from megatron_runtime.backends.vllm.arguments import engine_arguments, logits_processor_of, sleep_level, transfers_kv
 from megatron_runtime.backends.vllm.cache_events import MergedCaches, endpoint_of, follow_cache_events
 from megatron_runtime.backends.vllm.channel import Channel, frame, receive
 from megatron_runtime.backends.vllm.media import Item, MediaReader, takes_media
@@ -110,6 +110,7 @@ class Submission:
     stop_ids:   ids of the tokens that end the answer.
     max_tokens: number of answer tokens at which the request ends, including `generated`.
     media:      the prompt with one placeholder per image, audio or video, and these media; None if it has no media.
+    kv:         vLLM's `kv_transfer_params` of a request that exports or imports KV; None for other requests.
     """
 
     request_id: int
@@ -121,6 +122,7 @@ class Submission:
     stop_ids: list[int]
     max_tokens: int
     media: tuple[list[int], list[Item]] | None = None
+    kv: dict[str, Any] | None = None
 
 
 class VllmService:
@@ -169,6 +171,7 @@ class VllmService:
             "speculates": config.speculative_config is not None,
             "forces_tokens": bool(self._arguments.logits_processors),
             "takes_media": takes_media(model),
+            "transfers_kv": transfers_kv(self._settings) and cache.enable_prefix_caching,
             "task": _task_of(config),
         }
 
@@ -203,12 +206,18 @@ class VllmService:
 
     # --- memory and weights -------------------------------------------------------------------------------------
 
-    async def load(self) -> tuple[int, int]:
+    async def load(self, nixl: tuple[str, int] | None) -> tuple[int, int, int, str]:
         """Load vLLM in the paused state.
 
-        Return two numbers. The first is the maximum number of tokens, prompt plus answer, that fits into the KV cache.
-        The second is the configured size of each rank's cache in bytes; 0 if vLLM measures the size.
+        nixl: host and port at which NIXL listens; None without KV transfer.
+
+        Return the maximum number of tokens, prompt plus answer, that fits into the KV cache; the configured size of
+        each rank's cache in bytes, 0 if vLLM measures the size; the number of blocks of the cache; and the text
+        KVConnector.layout.
         """
+        if nixl is not None:
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"], port = nixl
+            os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
         config = await asyncio.to_thread(self._config)
         PROGRESS.report(Stage.LOAD, 0, weights_bytes(Path(self._arguments.model)))
         llm = await asyncio.to_thread(AsyncLLM.from_vllm_config, config)
@@ -227,7 +236,10 @@ class VllmService:
         await llm.pause_generation(mode="keep", clear_cache=False)
         gc.collect()
         gc.freeze()  # a garbage collection over the objects of all imports would stall every stream
-        return int(config.model_config.max_model_len), int(config.cache_config.kv_cache_memory_bytes or 0)
+        cache = config.cache_config
+        layout = f"vLLM {vllm.__version__} {config.model_config.dtype} {cache.cache_dtype} {cache.block_size}"
+        length, cache_bytes = config.model_config.max_model_len, cache.kv_cache_memory_bytes
+        return int(length), int(cache_bytes or 0), int(cache.num_gpu_blocks or 0), layout
 
     def _follow_caches(self, block_size: int) -> None:
         """Start to report the changes of the prefix cache of every data-parallel rank."""
@@ -410,6 +422,7 @@ class VllmService:
                 stop_ids=request.stop_ids,
                 max_tokens=request.max_tokens,
                 generated=generated,
+                kv=request.kv,
             ),
             str(request.request_id),
             lora_request=self._adapters[request.adapter] if request.adapter else None,
@@ -499,6 +512,7 @@ def _entry(request: Submission, params: SamplingParams, found: RequestOutput, *,
         top,
         prompt_chosen,
         prompt_top,
+        found.kv_transfer_params if request.kv else None,
     ]
 
 

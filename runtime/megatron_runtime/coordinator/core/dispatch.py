@@ -219,6 +219,8 @@ class Dispatcher:
         The caller must have removed the request from the table of its engine.
         """
         self._leave_engine(entry)
+        if entry.stage is _IMPORTING:
+            self.transfers.interrupted(entry)
         stage = _QUEUED if entry.export is None else _EXPORTED
         if entry.stage is not stage:
             self.transfers.move(entry, stage)

@@ -131,6 +131,7 @@ class Export(NamedTuple):
 
     id:      dispatch id of the prefill.
     weights: text by which the engine identifies the weights that computed the blocks.
+    handle:  of EXPORTED, for the importing engine.
     until:   time at which the coordinator releases the blocks if no decode engine has imported them.
     """
 
@@ -138,6 +139,7 @@ class Export(NamedTuple):
     id: int
     digests: bytes
     weights: str
+    handle: bytes
     until: float
 
 

@@ -304,7 +304,7 @@ class Transfers:
     def keep(self, entry: Entry, engine: Engine, message: Exported) -> None:
         """Record that `engine` keeps the exported blocks of a request, and set the time at which they expire."""
         until = self._context.now + EXPORTED_SECONDS
-        entry.export = Export(engine, message.dispatch_id, message.digests, message.weights, until)
+        entry.export = Export(engine, *message, until)
         self._exported[message.dispatch_id] = entry
         if not self._is_timed:
             self._is_timed = True
@@ -316,6 +316,14 @@ class Transfers:
         if export is not None:
             del self._exported[export.id]
             self.release(export.engine, export.id)
+
+    def interrupted(self, entry: Entry) -> None:
+        """Drop the export of a request whose import has not ended, if its blocks can be read only once.
+
+        vLLM frees the blocks of an export when an engine has read them. A second import would read other blocks.
+        """
+        if entry.export is not None and entry.export.handle:
+            self.drop(entry)
 
     def release(self, engine: Engine, dispatch_id: int) -> None:
         """Make an engine release the export or import with this dispatch id.
@@ -360,7 +368,8 @@ class Transfers:
         head = export.id, entry.dispatch_id, ticket, digests, export.weights
         self._context.send(source.peer, Transfer(*head, engine.key.decode(), IMPORT_SECONDS))
         assert source.kv is not None
-        self._context.send(engine.peer, Transfer(*head, source.key.decode(), IMPORT_SECONDS, source.kv.address))
+        origin = source.key.decode(), IMPORT_SECONDS, source.kv.address, export.handle
+        self._context.send(engine.peer, Transfer(*head, *origin))
         if engine.free_blocks is not None:
             engine.free_blocks = max(0, engine.free_blocks - _blocks(entry, engine.block_size_tokens))
         return len(digests) // DIGEST_BYTES * engine.block_size_tokens

@@ -22,6 +22,7 @@ class ModelConfig:
     enable_sleep_mode: bool
     logits_processors: list[type]
     runner_type: str = "generate"
+    dtype: str = "float32"
 
     def get_vocab_size(self) -> int:
         return 49_152
@@ -38,6 +39,8 @@ class CacheConfig:
     block_size: int
     enable_prefix_caching: bool
     kv_cache_memory_bytes: int | None
+    cache_dtype: str = "auto"
+    num_gpu_blocks: int | None = 64
 
 
 @dataclass

@@ -21,3 +21,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     prompt_logprobs: list[Any] | None = None
     metrics: Any = field(default=None)
+    kv_transfer_params: dict[str, Any] | None = None

@@ -48,6 +48,8 @@ class AsyncEngineArgs:
     gpu_memory_utilization: float = 0.92
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     eplb_config: _EPLBConfig = field(default_factory=_EPLBConfig)
+    kv_transfer_config: Any = None
+    long_prefill_token_threshold: int = 0
 
     def create_model_config(self) -> object:
         return self._checked().model_config

@@ -53,6 +53,7 @@ class AsyncLLM:
         self._asleep: set[str] = set()
         self._weights = self._read_weights(vllm_config._args.model)
         self._adapters: dict[int, int] = {}
+        self._imported: set[tuple[int, ...]] = set()
         self._requests: dict[str, _Request] = {}
         self._task: asyncio.Task[None] | None = None
         Gauge("vllm:num_requests_running", "as vLLM has it", ["engine"]).labels("0").set(0)
@@ -99,6 +100,7 @@ class AsyncLLM:
             raise ValueError("min_p and logit_bias are not yet supported with speculative decoding.")
         assert not params.extra_args or self._config.model_config.logits_processors, "nothing reads extra_args"
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
+        self._transfer(request_id, request)
         log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
         if params.structured_outputs is not None:
             log(f"structure {request_id} of {len(request.context)} {params.structured_outputs}")
@@ -114,6 +116,23 @@ class AsyncLLM:
         finally:
             self._requests.pop(request_id, None)
             log(f"end {request_id}")
+
+    def _transfer(self, request_id: str, request: _Request) -> None:
+        """Export or import the KV of a prompt, and note which requests find the imported KV."""
+        kv = (request._params.extra_args or {}).get("kv_transfer_params")
+        assert kv is None or (self._config._args.kv_transfer_config or {}).get("kv_connector") == "NixlConnector"
+        prompt = tuple(request.context)
+        if kv is not None and kv.get("do_remote_decode"):
+            port = int(os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"])
+            remote = {"remote_engine_id": f"fake-{port}", "remote_port": port, "remote_block_ids": [[1, 2]]}
+            request.exported = {"do_remote_prefill": True, "do_remote_decode": False, **remote}
+        elif kv is not None:
+            assert kv["do_remote_prefill"]
+            log(f"import {request_id} from {kv['remote_engine_id']} {kv['remote_block_ids']}")
+            self._imported.add(prompt)
+            request.cached = 0 if kv["remote_engine_id"] == "lost" else len(prompt)
+        elif any(prompt[: len(imported)] == imported for imported in self._imported):
+            log(f"hit {request_id}")
 
     async def _run(self) -> None:
         while not self._is_dead:
@@ -197,6 +216,8 @@ class _Request:
         self._generated: list[int] = []
         self._prompt_length = len(prompt)
         self.shift = 0
+        self.cached = 0
+        self.exported: dict[str, Any] | None = None
 
     @property
     def is_deadly(self) -> bool:
@@ -228,6 +249,9 @@ class _Request:
                 }
             ]
         output = RequestOutput([CompletionOutput([token], found, reason, stop)], reason is not None)
+        output.num_cached_tokens = self.cached
+        if output.finished:
+            output.kv_transfer_params = self.exported
         if params.prompt_logprobs is not None:
             own = [{token: Logprob(-0.25, 1)} for token in self.context[1 : self._prompt_length]]
             output.prompt_logprobs = [None, *own] if len(self._generated) == 1 else []

@@ -1,0 +1,1 @@
+"""Stands for NIXL, which the engine only looks for."""
