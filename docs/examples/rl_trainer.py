@@ -97,7 +97,7 @@ async def main() -> None:
     policy = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
-    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1e-4)
     params = SamplingParams(temperature=1.0, num_tokens_to_generate=16, seed=1, return_log_probs=True)
     rollout = Rollout(policy, arguments.clients, arguments.admin, arguments.keys)
     for step in range(1, arguments.steps + 1):

@@ -209,8 +209,10 @@ async def test_updates_with_faults_in_every_phase(pool: Pool, seed: int) -> None
     faults = [*FAULTS] * size(1, soak=142)
     faults += ["none"] * (size(8, soak=1000) - len(faults))
     random.Random(seed).shuffle(faults)
-    for fault in faults:
+    for number, fault in enumerate(faults, start=1):
         await pool.update(fault)
+        if number % 100 == 0:
+            print(f"{number} updates, {len(pool.fleet.exits)} exits of processes")
 
 
 @pytest.mark.timeout(600)
