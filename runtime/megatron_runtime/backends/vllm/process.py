@@ -53,7 +53,7 @@ _CONSEQUENCE = re.compile(
 """Errors that vLLM reports as a consequence of another error."""
 _STAGES = (
     (re.compile(r"Loading [\w ]*checkpoint shards: *(?P<percent>\d+)% Completed"), Stage.LOAD),
-    (re.compile(r"Model loading took|Warming up model"), Stage.COMPILE),
+    (re.compile(r"Loading weights took|Model loading took|Warming up model"), Stage.COMPILE),
     (re.compile(r"Capturing CUDA graphs.*?: *(?P<percent>\d+)%"), Stage.CAPTURE),
 )
 """Lines of vLLM's log that show the progress of its start."""
