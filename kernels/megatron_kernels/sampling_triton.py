@@ -44,7 +44,7 @@ def _total(bits, reaches):
 
 @triton.jit
 def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.constexpr):
-    """Return the sum of the weights whose bits are not less than `threshold`."""
+    """Return the sum of the token weights whose bits are at least `threshold`."""
     mass = tl.full((), 0.0, tl.float64)
     for first in range(0, vocabulary, BLOCK):
         bits = _bits(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
@@ -54,10 +54,10 @@ def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.conste
 
 @triton.jit
 def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
-    """Copy the bits of the likely weights to the buffer, up to its capacity.
+    """Copy the bits of the large token weights to the buffer, up to its capacity.
 
-    A weight is likely if its bits are not less than _CANDIDATE_BITS. Return the number and the sum of all likely
-    weights, even if the buffer is too small for them.
+    A weight is large if its bits are at least _CANDIDATE_BITS. Return the number and the sum of all large weights,
+    even if the buffer is too small for them.
     """
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)

@@ -144,7 +144,7 @@ def panel_bytes(format: int, inputs: int) -> int:
 def packed_format(weight: QuantizedTensor, name: str) -> int:
     """Return the format in which pack() stores a quantized weight.
 
-    name: format of the model's dense weights. With int8 or int4, a quantized weight keeps its own format.
+    name: format chosen for the model. If it is int8 or int4, a weight that is already quantized keeps its own format.
     """
     return _KEPT[weight.kind] if name in ("int8", "int4") else PANEL_FORMATS[name]
 

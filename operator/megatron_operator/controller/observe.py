@@ -1,4 +1,4 @@
-"""The reads of one pass. They build a World from the cache, the keys Secret and the coordinator."""
+"""Reads what one pass needs to know: builds a World from the cache, the keys Secret and the coordinator."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _phase(status: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The dependencies of a resource's task."""
+    """The objects that a ResourceTask uses."""
 
     cache: ResourceCache
     observer: Observer
@@ -127,7 +127,10 @@ class Parts:
 
 
 class ResourceTask:
-    """The task of one custom resource. Code on the event loop may call `wake` at any time."""
+    """The asyncio task that reconciles one custom resource, one pass at a time.
+
+    It sleeps until `wake` is called, which code on the event loop may do at any time.
+    """
 
     def __init__(self, *, uid: str, key: Key, woken: asyncio.Event, parts: Parts) -> None:
         self.uid = uid

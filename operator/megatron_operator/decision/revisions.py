@@ -42,7 +42,9 @@ class Rollout:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles of engines in rollout order. Prefill engines come first, because they generate no answers."""
+        """The roles of engines in rollout order. Prefill engines come first, because no answer is lost if the
+        new revision cannot start.
+        """
         return tuple(reversed(self.engines.ctx.roles))
 
     @cached_property

@@ -98,9 +98,9 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Return `values` as a tuple. The values, read from a file, are a shape or an offset per axis.
+    """Check a shape, or the offsets of a slice, that was read from a file. Return it as a tuple.
 
-    Raises ValueError unless the values are a valid shape.
+    Raises ValueError unless `values` is a list of at most MAX_AXES whole numbers of 63 bits.
     """
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
         raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")

@@ -107,9 +107,9 @@ class TokenBound:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
-        """Return the TokenBound of a vocabulary.
+        """Compute how many bytes a token of this tokenizer can stand for at most.
 
-        If the vocabulary does not permit a provable bound, assume UNKNOWN_BYTES_PER_TOKEN bytes per token.
+        If that cannot be proved from the vocabulary, the bound is UNKNOWN_BYTES_PER_TOKEN.
         """
         vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
         added = list(backend.get_added_tokens_decoder().values())

@@ -1,4 +1,4 @@
-"""Policies that prevent all other policies from acting, and policies for a resource that has reached its state."""
+"""Policies that prevent all other policies from acting, and policies for a resource that has nothing left to do."""
 
 from __future__ import annotations
 

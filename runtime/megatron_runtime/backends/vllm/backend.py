@@ -163,9 +163,9 @@ class VllmRequest(BackendRequest):
         return len(self.tokens) - before, ends
 
     def end_reasoning(self) -> list[int]:
-        """Append the tokens that end the reasoning if its token budget is used up. Return these tokens.
+        """End the reasoning if it has used up its token budget. Return the tokens that this appends to the answer.
 
-        The result is shorter if the answer reaches its length limit first.
+        Tokens beyond the length limit of the answer are not appended.
         """
         added: list[int] = []
         while self.parts is not None and (token := self.parts.forced) is not None:

@@ -25,7 +25,10 @@ class SharedMemory:
         self._lock = -1
 
     def path(self, name: str) -> str:
-        """Return the path of the directory `name`, which may not exist yet. Raises OSError without shared memory."""
+        """Return the path of the directory `name`, which may not exist yet.
+
+        Raises OSError if this machine has no shared memory.
+        """
         if self._root is None:
             remove_unused()
             self._root, self._lock = _locked_directory()

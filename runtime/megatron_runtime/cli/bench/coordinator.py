@@ -60,10 +60,10 @@ class Bench:
     clients, engines: number of clients and of engines.
     requests:         number of requests in each part of the measurement.
     start_seconds:    seconds from the start of the coordinator process until it reports its address.
-    prompts:          token ids of the prompts, int32 [DISTINCT_PROMPTS, tokens]. The first half of each prompt is one
-                      of PREFIXES_PER_ENGINE * engines prefixes, so that a policy that routes by prefix can use all
-                      engines.
-    streams:          number of streams that an engine accepts in addition to the requests of the closed loop.
+    prompts:          token ids of the prompts, int32 [DISTINCT_PROMPTS, tokens]. The first half of each prompt is a
+                      prefix that it shares with others. There are PREFIXES_PER_ENGINE prefixes for each engine, so
+                      that a policy that routes by prefix can use all engines.
+    streams:          number of streams that an engine accepts in addition to the measured requests.
     open_socket:      opens the socket of a client or an engine.
     """
 

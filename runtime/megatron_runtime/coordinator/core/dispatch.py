@@ -537,7 +537,10 @@ class Dispatcher:
         self._engines.load_changed(engine)
 
     def check_trial(self, engine: Engine) -> None:
-        """Acquit the suspect on a reserved engine if the suspect has generated enough tokens (see quarantine.py)."""
+        """Acquit the suspect that `engine` is reserved for if it has generated enough tokens.
+
+        quarantine.py explains suspects and reserved engines.
+        """
         if self.quarantine.advanced(engine):
             self._context.needs_pump = True
 

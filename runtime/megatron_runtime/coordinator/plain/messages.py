@@ -266,7 +266,7 @@ def _is_span(span: Any) -> bool:
 
 
 def failed_reply(code: ErrorCode, message: str) -> bytes:
-    """Return the packed reply map of FINAL for a request that failed in its translator."""
+    """Return the packed map of a FINAL message for a request that its translator could not translate."""
     error = {"code": int(code), "type": code.name, "message": message, "is_transient": False}
     return pack({"status": "FAILED", "finish_reason": "error", "error": error})
 

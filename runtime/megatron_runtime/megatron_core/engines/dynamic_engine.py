@@ -161,7 +161,7 @@ class DynamicInferenceEngine:
 
         Also drop the prefix cache unless `preserve_prefix_cache` is true.
 
-        The counters of the context start again at 0.
+        The counters of `self.context` start again at 0.
 
         Raises RuntimeError while the engine serves a coordinator, because the coordinator would wait for the answers.
         """

@@ -117,7 +117,7 @@ def reported(names: Iterable[str]) -> str:
 
 
 def converted(name: str, value: Any) -> Any:
-    """Return the value of the sampling parameter `name` for the value of its HTTP field."""
+    """Convert the value of an HTTP field to a value of the sampling parameter `name`."""
     convert = HTTP_FIELDS[name].value
     return value if convert is None else convert(value)
 
