@@ -213,4 +213,4 @@ async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 def _cause(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"no heartbeat for {SILENCE_SECONDS:g} s"
-    return "it closed its connection" if isinstance(error, EOFError | ConnectionResetError) else str(error)
+    return "it closed its connection" if isinstance(error, EOFError | ConnectionError) else str(error)
