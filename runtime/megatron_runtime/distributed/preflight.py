@@ -173,7 +173,7 @@ async def _reach(settings: PreflightSettings, number: int, until: float) -> Outc
                     return Outcome.ANSWERED
                 except socket.gaierror:
                     result = Outcome.ABSENT
-                except (ConnectionRefusedError, ConnectionResetError, asyncio.IncompleteReadError):
+                except (ConnectionError, asyncio.IncompleteReadError):
                     result = Outcome.REACHABLE
                 except OSError as error:
                     result = str(error)
