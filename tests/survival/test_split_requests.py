@@ -262,11 +262,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(900)
-async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", size([1], soak=[1, 2]))
+async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path, ranks: int) -> None:
     model = str(write_speaking_model(tmp_path / "model"))
     coordinator = await fleet.coordinator()
     options = ("--model", model, *MODEL_OPTIONS, "--block-size-tokens", "16", "--max-tokens", "128")
-    await fleet.engine("d-0", *options, "--role", "decode")
+    options += ("--tensor-parallel", str(ranks))
+    await fleet.engine("d-0", *options, "--role", "decode", warm=ranks == 1)
     link = await fleet.admin()
     await until_serving(link, fleet.engines)
     _, url = await fleet.server("--model", model, "--model-name", "m")
@@ -287,7 +289,7 @@ async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet,
         return dict(zip(REQUESTS, found, strict=True))
 
     together = await answers("one engine")
-    await fleet.engine("p-0", *options, "--role", "prefill")
+    await fleet.engine("p-0", *options, "--role", "prefill", warm=ranks == 1)
     await until_status(
         link,
         lambda status: len(status.engines) == 2 and all(engine.serving and engine.digest for engine in status.engines),

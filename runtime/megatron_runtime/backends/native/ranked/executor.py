@@ -94,7 +94,7 @@ class EnginePart:
         self.on_answers: Callable[[dict[str, Any] | None], object] = lambda _answers: None
         self._orders: dict[str, Callable[..., Any]] = {
             "use_pages": executor.use_pages,
-            "sizes": lambda: {name: getattr(executor, name) for name in _SIZES},
+            "sizes": lambda: {name: getattr(executor, name) for name in (*_SIZES, "page_bytes", "kv_layout")},
             "digest": lambda: executor.digest,
             "copies": lambda: executor.copies,
             "load": executor.load,
@@ -107,7 +107,6 @@ class EnginePart:
             "swap_weights": executor.swap_weights,
             "drop_staged": executor.drop_staged,
             "profile": executor.profile,
-            "kv": lambda: [executor.kv_layout, executor.page_bytes],
             "read_blocks": lambda pages: executor.read_blocks(pages, range(len(pages))),
             "write_blocks": lambda pages, data: executor.write_blocks(pages, range(len(pages)), data),
             "confirm": lambda: None,
@@ -164,15 +163,16 @@ class RankedExecutor(Ranks):
         self.kv_cache_bytes = local.kv_cache_bytes
         self.expert_size = sizes.expert
         self._sizes = sizes
-        layouts, self._page_bytes = zip(*(kv for _, kv in sorted(self._everywhere("kv").items())), strict=True)
-        self.page_bytes = sum(self._page_bytes[rank] for rank in self._holders(expert_rank=0))
-        digest = hashlib.sha256("\n".join(layouts).encode()).hexdigest()
-        self.kv_layout = f"{local.kv_layout}, {sizes.product}, {digest[:8]}"
         self._warm_up = warm_up(self.num_pages)
-        for rank, own in self._everywhere("sizes").items():
+        of_ranks = self._everywhere("sizes")
+        for rank, own in of_ranks.items():
             for name in _SIZES:
                 if own[name] != (value := getattr(local, name)):
                     raise RankError(rank, f"{name} is {own[name]} there, {value} on rank 0: start all ranks alike")
+        self._page_bytes = [own["page_bytes"] for own in of_ranks.values()]
+        self.page_bytes = sum(self._page_bytes[rank] for rank in self._holders(expert_rank=0))
+        layouts = hashlib.sha256("\n".join(own["kv_layout"] for own in of_ranks.values()).encode()).hexdigest()
+        self.kv_layout = f"{local.kv_layout}, {sizes.product}, {layouts[:8]}"
 
     @property
     def has_weights(self) -> bool:
@@ -321,7 +321,7 @@ class RankedExecutor(Ranks):
         return self._order(Kind.COMMAND, [name, *arguments])
 
     def _order(self, kind: Kind, order: list[Any], by_rank: Mapping[int, list[Any]] | None = None) -> dict[int, Any]:
-        """Make every rank execute an order, and return the answers by rank.
+        """Make every rank execute an order, and return the answers by rank, in the order of the ranks.
 
         order:   name and arguments of the order.
         by_rank: orders that replace `order` for some ranks.
