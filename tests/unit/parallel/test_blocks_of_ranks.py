@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from rank_program import KV_CACHE_MEMORY
 
+from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.micro_batches import expert_of_pages
 from megatron_runtime.backends.native.ranked.channel import Kind
 from megatron_runtime.backends.native.ranked.executor import EnginePart, RankedExecutor
@@ -17,7 +19,9 @@ from megatron_runtime.backends.native.ranked.plan_codec import pack_frames, unpa
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.distributed.watch import StepProgress
-from megatron_runtime.protocol.limits import MAX_NAME_BYTES
+from megatron_runtime.engine.backend import Capability, UnsupportedVerbError
+from megatron_runtime.protocol.messages import KVPort
+from megatron_runtime.requests.config import InferenceConfig
 
 from .test_ranks_match_one_rank import alone, check_equal
 
@@ -101,10 +105,23 @@ def test_engines_that_divide_a_model_differently_have_different_layouts(
 ) -> None:
     layouts = {executor_of(mixtral, ONE, 0).kv_layout, *(engine_of(mixtral, sizes)[0].kv_layout for sizes in SIZES)}
     assert len(layouts) == 1 + len(SIZES)
-    assert max(map(len, layouts)) <= 100 < MAX_NAME_BYTES
+    assert max(map(len, layouts)) <= 100
     again, other = (engine_of(model, SIZES[0])[0].kv_layout for model in (mixtral, llama(6, 2)))
     assert again in layouts
     assert other not in layouts
+
+
+def test_an_engine_of_several_ranks_exchanges_blocks(mixtral: str) -> None:
+    engine = engine_of(mixtral, SIZES[-1])[0]
+    backend = NativeBackend(EngineCore(engine, InferenceConfig(enable_prefix_caching=True)), ranks=engine)
+    backend.info.require("--role prefill", Capability.KV_TRANSFER)
+    assert backend.kv is not None
+    assert backend.kv.block_bytes == engine.page_bytes * (backend.info.block_size_tokens // engine.page_size)
+    port = KVPort(address="tcp://10.0.0.7:5558", layout=backend.kv.layout, block_bytes=backend.kv.block_bytes)
+    assert port.layout == backend.kv.layout
+    without = NativeBackend(EngineCore(engine, InferenceConfig()), ranks=engine)
+    with pytest.raises(UnsupportedVerbError, match="use prefix caching"):
+        without.info.require("--role prefill", Capability.KV_TRANSFER)
 
 
 @pytest.mark.long
