@@ -113,8 +113,19 @@ async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str,
             ["spec.engine.batching.prefixCaching", "set it to true"],
         ),
         (
-            manifest({"model": SOURCE, "engine": {"roles": {"prefill": {}}}, "parallelism": {"tensor": 2}}),
-            ["spec.engine.roles", "engines of several ranks", "to 1"],
+            manifest(
+                {
+                    "model": SOURCE,
+                    "engine": {
+                        "roles": {"prefill": {}},
+                        "backend": "VLLM",
+                        "gpusPerPod": 2,
+                        "vllm": {"allowNixlBetweenPods": True},
+                    },
+                    "parallelism": {"tensor": 2},
+                }
+            ),
+            ["spec.engine.roles", "vLLM engines of several ranks", "to 1"],
         ),
         (
             manifest(

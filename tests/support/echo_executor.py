@@ -95,7 +95,9 @@ class EchoExecutor:
         self.max_sequence_length = max_sequence_length
         self.page_size = page_size
         self.num_pages = num_pages
-        self.kv_cache_bytes = num_pages * page_size * 4
+        self.page_bytes = page_size * 4
+        self.kv_cache_bytes = num_pages * self.page_bytes
+        self.expert_size = 1
         self.kv_layout = f"echo {page_size}"
         self.step_seconds = step_seconds
         self._token_seconds = token_seconds
@@ -132,13 +134,13 @@ class EchoExecutor:
             self._kept = keep_pages, self._cache[keep_pages]
         self._cache = None
 
-    def read_pages(self, pages: np.ndarray) -> bytes:
+    def read_blocks(self, table: np.ndarray, blocks: range) -> bytes:
         assert self._cache is not None
-        return self._cache[pages].tobytes()
+        return self._cache[table[blocks]].tobytes()
 
-    def write_pages(self, pages: np.ndarray, data: bytes) -> None:
+    def write_blocks(self, table: np.ndarray, blocks: range, data: bytes) -> None:
         assert self._cache is not None
-        self._cache[pages] = np.frombuffer(data, np.int32).reshape(len(pages), self.page_size)
+        self._cache[table[blocks]] = np.frombuffer(data, np.int32).reshape(len(blocks), -1, self.page_size)
 
     def holds(self, source: str) -> bool:
         return False  # no trainer publishes its weights

@@ -5,6 +5,7 @@ Options:
   sampling       fields of SamplingParams, one dict per prompt
   failing        numbers of the prompts that fail: their answers have an `error`
   records_routing: answers have the experts of each token
+  imports        blocks of prompts that another engine has exported; see exchange()
   suspend_after  number of steps after which the engine is suspended and resumed
   forever        repeat the prompts without end and send "step" each time
   kernels        use the GPU forward pass on the CPU; "graphs": pad decode steps as for CUDA graphs
@@ -36,6 +37,7 @@ from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.executor import Executor
+from megatron_runtime.backends.native.micro_batches import expert_of_pages
 from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with, follow, lead
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import ModelSource, resolve
@@ -43,7 +45,7 @@ from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.local_group import LocalGroup
 from megatron_runtime.distributed.shard import FOLDER_VARIABLE, ParallelSizes, rank_identity
-from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.process import logs
 from megatron_runtime.requests.config import InferenceConfig
@@ -94,11 +96,73 @@ def _config() -> InferenceConfig:
 
 
 def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
-    """Return an engine's answers to the prompts, computed by `executor`.
+    """Return an engine's answers to the prompts, computed by `executor`."""
+    return _answers(EngineCore(executor, _config()), options)
+
+
+def exchange(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
+    """Import blocks from another engine, answer the prompts, and export the blocks of the prompts.
+
+    Reads and writes that fail are repeated.
+
+    The results:
+      answers  as of answers()
+      computed number of prompt tokens that were computed for the answers
+      layout   the executor's kv_layout
+      exports  for each prompt, the digests of its blocks, and their bytes
+      owners   expert rank of each import or else of each export
+      errors   messages of reads and writes that failed
+    """
+    engine = EngineCore(executor, _config())
+    transfers = engine.context.transfers
+    owners: dict[int, int] = {}
+    errors: list[str] = []
+
+    def owner(table: np.ndarray) -> int:
+        return int(expert_of_pages(table[0, :1], executor.expert_size)[0])
+
+    def repeated(call: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return call(*arguments)
+        except RankError as error:
+            errors.append(str(error))
+            return call(*arguments)
+
+    for number, (digests, data) in reversed(list(enumerate(options["imports"]))):  # to other pages than in the exporter
+        assert transfers.reserve(number, digests) == 0
+        table = transfers.reserved(number)
+        owners[number] = owner(table)
+        repeated(executor.write_blocks, table, range(len(digests)), data)
+        transfers.complete(number)
+    found = _answers(engine, options)
+    computed = engine.stats().prompt_tokens
+    exports = []
+    for number, prompt in enumerate(options["prompts"]):
+        tokens, none = np.array(prompt, np.int32), np.empty(0, np.int32)
+        engine.add_request(EngineRequest(number, tokens, none, SamplingParams(), number, prefill_only=True))
+        outputs: list[RequestOutput] = []
+        while engine.has_work:
+            outputs += engine.step()
+        assert outputs[-1].exported is not None
+        digests = outputs[-1].exported.digests
+        table = transfers.exported(number)
+        owners.setdefault(number, owner(table))
+        exports.append((digests, repeated(executor.read_blocks, table, range(len(digests)))))
+    return {
+        "answers": found,
+        "computed": computed,
+        "layout": executor.kv_layout,
+        "exports": exports,
+        "owners": owners,
+        "errors": errors,
+    }
+
+
+def _answers(engine: EngineCore, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the answers of `engine`.
 
     top, prompt_top: for each token the likeliest ones, as in EngineOutput.
     """
-    engine = EngineCore(executor, _config())
     found: dict[int, dict[str, list[Any]]] = {}
     for index, (prompt, sampling) in enumerate(zip(options["prompts"], options["sampling"], strict=True)):
         params = SamplingParams(num_tokens_to_generate=12, termination_id=IGNORE_EOS, **sampling)
@@ -243,4 +307,4 @@ def _answer(executor: RankedExecutor, options: dict[str, Any], messages: Connect
     while options.get("forever"):
         answers(executor, options)
         messages.send("step")
-    messages.send(answers(executor, options))
+    messages.send((exchange if "imports" in options else answers)(executor, options))

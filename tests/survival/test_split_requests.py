@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
@@ -277,11 +278,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.timeout(900)
-async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", size([1], soak=[1, 2]))
+async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path, ranks: int) -> None:
     model = str(write_speaking_model(tmp_path / "model"))
     coordinator = await fleet.coordinator()
     options = ("--model", model, *MODEL_OPTIONS, "--block-size-tokens", "16", "--max-tokens", "128")
-    await fleet.engine("d-0", *options, "--role", "decode")
+    options += ("--tensor-parallel", str(ranks))
+    await fleet.engine("d-0", *options, "--role", "decode", warm=ranks == 1)
     link = await fleet.admin()
     await until_serving(link, fleet.engines)
     _, url = await fleet.server("--model", model, "--model-name", "m")
@@ -302,7 +305,7 @@ async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet,
         return dict(zip(REQUESTS, found, strict=True))
 
     together = await answers("one engine")
-    await fleet.engine("p-0", *options, "--role", "prefill")
+    await fleet.engine("p-0", *options, "--role", "prefill", warm=ranks == 1)
     await until_status(
         link,
         lambda status: len(status.engines) == 2 and all(engine.serving and engine.digest for engine in status.engines),
@@ -315,6 +318,34 @@ async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet,
         for name in REQUESTS:
             assert without_numbers(apart[name]) == without_numbers(together[name]), name
             assert numbers_of(apart[name]) == pytest.approx(numbers_of(together[name]), abs=1e-3), name
+
+
+@pytest.mark.skipif(not SOAK, reason="seven processes that load a model: run by make soak")
+@pytest.mark.timeout(900)
+async def test_a_rank_is_lost_while_blocks_travel(fleet: Fleet, tmp_path: Path) -> None:
+    """The decode engine that loses a rank exits. The other one has another layout, and computes the prompts."""
+    model = str(write_speaking_model(tmp_path / "model"))
+    pool = SplitPool(fleet, 1, *MODEL_OPTIONS, "--model", model)
+    for name, role in ((PREFILL[0], "prefill"), (DECODE[0], "decode")):
+        ranked = ("--role", role, "--tensor-parallel", "2")
+        await fleet.engine(name, *OPTIONS, *pool.options, *ranked, warm=False)
+    await pool.start([DECODE[1]])
+    while not await pool.count("kv_imports"):  # an engine that is late with its heartbeats gets no prompt
+        pool.add()
+        await pool.load.finish(seconds=scaled(300))
+        for record in pool.load.records:
+            assert record.final is not None
+            pool.answers[tuple(record.prompt)] = record.final["generated_tokens"]
+    status = await pool.link.status()
+    recomputes = {engine.name: engine.recomputes for engine in status.engines}
+    assert recomputes[DECODE[1]] == f"another KV layout than engine {PREFILL[0]}"
+    pool.random, pool.salt = random.Random(1), "again"  # the same prompts, without the blocks of the first run
+    engine = fleet.engines.pop(DECODE[0])
+    ranks = {child.environ()["RANK"]: child for child in psutil.Process(engine.pid).children() if child.cmdline()}
+    ranks["1"].suspend()
+    pool.add()
+    assert await engine.ended() == 1
+    await pool.check()
 
 
 def without_numbers(value: Any) -> Any:

@@ -189,10 +189,12 @@ class MegatronInferenceSpec(ApiModel):
             value=lambda spec: spec.parallelism.data,
         ),
         SpecRule(
-            f"!has(self.engine.roles) || {_RANKS} == 1",
-            lambda spec: spec.engine.roles is None or spec.parallelism.ranks == 1,
-            "spec.engine.roles: engines of several ranks exchange no KV; set tensor, pipeline and expert of "
-            "spec.parallelism to 1, or remove spec.engine.roles",
+            f"!has(self.engine.roles) || self.engine.backend == 'Native' || {_RANKS} == 1",
+            lambda spec: (
+                spec.engine.roles is None or spec.engine.backend is Backend.NATIVE or spec.parallelism.ranks == 1
+            ),
+            "spec.engine.roles: vLLM engines of several ranks exchange no KV; set tensor, pipeline, expert and data of "
+            "spec.parallelism to 1, use spec.engine.backend Native, or remove spec.engine.roles",
             value=lambda spec: f"with {spec.parallelism.ranks} ranks",
         ),
         SpecRule(

@@ -10,6 +10,8 @@ from echo_executor import EchoExecutor
 
 from megatron_runtime.backends.native.backend import Ranks
 from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.executor import StepPlan, StepResult
+from megatron_runtime.backends.native.micro_batches import expert_of_pages, merge, take
 from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.protocol.headers import Header
@@ -19,9 +21,41 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 PAGE, BLOCK = 4, 8
 
 
-def make_engine(*, pages: int = 200, clock: Callable[[], float] | None = None, **config: object) -> EngineCore:
+class ExpertEcho(EchoExecutor):
+    """Several expert ranks, each of which has a cache of its own and runs its own requests."""
+
+    def __init__(self, expert_size: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.expert_size = expert_size
+        self._ranks = [EchoExecutor(**options) for _ in range(expert_size)]
+
+    def load(self) -> None:
+        super().load()
+        for rank in self._ranks:
+            rank.load()
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        owners = expert_of_pages(plan.block_tables[:, 0], self.expert_size)
+        rows_of = [np.flatnonzero(owners == number) for number in range(self.expert_size)]
+        parts = zip(self._ranks, rows_of, strict=True)
+        return merge([(rows, rank.execute(take(plan, rows))) for rank, rows in parts if len(rows)], plan)
+
+    def read_blocks(self, table: np.ndarray, blocks: range) -> bytes:
+        return self._owner(table).read_blocks(table, blocks)
+
+    def write_blocks(self, table: np.ndarray, blocks: range, data: bytes) -> None:
+        self._owner(table).write_blocks(table, blocks, data)
+
+    def _owner(self, table: np.ndarray) -> EchoExecutor:
+        return self._ranks[expert_of_pages(table[:1, 0], self.expert_size)[0]]
+
+
+def make_engine(
+    *, pages: int = 200, expert_size: int = 1, clock: Callable[[], float] | None = None, **config: object
+) -> EngineCore:
     """Return a core with loaded weights. config: fields of InferenceConfig."""
-    executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=256)
+    sizes = {"page_size": PAGE, "num_pages": pages, "max_sequence_length": 256}
+    executor = ExpertEcho(expert_size, **sizes) if expert_size > 1 else EchoExecutor(**sizes)
     executor.load()
     defaults = {"max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}
     options = {} if clock is None else {"clock": clock}

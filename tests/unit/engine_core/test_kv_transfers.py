@@ -1,5 +1,6 @@
 """Blocks of the prefix cache that engines exchange: what one engine computed, another one continues."""
 
+import contextlib
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +10,9 @@ from echo_executor import echo_answer
 from soak import size
 
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.engine.kv_transfer import ExportedBlocks
+from megatron_runtime.engine.kv_transfer import ExportedBlocks, TransferEndedError
 
-from .echo_core import BLOCK, make_engine, request, run
+from .echo_core import BLOCK, make_engine, request, run, step
 
 PROMPT = list(range(1, 5 * BLOCK))
 BLOCKS = 4
@@ -38,9 +39,9 @@ def move(source: EngineCore, target: EngineCore, number: int, exported: Exported
     first = target.context.transfers.reserve(number, exported.digests)
     assert first is not None
     target.check_integrity()
-    for block in range(first, len(exported.digests)):
-        data = source.executor.read_pages(source.context.transfers.exported(number, block))
-        target.executor.write_pages(target.context.transfers.reserved(number, block), data)
+    blocks = range(first, len(exported.digests))
+    data = source.executor.read_blocks(source.context.transfers.exported(number), blocks)
+    target.executor.write_blocks(target.context.transfers.reserved(number), blocks, data)
     target.context.transfers.complete(number)
     target.check_integrity()
 
@@ -112,7 +113,7 @@ def test_other_weights_and_aborts_end_exports_and_imports(change: str) -> None:
         core.check_integrity()
         assert core.context.transfers.held() == []
     with pytest.raises(KeyError):
-        source.context.transfers.exported(1, 0)
+        source.context.transfers.exported(1)
     with pytest.raises(KeyError):
         target.context.transfers.complete(1)
 
@@ -128,9 +129,8 @@ def test_two_imports_of_the_same_prompt_share_the_blocks() -> None:
     transfers = target.context.transfers
     assert transfers.reserve(1, exported.digests) == transfers.reserve(2, exported.digests) == 0
     for number in (1, 2):
-        for block in range(BLOCKS):
-            data = source.executor.read_pages(source.context.transfers.exported(1, block))
-            target.executor.write_pages(transfers.reserved(number, block), data)
+        data = source.executor.read_blocks(source.context.transfers.exported(1), range(BLOCKS))
+        target.executor.write_blocks(transfers.reserved(number), range(BLOCKS), data)
         transfers.complete(number)
         target.check_integrity()
     before = target.context.prefix_cache.num_held
@@ -141,11 +141,38 @@ def test_two_imports_of_the_same_prompt_share_the_blocks() -> None:
     assert target.context.prefix_cache.num_held == 0
 
 
+def test_blocks_of_two_expert_ranks_do_not_become_one_prefix() -> None:
+    """Otherwise a request would run on the rank of the first block, without the KV of the imported blocks."""
+    results = set()
+    for blocks in range(2, 12):  # the first pages of request and import are of one rank or of two
+        prompt = list(range(1, blocks * BLOCK + 3))
+        source, target = (engine(expert_size=2, prefix_caching_eviction_policy="lru") for _ in range(2))
+        exported = prefill(source, 1, prompt)
+        transfers = target.context.transfers
+        assert transfers.reserve(1, exported.digests) == 0
+        target.add_request(request(2, prompt[: BLOCK + 2]))
+        run(target)
+        data = source.executor.read_blocks(source.context.transfers.exported(1), range(blocks))
+        target.executor.write_blocks(transfers.reserved(1), range(blocks), data)
+        try:
+            transfers.complete(1)
+        except TransferEndedError:
+            transfers.release(1)
+        results.add(len(target.context.prefix_cache.find(exported.digests)) == blocks)
+        target.add_request(request(3, prompt))
+        assert run(target) == {3: echo_answer(prompt, 10)}
+    assert results == {True, False}
+
+
 def test_random_prefills_imports_and_aborts_change_no_answer_and_leak_no_page() -> None:
     for seed in range(size(30, soak=3000)):
         rng = random.Random(seed)
         pages = rng.choice((24, 60, 200))
-        source, target = engine(pages=pages), engine(pages=pages)
+        policy = rng.choice(("lru", "ref_zero"))
+        source, target = (
+            engine(pages=pages, expert_size=rng.choice((1, 2, 3)), prefix_caching_eviction_policy=policy)
+            for _ in range(2)
+        )
         answers: dict[int, list[int]] = {}
         prompts: dict[int, list[int]] = {}
         for number in range(12):
@@ -156,10 +183,13 @@ def test_random_prefills_imports_and_aborts_change_no_answer_and_leak_no_page() 
                 exported = ExportedBlocks([], source.weights)
             if exported.digests and target.context.transfers.reserve(100 + number, exported.digests) is not None:
                 if rng.random() < 0.7:
-                    for block in range(len(exported.digests)):
-                        data = source.executor.read_pages(source.context.transfers.exported(number, block))
-                        target.executor.write_pages(target.context.transfers.reserved(100 + number, block), data)
-                    target.context.transfers.complete(100 + number)
+                    blocks = range(len(exported.digests))
+                    data = source.executor.read_blocks(source.context.transfers.exported(number), blocks)
+                    target.executor.write_blocks(target.context.transfers.reserved(100 + number), blocks, data)
+                    for _ in range(rng.randrange(3)):
+                        step(target, answers)
+                    with contextlib.suppress(TransferEndedError):
+                        target.context.transfers.complete(100 + number)
                 if rng.random() < 0.3:
                     target.abort_request(100 + number)
             if rng.random() < 0.8:
@@ -167,9 +197,7 @@ def test_random_prefills_imports_and_aborts_change_no_answer_and_leak_no_page() 
             prompts[number] = prompt
             target.add_request(request(number, prompt, 5))
             for _ in range(rng.randrange(4)):
-                for output in target.step():
-                    answers.setdefault(output.request_id, []).extend(output.new_tokens)
-                target.check_integrity()
+                step(target, answers)
             if rng.random() < 0.1:
                 target.set_epoch(target.epoch + 1)
                 target.check_integrity()

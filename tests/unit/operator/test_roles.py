@@ -30,13 +30,19 @@ Spec = dict[str, Any]
 
 
 def context(
-    prefill: Spec | None = None, *, decode: Spec | None = None, replicas: int = 2, **engine: Any
+    prefill: Spec | None = None,
+    *,
+    decode: Spec | None = None,
+    replicas: int = 2,
+    parallelism: Spec | None = None,
+    **engine: Any,
 ) -> RenderContext:
     roles = {"prefill": prefill or {}, **({"decode": decode} if decode is not None else {})}
     spec = {
         "model": {"source": {"builtin": "smollm2-135m"}},
         "replicas": replicas,
         "engine": {"roles": roles, **engine},
+        "parallelism": parallelism or {},
     }
     return RenderContext("demo", "default", "uid", parse_spec(spec), SETTINGS)
 
@@ -112,6 +118,14 @@ def test_the_settings_of_a_role_replace_those_of_all_engines() -> None:
 
     assert settings("demo-prefill-0") == ["8192", "1Gi", None, "64", "3Gi"]
     assert settings("demo-engine-0") == ["512", "2Gi", "128", "64", "9Gi"]
+
+
+def test_engines_of_several_pods_can_have_roles() -> None:
+    engines = by_name(context({"replicas": 1}, parallelism={"tensor": 2}, ranksPerPod=1), "StatefulSet")
+    assert {name: manifest["spec"]["replicas"] for name, manifest in engines.items()} == dict.fromkeys(
+        ("demo-engine-0", "demo-engine-1", "demo-prefill-0"), 2
+    )
+    assert option(engines["demo-prefill-0"], "--role") == "prefill"
 
 
 def test_the_pod_policy_names_the_field_of_the_role() -> None:
@@ -190,9 +204,14 @@ def test_the_number_of_prefill_engines(prefill: Spec, replicas: int, count: int)
             r"spec\.engine\.batching\.prefixCaching: is false, .*set it to true, or remove spec\.engine\.roles",
         ),
         (
-            {"roles": {"prefill": {}}, "ranksPerPod": 2},
+            {
+                "roles": {"prefill": {}},
+                "backend": "VLLM",
+                "gpusPerPod": 2,
+                "vllm": {"allowNixlBetweenPods": True},
+            },
             {"parallelism": {"tensor": 2}},
-            r"spec\.engine\.roles: engines of several ranks exchange no KV; .*\(is with 2 ranks\)",
+            r"spec\.engine\.roles: vLLM engines of several ranks exchange no KV; .*\(is with 2 ranks\)",
         ),
         (
             {"roles": {"prefill": {}, "decode": {"batching": {"maxTokens": 4}}}, "batching": {"maxRequests": 8}},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
 from megatron_runtime.backends.native.micro_batches import cut, expert_of_pages, merge
-from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
+from megatron_runtime.backends.native.ranked.plan_codec import pack, pack_frames, unpack, unpack_frames
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.protocol.codec import MalformedMessageError
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
@@ -90,6 +90,20 @@ def test_a_result_arrives_as_it_was_sent() -> None:
         np.array([4, -1], np.int32), {0: found}, {1: found}, {1: np.ones(4, np.float32)}, np.ones((3, 2, 2), np.uint8)
     )
     assert_same(unpack(pack(result)), result)
+
+
+def test_the_byte_string_of_an_order_is_a_frame() -> None:
+    data = b"\x93" * 100
+    for order in (["write_blocks", np.arange(4, dtype=np.int32), data], [None, data], [data], ["confirm"], None):
+        frames = pack_frames(order)
+        assert frames[1:] == ([data] if order and order[-1] == data else [])
+        found = unpack_frames(frames)
+        assert type(found) is type(order)
+        for one, other in zip(found or (), order or (), strict=True):
+            assert_same(one, other)
+    for malformed in ([], [pack(None), data]):
+        with pytest.raises((ValueError, TypeError)):
+            unpack_frames(malformed)
 
 
 def test_nothing_but_plain_values_and_numbers_travels() -> None:

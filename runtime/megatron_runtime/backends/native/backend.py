@@ -89,14 +89,13 @@ class NativeKVTransfer(KVTransfer):
         self._call = backend.call
         core = backend.core
         self.layout = f"{core.executor.kv_layout} {core.config.block_size_tokens}"
-        pages = core.context.prefix_cache.pages_per_block
-        self.block_bytes = core.executor.kv_cache_bytes // core.executor.num_pages * pages
+        self.block_bytes = core.executor.page_bytes * core.context.prefix_cache.pages_per_block
 
     def read(self, transfer: int, blocks: range) -> Awaitable[bytes]:
         def command(core: EngineCore) -> bytes:
-            exported = core.context.transfers.exported
             with _transfer_of_core():
-                return b"".join(core.executor.read_pages(exported(transfer, block)) for block in blocks)
+                table = core.context.transfers.exported(transfer)
+            return core.executor.read_blocks(table, blocks)
 
         return self._call(command)
 
@@ -110,11 +109,9 @@ class NativeKVTransfer(KVTransfer):
 
     def write(self, transfer: int, first: int, data: bytes) -> Awaitable[None]:
         def command(core: EngineCore) -> None:
-            size = self.block_bytes
             with _transfer_of_core():
-                for block, start in enumerate(range(0, len(data), size), first):
-                    pages = core.context.transfers.reserved(transfer, block)
-                    core.executor.write_pages(pages, data[start : start + size])
+                table = core.context.transfers.reserved(transfer)
+            core.executor.write_blocks(table, range(first, first + len(data) // self.block_bytes), data)
 
         return self._call(command)
 
@@ -158,7 +155,6 @@ class NativeBackend(EngineBackend):
         self.controller = controller
         self.ranks = ranks or Ranks()
         config = core.config
-        is_transferable = config.enable_prefix_caching and bool(core.executor.kv_layout)
         self.info = BackendInfo(
             name=name,
             vocab_size=core.executor.vocab_size,
@@ -171,10 +167,10 @@ class NativeBackend(EngineBackend):
             ranks=self.ranks.count,
             capabilities=ALL_CAPABILITIES
             - (_OF_TEXT if controller is None else frozenset())
-            - (frozenset() if is_transferable else {Capability.KV_TRANSFER}),
-            remedies={Capability.KV_TRANSFER: "use one rank, with prefix caching"},
+            - (frozenset() if config.enable_prefix_caching else {Capability.KV_TRANSFER}),
+            remedies={Capability.KV_TRANSFER: "use prefix caching"},
         )
-        self.kv = NativeKVTransfer(self) if is_transferable else None
+        self.kv = NativeKVTransfer(self) if config.enable_prefix_caching else None
         self._grammars = GrammarQueue(controller)
         self._staged_epoch = 0
         self._commands: deque[tuple[Callable[[EngineCore], Any], Future[Any]]] = deque()

@@ -81,7 +81,11 @@ class EngineCore:
         self.epoch = 0
         limit = min(config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length)
         self.context = RequestSlots(
-            config, max_sequence_length=limit, page_size=executor.page_size, num_pages=executor.num_pages
+            config,
+            max_sequence_length=limit,
+            page_size=executor.page_size,
+            num_pages=executor.num_pages,
+            expert_size=executor.expert_size,
         )
         self._clock = clock
         self._arrivals = count()

@@ -93,8 +93,11 @@ class Executor(Protocol):
     short_length: as in the model's configuration.
     num_pages: number of pages of the KV cache; the last page is the dummy page.
     kv_cache_bytes: size of the KV cache in bytes on each rank; 0 if unknown.
-    kv_layout: text that is equal for two executors if their pages have equal contents for equal tokens. Empty if pages
-               can be neither read nor written, because several ranks hold them.
+    page_bytes: size of the keys and values of one page in bytes, as read_blocks() returns them.
+    kv_layout: text of at most 100 characters that is equal for two executors if their pages have equal contents for
+               equal tokens.
+    expert_size: number of expert ranks; 1 without expert parallelism. The expert rank that expert_of_pages() returns
+               for the first page of a request holds the request's keys and values.
     """
 
     vocab_size: int
@@ -103,7 +106,9 @@ class Executor(Protocol):
     short_length: int | None
     page_size: int
     num_pages: int
+    page_bytes: int
     kv_layout: str
+    expert_size: int
 
     @property
     def kv_cache_bytes(self) -> int: ...
@@ -133,11 +138,18 @@ class Executor(Protocol):
     def release_kv(self, keep_pages: Int64 | None) -> None:
         """Release the KV cache. load() restores the contents of `keep_pages`; None means no pages."""
 
-    def read_pages(self, pages: Int32) -> bytes:
-        """Return the keys and values of `pages`. Not available if `kv_layout` is empty."""
+    def read_blocks(self, table: Int32, blocks: range) -> bytes:
+        """Return the keys and values of consecutive blocks of a prompt, block after block.
 
-    def write_pages(self, pages: Int32, data: bytes) -> None:
-        """Write `data`, which read_pages() has returned, to `pages`."""
+        table:  int32 [blocks, pages of a block]; pages of the prompt's blocks, from the first block on.
+        blocks: the rows of `table` to read.
+        """
+
+    def write_blocks(self, table: Int32, blocks: range, data: bytes) -> None:
+        """Write `data`, which read_blocks() has returned, to consecutive blocks of a prompt.
+
+        Arguments as in read_blocks().
+        """
 
     def holds(self, source: str) -> bool:
         """Return whether the weights in use are the trainer's weights that `source` names.

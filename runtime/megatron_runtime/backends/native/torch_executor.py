@@ -218,9 +218,12 @@ class TorchExecutor(ABC):
         if not 2 <= self.max_sequence_length <= limit:
             raise ValueError(f"max_sequence_length={max_sequence_length}: want 2 to {limit} tokens, the model's limit")
         width = 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
+        layers = len(shard.layers(config.num_layers))
+        layer_bytes = width * cache_dtype.itemsize * page_size
+        self.page_bytes = layers * layer_bytes
         # All ranks have the same number of pages: as many as fit on the rank with the most layers.
         max_layers = len(ParallelSizes(pipeline=shard.sizes.pipeline).shard(0).layers(config.num_layers))
-        page_bytes = max_layers * width * cache_dtype.itemsize * page_size
+        page_bytes = max_layers * layer_bytes
         if kv_cache_memory is None:
             kv_cache_memory = unset_cache_bytes(device, weights=self._store.num_bytes)
         self.num_pages = kv_cache_memory // page_bytes
@@ -229,19 +232,19 @@ class TorchExecutor(ABC):
                 f"kv_cache_memory={kv_cache_memory} bytes: this model needs at least {2 * page_bytes} (two pages, one "
                 "of them the dummy page): raise it"
             )
-        layers = len(shard.layers(config.num_layers))
         self._make_pool = lambda: KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
         self._pool = self._make_pool()
-        self._page_bytes = page_bytes
+        self._max_page_bytes = page_bytes
         numbers = f"{self.device.type} {dtype} {cache_dtype}".replace("torch.", "")
         self.kv_layout = f"{numbers} {layers}x{page_size}x{width}"
+        self.expert_size = shard.sizes.expert
         self._kept_pages: Int64 | None = None
         self._loaded = (False, False)
         """Whether the last load() loaded weights, and whether it allocated the cache."""
 
     @property
     def kv_cache_bytes(self) -> int:
-        return self.num_pages * self._page_bytes
+        return self.num_pages * self._max_page_bytes
 
     def use_pages(self, num_pages: int) -> None:
         """Use only `num_pages` pages, because another rank has no memory for more. Call this before load()."""
@@ -341,11 +344,13 @@ class TorchExecutor(ABC):
         self._pool.release(keep_pages)
         self._trim_memory()
 
-    def read_pages(self, pages: Int32) -> bytes:
-        return self._pool.read(pages)
+    def read_blocks(self, table: Int32, blocks: range) -> bytes:
+        return b"".join(self._pool.read(table[block]) for block in blocks)
 
-    def write_pages(self, pages: Int32, data: bytes) -> None:
-        self._pool.write(pages, data)
+    def write_blocks(self, table: Int32, blocks: range, data: bytes) -> None:
+        size = table.shape[1] * self.page_bytes
+        for index, block in enumerate(blocks):
+            self._pool.write(table[block], data[index * size : (index + 1) * size])
 
     def use_keys(self, keys_dir: Path | None) -> None:
         """Use the CURVE keys in this directory for connections to trainers from now on."""

@@ -104,6 +104,7 @@ class _Model:
     eos_ids: tuple[int, ...] = ()
     page_size = PAGE_TOKENS
     kv_cache_bytes = 0
+    expert_size = 1
     has_weights = True
     digest = ""
 

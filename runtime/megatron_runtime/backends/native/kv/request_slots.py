@@ -79,7 +79,15 @@ class RequestSlots:
     A block is `block_size_tokens` tokens of a prompt. Requests share KV in units of blocks.
     """
 
-    def __init__(self, config: InferenceConfig, *, max_sequence_length: int, page_size: int, num_pages: int) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        max_sequence_length: int,
+        page_size: int,
+        num_pages: int,
+        expert_size: int = 1,
+    ) -> None:
         self.page_size = page_size
         self.block_size = config.block_size_tokens
         self.max_requests = slots = config.request_slots
@@ -90,7 +98,7 @@ class RequestSlots:
         self.prefix_cache = PrefixCache(
             num_pages, config.prefix_caching_eviction_policy, pages_per_block=max(1, self.block_size // page_size)
         )
-        self.transfers = PinnedTransfers(self.prefix_cache)
+        self.transfers = PinnedTransfers(self.prefix_cache, expert_size=expert_size)
         self.max_sequence_length = min(max_sequence_length, self.prefix_cache.num_usable * page_size)
         pages = -(-self.max_sequence_length // page_size)
         self.tokens = np.zeros((slots, self.max_sequence_length), dtype=np.int32)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_runtime.backends.native.kv.prefix_cache import Pages, PrefixCache
+from megatron_runtime.backends.native.micro_batches import expert_of_pages
+from megatron_runtime.engine.kv_transfer import TransferEndedError
 
 EXPORT_SHARE = 4
 """Exports hold at most 1 / EXPORT_SHARE of the usable pages."""
@@ -20,10 +22,13 @@ class PinnedTransfers:
 
     Imported blocks enter the prefix cache when all blocks of their prompt have arrived. If a request with the same
     prompt starts earlier, it computes the blocks itself.
+
+    expert_size: as in Executor.
     """
 
-    def __init__(self, cache: PrefixCache) -> None:
+    def __init__(self, cache: PrefixCache, *, expert_size: int = 1) -> None:
         self._cache = cache
+        self._expert_size = expert_size
         self._exports: dict[int, Pages] = {}
         self._imports: dict[int, tuple[Sequence[bytes], Pages]] = {}
         self._ready: dict[bytes, int] = {}
@@ -54,26 +59,29 @@ class PinnedTransfers:
         self._imports[transfer] = keys, np.concatenate([pinned, new])
         return len(cached)
 
-    def exported(self, transfer: int, block: int) -> Pages:
-        """Return the pages of one block of an export. Raises KeyError if the export has ended."""
-        return self._block(self._exports[transfer], block)
+    def exported(self, transfer: int) -> Pages:
+        """Return the pages of an export, int32 [blocks, pages of a block]. Raises KeyError if the export has ended."""
+        return self._by_block(self._exports[transfer])
 
-    def reserved(self, transfer: int, block: int) -> Pages:
-        """Return the pages of one block of an import. Raises KeyError if the import has ended."""
-        return self._block(self._imports[transfer][1], block)
+    def reserved(self, transfer: int) -> Pages:
+        """Return the pages of an import, int32 [blocks, pages of a block]. Raises KeyError if the import has ended."""
+        return self._by_block(self._imports[transfer][1])
 
-    def _block(self, pages: Pages, block: int) -> Pages:
-        size = self._cache.pages_per_block
-        return pages[block * size : (block + 1) * size]
+    def _by_block(self, pages: Pages) -> Pages:
+        return pages.reshape(-1, self._cache.pages_per_block)
 
     def complete(self, transfer: int) -> None:
         """Add the blocks of an import to the prefix cache, and keep them pinned.
 
-        Raises KeyError if the import has ended.
+        Raises KeyError if the import has ended. Raises TransferEndedError if another expert rank holds the first block.
         """
         keys, pages = self._imports[transfer]
-        for block, key in enumerate(keys):
-            self._cache.register(key, self._block(pages, block))  # False if it was computed or imported meanwhile
+        first = [int(pages[0]), *(block.id for block in self._cache.find(keys[:1]))]
+        if len(set(expert_of_pages(np.array(first), self._expert_size).tolist())) > 1:
+            # A request that found both in the cache would run on the rank of its first page, which lacks the rest.
+            raise TransferEndedError("a request with the same prompt has started meanwhile, on another expert rank")
+        for key, block in zip(keys, self._by_block(pages), strict=True):
+            self._cache.register(key, block)  # False if it was computed or imported meanwhile
         self._imports[transfer] = keys, self._cache.pin(self._cache.find(keys))
         self._cache.release(pages)
         self._ready[keys[-1]] = transfer

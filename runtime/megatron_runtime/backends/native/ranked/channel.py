@@ -28,7 +28,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
+from megatron_runtime.backends.native.ranked.plan_codec import pack, pack_frames, unpack, unpack_frames
 from megatron_runtime.distributed.errors import RankError, RankLostError, RendezvousError
 from megatron_runtime.distributed.rendezvous import SILENCE_SECONDS
 from megatron_runtime.distributed.watch import (
@@ -59,13 +59,14 @@ WATCHDOG_RENEWAL_SECONDS = 2.0
 class Kind(IntEnum):
     """The kind of a message.
 
-    Rank 0 sends STEP, WARM_UP, COMMAND, STATE, END, BEAT and WELCOME. It receives HELLO, ANSWER, BEAT, FAILED and
-    LEAVE.
+    Rank 0 sends STEP, WARM_UP, COMMAND, BLOCKS, STATE, END, BEAT and WELCOME. It receives HELLO, ANSWER, BEAT, FAILED
+    and LEAVE.
 
     WARM_UP: a step without requests.
     COMMAND: an order that can hold the interpreter lock for long, for example to release much memory. Until the rank
              has completed it, the heartbeat timeout is LONG_ORDER_SECONDS.
     STATE:   the engine has entered a lifecycle state.
+    BLOCKS:  an order that reads or writes blocks of the KV cache.
     """
 
     STEP = 1
@@ -79,6 +80,7 @@ class Kind(IntEnum):
     LEAVE = 9
     WARM_UP = 10
     STATE = 11
+    BLOCKS = 12
 
 
 STEPS = frozenset({Kind.STEP, Kind.WARM_UP})
@@ -168,13 +170,14 @@ class _Channel:
 
     # --- sending ---
 
-    def _send(self, kind: Kind, number: int, body: Any) -> None:
+    def _send(self, kind: Kind, number: int, body: Any, by_rank: Mapping[int, Any] | None = None) -> None:
         with self._sending:
-            frames = [pack([int(kind), self._rank, number]), pack(body)]
-            for peer in self._peers.values():
+            header, common = pack([int(kind), self._rank, number]), pack_frames(body)
+            own = {rank: pack_frames(other) for rank, other in (by_rank or {}).items()}
+            for rank, peer in self._peers.items():
                 if not peer.push.closed:
                     with contextlib.suppress(zmq.Again):  # the connection has ended, which the monitor reports
-                        peer.push.send_multipart(frames, zmq.NOBLOCK)
+                        peer.push.send_multipart([header, *own.get(rank, common)], zmq.NOBLOCK, copy=False)
 
     def _beat(self) -> None:
         """Send a heartbeat and rearm the watchdog, which can terminate this process even if the interpreter hangs."""
@@ -247,9 +250,9 @@ class _Channel:
             except zmq.Again:
                 return
             try:
-                header, body = map(unpack, frames)
-                kind, rank, number = header
-                message = Message(Kind(kind), rank, number, body)
+                header, *body = frames
+                kind, rank, number = unpack(header)
+                message = Message(Kind(kind), rank, number, unpack_frames(body))
                 if rank not in self._peers:
                     raise ValueError(f"rank {rank} is not a peer of rank {self._rank}")
             except (ValueError, TypeError) as error:
@@ -327,8 +330,11 @@ class LeaderChannel(_Channel):
         self._send(Kind.WELCOME, 0, None)
         self._beat()
 
-    def post(self, kind: Kind, body: Any) -> int:
-        """Send an order to every rank, and return its number. Orders arrive in the sequence of the calls."""
+    def post(self, kind: Kind, body: Any, by_rank: Mapping[int, Any] | None = None) -> int:
+        """Send an order to every rank, and return its number. Orders arrive in the sequence of the calls.
+
+        by_rank: bodies that replace `body` for some ranks.
+        """
         with self._sending:
             self._number += 1
             number = self._number
@@ -337,7 +343,7 @@ class LeaderChannel(_Channel):
                     self._last_step = (number, kind)
             if kind is Kind.COMMAND:
                 self._begin_command(number)
-            self._send(kind, number, body)
+            self._send(kind, number, body, by_rank)
         return number
 
     def share_state(self, state: str, *, has_joined: bool) -> None:
@@ -477,7 +483,7 @@ class FollowerChannel(_Channel):
             Kind.FAILED: lambda message: self._lose(*message.body),
             Kind.STATE: lambda message: self.on_state(*message.body),
             Kind.END: self._note_end,
-            **dict.fromkeys((*STEPS, Kind.COMMAND), self._note_order),
+            **dict.fromkeys((*STEPS, Kind.COMMAND, Kind.BLOCKS), self._note_order),
         }
         self._handlers |= handlers
 

@@ -15,18 +15,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_runtime.backends.native.backend import Ranks
 from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan, StepResult
-from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepLimits, merge, warm_up_plans
+from megatron_runtime.backends.native.micro_batches import (
+    CPU,
+    GPU,
+    StepLimits,
+    expert_of_pages,
+    merge,
+    warm_up_plans,
+)
 from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
 from megatron_runtime.backends.native.torch_executor import TorchExecutor, torch_device
 from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
@@ -86,7 +94,7 @@ class EnginePart:
         self.on_answers: Callable[[dict[str, Any] | None], object] = lambda _answers: None
         self._orders: dict[str, Callable[..., Any]] = {
             "use_pages": executor.use_pages,
-            "sizes": lambda: {name: getattr(executor, name) for name in _SIZES},
+            "sizes": lambda: {name: getattr(executor, name) for name in (*_SIZES, "page_bytes", "kv_layout")},
             "digest": lambda: executor.digest,
             "copies": lambda: executor.copies,
             "load": executor.load,
@@ -99,6 +107,8 @@ class EnginePart:
             "swap_weights": executor.swap_weights,
             "drop_staged": executor.drop_staged,
             "profile": executor.profile,
+            "read_blocks": lambda pages: executor.read_blocks(pages, range(len(pages))),
+            "write_blocks": lambda pages, data: executor.write_blocks(pages, range(len(pages)), data),
             "confirm": lambda: None,
             "answers": lambda answers: self.on_answers(answers),
         }
@@ -140,7 +150,6 @@ class RankedExecutor(Ranks):
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
         self.digest = ""
         self.copies: tuple[str, ...] = ()
-        self.kv_layout = ""
         self.controller = local.controller
         self.count = sizes.world
         self.vocab_size = local.vocab_size
@@ -152,11 +161,18 @@ class RankedExecutor(Ranks):
             self._everywhere("use_pages", min(own["num_pages"] for own in self._everywhere("sizes").values()))
         self.num_pages = local.num_pages
         self.kv_cache_bytes = local.kv_cache_bytes
+        self.expert_size = sizes.expert
+        self._sizes = sizes
         self._warm_up = warm_up(self.num_pages)
-        for rank, own in self._everywhere("sizes").items():
+        of_ranks = self._everywhere("sizes")
+        for rank, own in of_ranks.items():
             for name in _SIZES:
                 if own[name] != (value := getattr(local, name)):
                     raise RankError(rank, f"{name} is {own[name]} there, {value} on rank 0: start all ranks alike")
+        self._page_bytes = [own["page_bytes"] for own in of_ranks.values()]
+        self.page_bytes = sum(self._page_bytes[rank] for rank in self._holders(expert_rank=0))
+        layouts = hashlib.sha256("\n".join(own["kv_layout"] for own in of_ranks.values()).encode()).hexdigest()
+        self.kv_layout = f"{local.kv_layout}, {sizes.product}, {layouts[:8]}"
 
     @property
     def has_weights(self) -> bool:
@@ -186,11 +202,25 @@ class RankedExecutor(Ranks):
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._everywhere("release_kv", keep_pages)
 
-    def read_pages(self, pages: Int32) -> bytes:
-        raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
+    def read_blocks(self, table: Int32, blocks: range) -> bytes:
+        pages, holders = table[blocks.start : blocks.stop], self._holders_of(table)
+        answers = self._order(Kind.BLOCKS, ["confirm"], {rank: ["read_blocks", pages] for rank in holders})
+        parts = [np.frombuffer(answers[rank], np.uint8).reshape(len(pages), -1) for rank in holders]
+        return np.concatenate(parts, axis=1).tobytes()
 
-    def write_pages(self, pages: Int32, data: bytes) -> None:
-        raise NotImplementedError("several ranks hold the pages: there is no kv_layout")
+    def write_blocks(self, table: Int32, blocks: range, data: bytes) -> None:
+        pages, holders = table[blocks.start : blocks.stop], self._holders_of(table)
+        ends = np.cumsum([self._page_bytes[rank] * table.shape[1] for rank in holders])
+        parts = np.split(np.frombuffer(data, np.uint8).reshape(len(pages), -1), ends[:-1], axis=1)
+        orders = {rank: ["write_blocks", pages, part.tobytes()] for rank, part in zip(holders, parts, strict=True)}
+        self._order(Kind.BLOCKS, ["confirm"], orders)
+
+    def _holders_of(self, table: Int32) -> list[int]:
+        """Return the ranks that hold the keys and values of a prompt, in order. For `table`, see read_blocks()."""
+        return self._holders(expert_rank=int(expert_of_pages(table[:1, 0], self.expert_size)[0]))
+
+    def _holders(self, *, expert_rank: int) -> list[int]:
+        return [rank for rank in range(self.count) if self._sizes.shard(rank).expert_rank == expert_rank]
 
     def use_keys(self, keys_dir: Path | None) -> None:
         """Use the CURVE keys in this directory for this rank's connections to trainers from now on."""
@@ -287,15 +317,22 @@ class RankedExecutor(Ranks):
             self._channel.fail(rank, cause)
 
     def _everywhere(self, name: str, *arguments: Any) -> dict[int, Any]:
-        """Make every rank execute the order `name`, and return the answers by rank.
+        """Make every rank execute the order `name`, and return the answers by rank. Raises the errors of _order()."""
+        return self._order(Kind.COMMAND, [name, *arguments])
+
+    def _order(self, kind: Kind, order: list[Any], by_rank: Mapping[int, list[Any]] | None = None) -> dict[int, Any]:
+        """Make every rank execute an order, and return the answers by rank, in the order of the ranks.
+
+        order:   name and arguments of the order.
+        by_rank: orders that replace `order` for some ranks.
 
         Raises the first error of a rank. The error names the rank.
         """
-        number = self._channel.post(Kind.COMMAND, [name, *arguments])
+        number = self._channel.post(kind, order, by_rank)
         failure: Exception | None = None
         answers: dict[int, Any] = {}
         try:
-            answers[0] = self._part.perform(name, *arguments)
+            answers[0] = self._part.perform(*(by_rank or {}).get(0, order))
         except Exception as error:
             failure = error
         for rank, (error_text, answer) in sorted(self._channel.collect(number, range(self.count)).items()):

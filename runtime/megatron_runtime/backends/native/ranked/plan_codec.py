@@ -5,7 +5,7 @@ Decoding never executes code from the sender.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -50,6 +50,24 @@ def unpack(data: bytes | memoryview, *, levels: int = _LEVELS) -> Any:
     Raises MalformedMessageError if `data` is invalid.
     """
     return codec.unpack(data, _LIMITS, extension=partial(_unpack_extension, levels=levels))
+
+
+def pack_frames(value: Any) -> list[bytes]:
+    """Encode a value like pack(). If the last item of a list is a byte string, it becomes a frame of its own.
+
+    Such a byte string, the contents of KV blocks, is long. unpack() would look for the start of containers in it.
+    """
+    match value:
+        case [*items, bytes() as last]:
+            return [pack(items), last]
+    return [pack(value)]
+
+
+def unpack_frames(frames: Sequence[bytes]) -> Any:
+    """Decode the frames that pack_frames() returned. Raises ValueError or TypeError if they are invalid."""
+    first, *last = frames
+    value = unpack(first)
+    return [*value, *last] if last else value
 
 
 def _pack_object(value: Any) -> Any:
