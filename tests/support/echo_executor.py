@@ -98,6 +98,7 @@ class EchoExecutor:
         self.page_bytes = page_size * 4
         self.kv_cache_bytes = num_pages * self.page_bytes
         self.expert_size = 1
+        self.records_routing = False
         self.kv_layout = f"echo {page_size}"
         self.step_seconds = step_seconds
         self._token_seconds = token_seconds

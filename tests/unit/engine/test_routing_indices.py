@@ -13,6 +13,7 @@ import torch
 from random_checkpoint import LLAMA, random_model
 from torch import nn
 
+from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda.executor import CudaExecutor
@@ -20,6 +21,7 @@ from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
+from megatron_runtime.engine.backend import Capability, UnsupportedVerbError
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.models.cpp_decoder import CppDecoder
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
@@ -179,6 +181,13 @@ def test_an_engine_that_continues_an_answer_reports_the_experts_of_all_tokens(mo
     rest, _, second = run(engine)[1]
     assert rest == tokens[3:]
     assert routing_of(second) == routing_of(first)
+
+
+def test_an_engine_that_records_experts_exchanges_no_blocks_because_they_come_without_experts(model) -> None:
+    backend = NativeBackend(engine_on(model, enable_prefix_caching=True))
+    assert backend.kv is None
+    with pytest.raises(UnsupportedVerbError, match="without moe_enable_routing_replay"):
+        backend.info.require("--role prefill", Capability.KV_TRANSFER)
 
 
 def test_a_model_without_experts_and_a_wrapper_are_rejected() -> None:

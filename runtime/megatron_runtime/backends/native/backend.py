@@ -155,6 +155,8 @@ class NativeBackend(EngineBackend):
         self.controller = controller
         self.ranks = ranks or Ranks()
         config = core.config
+        # Blocks of another engine come without the experts of their tokens.
+        is_transferable = config.enable_prefix_caching and not core.executor.records_routing
         self.info = BackendInfo(
             name=name,
             vocab_size=core.executor.vocab_size,
@@ -167,10 +169,10 @@ class NativeBackend(EngineBackend):
             ranks=self.ranks.count,
             capabilities=ALL_CAPABILITIES
             - (_OF_TEXT if controller is None else frozenset())
-            - (frozenset() if config.enable_prefix_caching else {Capability.KV_TRANSFER}),
-            remedies={Capability.KV_TRANSFER: "use prefix caching"},
+            - (frozenset() if is_transferable else {Capability.KV_TRANSFER}),
+            remedies={Capability.KV_TRANSFER: "use prefix caching, without moe_enable_routing_replay"},
         )
-        self.kv = NativeKVTransfer(self) if config.enable_prefix_caching else None
+        self.kv = NativeKVTransfer(self) if is_transferable else None
         self._grammars = GrammarQueue(controller)
         self._staged_epoch = 0
         self._commands: deque[tuple[Callable[[EngineCore], Any], Future[Any]]] = deque()

@@ -98,6 +98,7 @@ class Executor(Protocol):
                equal tokens.
     expert_size: number of expert ranks; 1 without expert parallelism. The expert rank that expert_of_pages() returns
                for the first page of a request holds the request's keys and values.
+    records_routing: whether steps return the experts of each token.
     """
 
     vocab_size: int
@@ -109,6 +110,7 @@ class Executor(Protocol):
     page_bytes: int
     kv_layout: str
     expert_size: int
+    records_routing: bool
 
     @property
     def kv_cache_bytes(self) -> int: ...

@@ -208,7 +208,7 @@ class TorchExecutor(ABC):
         self.model_config = config = self._store.config
         if records_routing and config.moe is None:
             raise ValueError("moe_enable_routing_replay=True: this model has no experts to record: leave it out")
-        self._records_routing = records_routing
+        self.records_routing = records_routing
         require_divisible(config, shard)
         self.vocab_size = self.controller.padded_vocab_size = config.vocab_size
         self.eos_ids = config.eos_token_ids
@@ -420,7 +420,7 @@ class TorchExecutor(ABC):
 
         Returns None if experts are not recorded.
         """
-        if not self._records_routing:
+        if not self.records_routing:
             return None
         routing_GTJ = empty_routing(self.model_config, tokens, self.device)
         earlier_GTJ = routing_GTJ[: self._shard.layers(self.model_config.num_layers).start]

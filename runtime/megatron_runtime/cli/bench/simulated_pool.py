@@ -105,6 +105,7 @@ class _Model:
     page_size = PAGE_TOKENS
     kv_cache_bytes = 0
     expert_size = 1
+    records_routing = False
     has_weights = True
     digest = ""
 

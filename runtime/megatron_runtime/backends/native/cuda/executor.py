@@ -267,7 +267,7 @@ class CudaExecutor(TorchExecutor):
         if self._groups is not None:
             self._groups.begin((size,) * self._sizes.expert)
         step = self.buffers.step(size, tokens=size, decodes=size)
-        routing_GTJ = empty_routing(self.model_config, size, self.device) if self._records_routing else None
+        routing_GTJ = empty_routing(self.model_config, size, self.device) if self.records_routing else None
         logits_BV = self.model.logits(self.model(step, self.cache_LPXE, routing_GTJ))
         return StepOutput(logits_BV, *draw(self.model.kernels.sample, logits_BV, step), routing_GTJ)
 

@@ -162,6 +162,7 @@ class RankedExecutor(Ranks):
         self.num_pages = local.num_pages
         self.kv_cache_bytes = local.kv_cache_bytes
         self.expert_size = sizes.expert
+        self.records_routing = local.records_routing
         self._sizes = sizes
         self._warm_up = warm_up(self.num_pages)
         of_ranks = self._everywhere("sizes")
