@@ -95,6 +95,9 @@ test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.s
 test test-cluster test-e2e soak-cluster soak-e2e: export GOGC ?= 400
 test test-cluster test-e2e soak-cluster soak-e2e: export GOMEMLIMIT ?= 600MiB
 
+# Threads of OpenMP that wait for others sleep, because other tests need the CPU.
+test test-unit test-models test-survival: export OMP_WAIT_POLICY ?= PASSIVE
+
 # Folders of unit tests that import torch, Triton or Megatron-Core. Each process of pytest-xdist imports and collects all
 # of its tests, so they are a group of their own.
 MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megatron megatron_core models parallel preflight requests sampling trainer
