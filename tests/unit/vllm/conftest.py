@@ -186,3 +186,11 @@ def answer(prompt: list[int], count: int, weights: int) -> list[int]:
 
 def weights_of(directory: Path) -> int:
     return (directory / "model.safetensors").read_bytes()[-1]
+
+
+def adapter_of(directory: Path, *, size: int) -> Path:
+    """Write an adapter that adds `size` to the weights of the fake."""
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (directory / "adapter_model.safetensors").write_bytes(bytes(size))
+    return directory

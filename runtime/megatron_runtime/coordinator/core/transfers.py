@@ -201,14 +201,14 @@ class Transfers:
 
         Returns None if the request must wait.
 
-        The role of an engine is a preference. If there is no decode engine, prefill engines decode.
+        The role of an engine is a preference. If no decode engine can answer the request, prefill engines decode.
         """
         if KEEPS_BLOCKS in entry.meta.needs:
             engine = among(entry, lambda engine: engine.role == PREFILL) or among(entry, lambda _: True)
             return None if engine is None else (engine, _D)
         decoder = among(entry, _decodes) if entry.export is None else self._importer(entry)
         if decoder is None:
-            if any(engine.role != PREFILL for engine in self._engines.available()):
+            if any(engine.role != PREFILL and engine.runs(entry) for engine in self._engines.available()):
                 return None  # they are busy
             engine = among(entry, lambda _: True)
             return None if engine is None else (engine, _D)
@@ -252,7 +252,7 @@ class Transfers:
         return (
             entry.splits
             and not entry.crashes
-            and not (meta.text or meta.adapter)
+            and not meta.text
             and entry.media is None
             and entry.num_tokens > CHUNK_TOKENS
             and not (meta.needs and any(need in _NOT_SPLIT for need in meta.needs.split()))
