@@ -13,7 +13,7 @@ import httpx
 import pytest
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
-from fleet import Fleet, Load, Process, until_serving, until_status
+from fleet import Fleet, Load, Process, until_adapter, until_serving, until_status
 from machine import scaled
 from random_checkpoint import write_speaking_model
 from soak import SOAK, repeated, size
@@ -144,11 +144,7 @@ async def test_prompts_of_an_adapter_are_split(pool: SplitPool) -> None:
     pool.adapter = Adapter("sql", "hf:org/sql")
     adapters = AdapterList((pool.adapter,))
     await pool.link.control(Header.SET_ADAPTERS, operation_id="op", fence=1, adapters=adapters)
-    await until_status(
-        pool.link,
-        lambda status: [entry.engines for entry in status.adapters or ()] == [len(pool.fleet.engines)],
-        what="every engine has the adapter",
-    )
+    await until_adapter(pool.link, pool.client, "sql", engines=len(pool.fleet.engines))
     await pool.until_split()
 
 

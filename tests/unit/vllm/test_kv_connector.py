@@ -197,3 +197,26 @@ def test_the_arguments_of_a_role(model: Path, role: Any, own: int | None, limit:
     assert (transfer["kv_connector"], transfer["kv_role"]) == ("NixlConnector", "kv_both")
     assert transfer["kv_load_failure_policy"] == "recompute"
     assert arguments.long_prefill_token_threshold == limit
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "exchanges"),
+    [
+        ({"tensor": 2}, 1, True),
+        ({"tensor": 2, "expert": 2}, 1, True),
+        ({"tensor": 2}, 2, False),
+        ({"pipeline": 2}, 1, False),
+        ({"data": 2}, 1, False),
+    ],
+)
+def test_ranks_that_share_layers_in_one_pod_exchange_kv(
+    sizes: dict[str, int], nodes: int, exchanges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_runtime.backends.vllm.arguments import transfers_kv
+    from megatron_runtime.distributed.shard import ParallelSizes
+    from megatron_runtime.engine.settings import EngineSettings
+
+    monkeypatch.setenv("NNODES", str(nodes))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    settings = EngineSettings(coordinator="tcp://h:1", name="e", role="decode", parallel=ParallelSizes(**sizes), **NIXL)
+    assert transfers_kv(settings) == exchanges

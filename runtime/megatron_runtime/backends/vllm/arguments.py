@@ -198,8 +198,13 @@ def engine_arguments(
 
 
 def transfers_kv(settings: EngineSettings) -> bool:
-    """Return whether vLLM exchanges KV with other engines by NIXL."""
-    return settings.role is not None and settings.vllm_allow_nixl and settings.parallel.world == 1
+    """Return whether vLLM exchanges KV with other engines by NIXL.
+
+    Ranks that share layers may exchange KV, each with the rank of the same number, if they are in one pod.
+    """
+    sizes = settings.parallel
+    fits = sizes.pipeline == sizes.data == 1 and node_identity(sizes).nodes == 1
+    return settings.role is not None and settings.vllm_allow_nixl and fits
 
 
 def _role_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any]:

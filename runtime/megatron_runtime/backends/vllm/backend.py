@@ -93,7 +93,7 @@ REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, "
     "--vllm-arguments)",
     Capability.KV_TRANSFER: "allow connections of NIXL, which authenticates no peer (--vllm-allow-nixl, "
-    "spec.engine.vllm.allowNixlBetweenPods), and use one rank, with prefix caching",
+    "spec.engine.vllm.allowNixlBetweenPods), and use prefix caching and one pod, without data and pipeline parallelism",
 }
 
 
@@ -311,7 +311,7 @@ class VllmBackend(EngineBackend):
             cache_bytes = cache_bytes or vllm.kv_cache_bytes
             self.info = replace(self.info, max_sequence_length=length, kv_cache_bytes=cache_bytes)
             if kv is not None:
-                kv.loaded(layout=layout, num_blocks=num_blocks, cache_bytes=cache_bytes)
+                kv.loaded(layout=layout, num_blocks=num_blocks, cache_bytes=cache_bytes * self.info.ranks)
             vllm.is_starting = False
             await vllm.call("set_adapters", self._adapters)
         except Exception:

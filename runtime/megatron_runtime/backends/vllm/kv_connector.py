@@ -74,7 +74,7 @@ class VllmKVConnector(KVConnector):
         return f"tcp://{host}:{self.address[1]}"
 
     def loaded(self, *, layout: str, num_blocks: int, cache_bytes: int) -> None:
-        """Note the sizes of the loaded KV cache."""
+        """Note the sizes of the loaded KV cache. cache_bytes: bytes of the caches of all ranks."""
         self.layout, self._num_blocks = layout, num_blocks
         self.block_bytes = max(1, cache_bytes // max(1, num_blocks))
 
