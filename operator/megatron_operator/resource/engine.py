@@ -561,8 +561,8 @@ class EngineSpec(ApiModel):
     roles: RolesSpec | None = Field(
         default=None,
         description="Separate engines for computing long prompts (prefill) and for generating (decode). Set it if "
-        "long prompts make the gaps between tokens uneven. Engines of one rank only; vLLM engines need "
-        "vllm.allowNixlBetweenPods. Default: every engine does both.",
+        "long prompts make the gaps between tokens uneven. Native engines of one rank only; vLLM engines need one pod "
+        "and vllm.allowNixlBetweenPods. Default: every engine does both.",
     )
     pod_template: PodTemplate | None = Field(
         default=None,

@@ -189,11 +189,29 @@ class MegatronInferenceSpec(ApiModel):
             value=lambda spec: spec.parallelism.data,
         ),
         SpecRule(
-            f"!has(self.engine.roles) || {_RANKS} == 1",
-            lambda spec: spec.engine.roles is None or spec.parallelism.ranks == 1,
-            "spec.engine.roles: engines of several ranks exchange no KV; set tensor, pipeline and expert of "
+            f"!has(self.engine.roles) || self.engine.backend == 'VLLM' || {_RANKS} == 1",
+            lambda spec: (
+                spec.engine.roles is None or spec.engine.backend is Backend.VLLM or spec.parallelism.ranks == 1
+            ),
+            "spec.engine.roles: native engines of several ranks exchange no KV; set tensor, pipeline and expert of "
             "spec.parallelism to 1, or remove spec.engine.roles",
             value=lambda spec: f"with {spec.parallelism.ranks} ranks",
+        ),
+        SpecRule(
+            f"!has(self.engine.roles) || self.engine.backend != 'VLLM' || ({_RANKS} == {_POD_DIVISOR} && "
+            f"self.parallelism.pipeline == 1 && !{_IS_DATA_PARALLEL})",
+            lambda spec: (
+                spec.engine.roles is None
+                or spec.engine.backend is not Backend.VLLM
+                or (
+                    spec.pods_per_engine == 1
+                    and spec.parallelism.pipeline == 1
+                    and not spec.parallelism.is_data_parallel
+                )
+            ),
+            "spec.engine.roles: vLLM engines exchange KV only if an engine fits in one pod and spec.parallelism has "
+            "no pipeline and no data; raise spec.engine.gpusPerPod (ranksPerPod) to the number of ranks and use "
+            "tensor and expert only, or remove spec.engine.roles",
         ),
         SpecRule(
             f"!{_HAS_REVISION} || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",
