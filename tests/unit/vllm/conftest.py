@@ -171,7 +171,12 @@ async def running(start: Start) -> Running:
 
 def lines(log: Path, line: str) -> int:
     """Return how often the fake has logged `line`."""
-    return log.read_text().splitlines().count(line) if log.exists() else 0
+    return logged(log).count(line)
+
+
+def logged(log: Path) -> list[str]:
+    """Return the lines that the fake has logged."""
+    return log.read_text().splitlines() if log.exists() else []
 
 
 def answer(prompt: list[int], count: int, weights: int) -> list[int]:

@@ -19,7 +19,7 @@ from megatron_runtime.protocol.messages import Transfer
 from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.requests.sampling_params import SamplingParams
 
-from .conftest import Running, Start, adapter_of, answer, lines, weights_of
+from .conftest import Running, Start, adapter_of, answer, lines, logged, weights_of
 
 PROMPT = list(range(100, 150))
 NIXL: dict[str, Any] = {"vllm_allow_nixl": True, "prefix_caching": True}
@@ -127,8 +127,7 @@ async def test_an_adapter_is_unloaded_after_its_imports_have_ended(
     assert not (await target.backend.unload_adapter("sql@1")).failed
     with pytest.raises(TransferEndedError, match="the adapter sql@1 was unloaded"):
         await importing
-    log = fake_vllm.read_text().splitlines()
-    assert log.index("end 2") < log.index("remove_lora 1")
+    assert logged(fake_vllm).index("end 2") < logged(fake_vllm).index("remove_lora 1")
 
 
 async def test_an_import_that_vllm_computed_itself_is_reported(start: Start) -> None:

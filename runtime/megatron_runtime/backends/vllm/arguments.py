@@ -82,6 +82,7 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     ),
     "NIXL reads KV from the memory of another GPU": (
         "tests/vllm/test_split.py::test_split_answers_are_the_same",
+        "tests/vllm/test_split.py::test_engines_of_two_ranks_exchange_kv",
         NOT_RUN,
     ),
     "expert parallelism, and data parallelism of a mixture of experts": (
