@@ -74,9 +74,7 @@ def prompts(count: int) -> list[list[int]]:
     return [rng.choices(range(100, 40_000), k=rng.randint(300, 380)) for _ in range(count)]
 
 
-async def ask(
-    pool: Pool, prompt: list[int], *, adapter: str = "", engine: str = "", **params: Any
-) -> dict[str, Any]:
+async def ask(pool: Pool, prompt: list[int], *, adapter: str = "", engine: str = "", **params: Any) -> dict[str, Any]:
     sampling = SamplingParams(**{**GREEDY, **params})
     return await pool.client.add_request(prompt, sampling, adapter=adapter, engine=engine)
 
