@@ -68,6 +68,8 @@ class Engine:
     free_blocks: int = 1000
     epoch: int = 0
     has_adapter: bool = True
+    adapters: AdapterList = ADAPTERS
+    staged: AdapterList = ADAPTERS
 
     def hello(self) -> Hello:
         return Hello(
@@ -80,7 +82,7 @@ class Engine:
             max_requests=4,
             block_size_tokens=BLOCK,
             engine_role=self.stage,
-            adapters=ADAPTERS,
+            adapters=self.adapters,
             adapter_errors=None if self.has_adapter else {"sql": "no such directory"},
             kv=KVPort(address=f"tcp://127.0.0.1:{self.incarnation}", layout="float32", block_bytes=1024),
         )
@@ -197,12 +199,19 @@ class World:
             case Abort(id=int() as dispatch_id) | ReleaseBlocks(dispatch_id=dispatch_id):
                 engine.drop(dispatch_id)
             case Control() as control:
+                engine.staged = control.adapters or engine.staged
                 ack = ControlAck(operation_id=control.operation_id or "-", ok=True, state=EngineState.RUNNING, ranks=1)
                 self.driver.say(engine.peer, ack)
-            case ControlCommit(epoch=int() as epoch) | HelloAck(epoch=epoch):
+            case ControlCommit(signal=Header.SET_ADAPTERS):
+                engine.adapters = engine.staged
+                self.driver.say(engine.peer, engine.hello())
+            case ControlCommit(epoch=int() as epoch) | HelloAck(epoch=epoch) as message:
                 if epoch != engine.epoch:
                     engine.kept.clear()
                 engine.epoch = epoch
+                if isinstance(message, HelloAck) and message.adapters not in (None, engine.adapters):
+                    engine.adapters = message.adapters
+                    self.driver.say(engine.peer, engine.hello())
 
     def export(self, engine: Engine, *, blocks: int = 25) -> None:
         dispatch_id = min(engine.prefills)
@@ -237,6 +246,7 @@ class World:
         self.count += 1
         peer = self.peer(Role.ENGINE)
         fresh = Engine(engine.name, engine.stage, peer, self.count, epoch=engine.epoch, has_adapter=engine.has_adapter)
+        fresh.adapters = AdapterList()
         self.engines[self.engines.index(engine)] = fresh
         self.driver.say(fresh.peer, fresh.hello().model_copy(update={"serving": False}))
         self.driver.say(fresh.peer, fresh.hello())
@@ -246,6 +256,12 @@ class World:
         self.count += 1
         epoch = self.driver.core.verbs.epoch + 1
         verb = Control(kind=Header.SET_GENERATION_EPOCH, operation_id=f"op-{self.count}", fence=1, epoch=epoch)
+        self.driver.say(self.admin, verb)
+
+    def replace_adapter(self) -> None:
+        self.count += 1
+        wanted = AdapterList((Adapter("sql", f"/adapters/{self.count}"),))
+        verb = Control(kind=Header.SET_ADAPTERS, operation_id=f"op-{self.count}", fence=1, adapters=wanted)
         self.driver.say(self.admin, verb)
 
     # --- events ---------------------------------------------------------------------------------------------------
@@ -270,6 +286,7 @@ class World:
         faults: list[Callable[[], None]] = [
             lambda: self.lose(engine, crash=False),
             self.verb,
+            self.replace_adapter,
             lambda: self.driver.advance(EXPORTED_SECONDS / 3),
         ]
         if open_uids:
