@@ -201,14 +201,14 @@ async def test_samples_are_accepted(api: KubeApi, namespace: str, name: str) -> 
         {"backend": "VLLM"},
         {"backend": "VLLM", "gpusPerPod": 2, "vllm": {"args": {"quantization": "fp8", "hf_overrides": {"a": [1]}}}},
         {"backend": "VLLM", "vllm": {"allowPickleBetweenPods": True}},
-        {"backend": "VLLM", "vllm": {"allowNixlBetweenPods": True}, "roles": {"prefill": {}}},
+        {"backend": "VLLM", "ranksPerPod": 2, "vllm": {"allowNixlBetweenPods": True}, "roles": {"prefill": {}}},
     ],
-    ids=["one pod", "two ranks in a pod", "two pods", "roles"],
+    ids=["one pod", "two ranks in a pod", "two pods", "two ranks in a pod with roles"],
 )
 async def test_vllm_engines_are_accepted_with_every_argument_kept(
     api: KubeApi, namespace: str, engine: dict[str, Any]
 ) -> None:
-    ranks = 1 if engine == {"backend": "VLLM"} or "roles" in engine else 2
+    ranks = 1 if engine == {"backend": "VLLM"} else 2
     body = manifest({"model": SOURCE, "engine": engine, "parallelism": {"tensor": ranks}})
     taken = await apply(api, namespace, body)
     assert taken["spec"]["engine"].get("vllm", {}).get("args") == engine.get("vllm", {}).get("args")
