@@ -176,6 +176,16 @@ async def test_an_export_in_progress_is_released(start: Start, fake_vllm: Path) 
     assert source.listener.outputs == []
 
 
+async def test_engines_of_one_and_of_two_ranks_have_different_layouts(start: Start) -> None:
+    from megatron_runtime.distributed.shard import ParallelSizes
+
+    one = (await serving(start, "prefill", kv_cache_memory=1 << 20)).backend.kv_connector
+    sizes = ParallelSizes(tensor=2)
+    two = (await serving(start, "decode", kv_cache_memory=1 << 20, parallel=sizes)).backend.kv_connector
+    assert one.layout != two.layout
+    assert two.block_bytes == 2 * one.block_bytes, "the caches of both ranks have a part of each block"
+
+
 async def test_a_role_needs_the_consent_to_nixl(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     running = await start(role="decode", prefix_caching=True)
     with pytest.raises(UnsupportedVerbError, match=r"authenticates no peer \(--vllm-allow-nixl, spec\.engine\.vllm\."):
