@@ -433,6 +433,21 @@ def test_blocks_that_can_be_read_once_are_computed_again_after_an_import_that_di
     assert isinstance(world.ended[uid], Final)
 
 
+def test_an_import_of_vllm_ends_when_its_prefill_engine_is_lost() -> None:
+    """The prefill engine may be frozen, which vLLM does not detect."""
+    world = World(handle=b"once")
+    uid, prefiller, decoder = world.at(RequestStage.IMPORTING)
+    assert decoder is not None
+    (dispatch_id,) = decoder.imports
+    cause(world, StageChange.PREFILL_LOST, uid, prefiller, decoder)
+    assert (decoder.peer, Abort(id=dispatch_id)) in world.sent
+    world.read_all()
+    assert sum(len(engine.decodes) for engine in world.engines) == 1
+    assert world.driver.core.counters.failed_imports == 1
+    world.settle()
+    assert isinstance(world.ended[uid], Final)
+
+
 def test_events_in_any_order_end_every_request_once_and_leave_no_block() -> None:
     reached = set()
     for seed in range(size(120, soak=20_000)):
