@@ -191,6 +191,17 @@ async def test_engines_of_two_ranks_exchange_kv(fleet: Fleet, tmp_path: Path) ->
     assert [reply["generated_tokens"] for reply in replies] == await undisturbed(pool, wanted)
 
 
+async def until_split(pool: Pool, salt: str) -> None:
+    """Answer requests until two were split.
+
+    After the first one, the engines know each other. Its import is slow, so it can take 30 s until the next is split.
+    """
+    [prompt], before, number = prompts(1), await count(pool, "kv_imports"), 0
+    while await count(pool, "kv_imports") < before + 2:
+        number += 1
+        await ask(pool, prompt, cache_salt=f"{salt} {number}", num_tokens_to_generate=1)
+
+
 async def begin_reading_from_a_frozen_engine(pool: Pool, salt: str) -> Load:
     """Freeze the prefill engine after it has exported prompts, and before the decode engine reads them."""
     load = Load([pool.client])
@@ -201,7 +212,7 @@ async def begin_reading_from_a_frozen_engine(pool: Pool, salt: str) -> Load:
         pool.admin,
         lambda status: all(engine.in_flight == 3 * (engine.name == "decode") for engine in status.engines),
         seconds=START_SECONDS,
-        what="the decode engine imports all prompts",
+        what="the decode engine has all requests",
     )
     send_signal(pool, "prefill", signal.SIGSTOP)
     send_signal(pool, "decode", signal.SIGCONT, with_engine=False)
@@ -222,9 +233,8 @@ async def until_empty(pool: Pool, name: str) -> None:
 async def test_a_frozen_prefill_engine_delays_answers_and_leaves_no_block_reserved(
     split: Pool, report: Callable[[str], None]
 ) -> None:
-    await ask(split, prompts(4)[3])  # the engines know each other afterwards
-    assert await count(split, "kv_imports") == 1
     for end in ("continued", "killed"):
+        await until_split(split, salt=f"before it is {end}")
         failed = await count(split, "failed_kv_imports")
         load = await begin_reading_from_a_frozen_engine(split, salt=end)
         frozen = time.monotonic()
