@@ -119,13 +119,13 @@ async def apply(api: KubeApi, namespace: str, body: dict[str, Any]) -> dict[str,
                     "engine": {
                         "roles": {"prefill": {}},
                         "backend": "VLLM",
-                        "gpusPerPod": 2,
+                        "gpusPerPod": 1,
                         "vllm": {"allowNixlBetweenPods": True},
                     },
                     "parallelism": {"tensor": 2},
                 }
             ),
-            ["spec.engine.roles", "vLLM engines of several ranks", "to 1"],
+            ["spec.engine.roles", "fits in one pod", "raise spec.engine.gpusPerPod"],
         ),
         (
             manifest(
@@ -212,14 +212,14 @@ async def test_samples_are_accepted(api: KubeApi, namespace: str, name: str) -> 
         {"backend": "VLLM"},
         {"backend": "VLLM", "gpusPerPod": 2, "vllm": {"args": {"quantization": "fp8", "hf_overrides": {"a": [1]}}}},
         {"backend": "VLLM", "vllm": {"allowPickleBetweenPods": True}},
-        {"backend": "VLLM", "vllm": {"allowNixlBetweenPods": True}, "roles": {"prefill": {}}},
+        {"backend": "VLLM", "ranksPerPod": 2, "vllm": {"allowNixlBetweenPods": True}, "roles": {"prefill": {}}},
     ],
-    ids=["one pod", "two ranks in a pod", "two pods", "roles"],
+    ids=["one pod", "two ranks in a pod", "two pods", "two ranks in a pod with roles"],
 )
 async def test_vllm_engines_are_accepted_with_every_argument_kept(
     api: KubeApi, namespace: str, engine: dict[str, Any]
 ) -> None:
-    ranks = 1 if engine == {"backend": "VLLM"} or "roles" in engine else 2
+    ranks = 1 if engine == {"backend": "VLLM"} else 2
     body = manifest({"model": SOURCE, "engine": engine, "parallelism": {"tensor": ranks}})
     taken = await apply(api, namespace, body)
     assert taken["spec"]["engine"].get("vllm", {}).get("args") == engine.get("vllm", {}).get("args")

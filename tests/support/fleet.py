@@ -254,6 +254,20 @@ async def until_serving(link: ControlLink, names: Iterable[str], *, seconds: flo
     )
 
 
+async def until_adapter(link: ControlLink, client: InferenceClient, name: str, *, engines: int) -> None:
+    """Wait until this number of engines report the adapter, and the client knows it."""
+    await until_status(
+        link,
+        lambda status: (name, engines) in [(entry.name, entry.engines) for entry in status.adapters or ()],
+        what=f"{engines} engines have the adapter {name}",
+    )
+
+    async def is_known() -> bool:
+        return client.adapters.find(name) is not None
+
+    await eventually(is_known, what=f"the client knows the adapter {name}")
+
+
 @dataclass(eq=False)
 class Record:
     """The received frames of one stream. arrivals: time of each frame, monotonic seconds."""

@@ -14,11 +14,13 @@ import psutil
 import pytest
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
-from fleet import Fleet, Load, Process, until_serving, until_status
+from fleet import Fleet, Load, Process, until_adapter, until_serving, until_status
 from machine import scaled
 from random_checkpoint import write_speaking_model
 from soak import SOAK, repeated, size
 
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import StatusReply
 from megatron_runtime.requests.sampling_params import IGNORE_EOS
 
@@ -42,6 +44,7 @@ class SplitPool:
         self.random = random.Random(seed)
         self.options = options or ("--kv-cache-memory", "4Mi", "--echo-step-seconds", "0.02")
         self.salt = ""
+        self.adapter: Adapter | None = None
         self.answers: dict[tuple[int, ...], list[int]] = {}
         """By prompt, of a model; an echo engine's are computed."""
 
@@ -96,7 +99,8 @@ class SplitPool:
         for _ in range(streams):
             prompt = self.random.choices(range(40_000), k=self.random.randint(400, 1500))
             length = self.random.randint(20, 60)
-            self.load.add(prompt, length, temperature=0.0, cache_salt=self.salt, termination_id=IGNORE_EOS)
+            params = {"temperature": 0.0, "cache_salt": self.salt, "termination_id": IGNORE_EOS}
+            self.load.add(prompt, length, adapter=self.adapter.name if self.adapter is not None else "", **params)
 
     async def count(self, name: str) -> float:
         return (await self.coordinator.metrics())[f"megatron_coordinator_{name}_total"]
@@ -116,7 +120,7 @@ class SplitPool:
         """Every stream has the undisturbed answer, and no engine keeps a block for a request that ended."""
 
         def answer(prompt: list[int], length: int) -> list[int]:
-            return self.answers[tuple(prompt)] if self.answers else echo_answer(prompt, length)
+            return self.answers[tuple(prompt)] if self.answers else echo_answer(prompt, length, adapter=self.adapter)
 
         await self.load.check(answer=answer, seconds=scaled(300))
         for engine in self.fleet.engines.values():
@@ -138,6 +142,15 @@ async def pool(fleet: Fleet, seed: int) -> SplitPool:
 async def test_prompts_are_computed_by_one_engine_and_answered_by_another(pool: SplitPool) -> None:
     await pool.until_split()
     assert await pool.count("kv_imported_bytes") > 0
+
+
+@repeated()
+async def test_prompts_of_an_adapter_are_split(pool: SplitPool) -> None:
+    pool.adapter = Adapter("sql", "hf:org/sql")
+    adapters = AdapterList((pool.adapter,))
+    await pool.link.control(Header.SET_ADAPTERS, operation_id="op", fence=1, adapters=adapters)
+    await until_adapter(pool.link, pool.client, "sql", engines=len(pool.fleet.engines))
+    await pool.until_split()
 
 
 @repeated()

@@ -561,7 +561,7 @@ class EngineSpec(ApiModel):
     roles: RolesSpec | None = Field(
         default=None,
         description="Separate engines for computing long prompts (prefill) and for generating (decode). Set it if "
-        "long prompts make the gaps between tokens uneven. vLLM engines need vllm.allowNixlBetweenPods and one rank. "
+        "long prompts make the gaps between tokens uneven. vLLM engines need one pod and vllm.allowNixlBetweenPods. "
         "Default: every engine does both.",
     )
     pod_template: PodTemplate | None = Field(

@@ -189,13 +189,20 @@ class MegatronInferenceSpec(ApiModel):
             value=lambda spec: spec.parallelism.data,
         ),
         SpecRule(
-            f"!has(self.engine.roles) || self.engine.backend == 'Native' || {_RANKS} == 1",
+            f"!has(self.engine.roles) || self.engine.backend != 'VLLM' || ({_RANKS} == {_POD_DIVISOR} && "
+            f"self.parallelism.pipeline == 1 && !{_IS_DATA_PARALLEL})",
             lambda spec: (
-                spec.engine.roles is None or spec.engine.backend is Backend.NATIVE or spec.parallelism.ranks == 1
+                spec.engine.roles is None
+                or spec.engine.backend is not Backend.VLLM
+                or (
+                    spec.pods_per_engine == 1
+                    and spec.parallelism.pipeline == 1
+                    and not spec.parallelism.is_data_parallel
+                )
             ),
-            "spec.engine.roles: vLLM engines of several ranks exchange no KV; set tensor, pipeline, expert and data of "
-            "spec.parallelism to 1, use spec.engine.backend Native, or remove spec.engine.roles",
-            value=lambda spec: f"with {spec.parallelism.ranks} ranks",
+            "spec.engine.roles: vLLM engines exchange KV only if an engine fits in one pod and spec.parallelism has "
+            "no pipeline and no data; raise spec.engine.gpusPerPod (ranksPerPod) to the number of ranks and use "
+            "tensor and expert only, or remove spec.engine.roles",
         ),
         SpecRule(
             f"!{_HAS_REVISION} || !has(self.model.source.huggingFace) || !has(self.model.source.huggingFace.revision)",

@@ -31,6 +31,7 @@ class KVExchange:
 
     send:    sends a message to the coordinator.
     release: makes the backend end the prefill, the export or the import with this dispatch id.
+    on_prefilled: called with the dispatch id when a prefill has ended, unless forget() ended it.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class KVExchange:
         keys_dir: Path | None,
         send: Callable[[Frames], object],
         release: Callable[[int], object],
+        on_prefilled: Callable[[int], object],
     ) -> None:
         self._kv: KVTransfer | KVConnector
         self._port: BlockPort | ConnectorPort
@@ -50,6 +52,7 @@ class KVExchange:
             self._kv, self._port = backend.kv, BlockPort(backend.kv, keys_dir=keys_dir)
         self._send = send
         self._release = release
+        self._on_prefilled = on_prefilled
         self._address = ""
         self._prefills: set[int] = set()
         self._imports: dict[int, asyncio.Task[None]] = {}
@@ -99,7 +102,7 @@ class KVExchange:
         The engine that decodes the request then computes the prompt.
         """
         logger.info("a prompt is left to the engine that answers the request: %s", error)
-        self._prefills.discard(dispatch_id)
+        self._end_prefill(dispatch_id)
         self._send(Exported(dispatch_id=dispatch_id).to_frames())
 
     def take(self, outputs: Iterable[RequestOutput]) -> Iterable[RequestOutput]:
@@ -116,12 +119,17 @@ class KVExchange:
             elif exported is None:
                 self.fail(number, output.error or "it has ended")
             if exported is not None and (exported.digests or is_prefill):
-                self._prefills.discard(number)
+                self._end_prefill(number)
                 if exported.digests:
                     self._keep(number, EXPORT_SECONDS)
                 message = Exported(number, b"".join(exported.digests), exported.weights, exported.handle)
                 self._send(message.to_frames())
         return answered
+
+    def _end_prefill(self, dispatch_id: int) -> None:
+        if dispatch_id in self._prefills:
+            self._prefills.remove(dispatch_id)
+            self._on_prefilled(dispatch_id)
 
     # --- transfers ------------------------------------------------------------------------------------------------
 

@@ -38,6 +38,10 @@ from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 logger = logging.getLogger(__name__)
 
 
+class _AdapterMissingError(Exception):
+    """The engine's list of adapters lacks the adapter of a request, or the engine could not load it."""
+
+
 class OpenRequests:
     """The open requests of one engine. The object submits requests to the backend, sends their answers, and ends them.
 
@@ -75,7 +79,13 @@ class OpenRequests:
         self.exchange: KVExchange | None = None
         if settings.role is not None:
             backend.info.require(f"--role {settings.role}", Capability.KV_TRANSFER)
-            self.exchange = KVExchange(backend, keys_dir=settings.keys_dir, send=send, release=self._abort_in_backend)
+            self.exchange = KVExchange(
+                backend,
+                keys_dir=settings.keys_dir,
+                send=send,
+                release=self._abort_in_backend,
+                on_prefilled=self._release_adapter,
+            )
 
     @property
     def num_running(self) -> int:
@@ -119,22 +129,13 @@ class OpenRequests:
     # --- dispatches -----------------------------------------------------------------------------------------------
 
     def _dispatch(self, dispatch: Dispatch) -> None:
-        adapter = None
-        if dispatch.meta.adapter:
-            try:
-                adapter = self._adapters.begin(dispatch.meta.adapter)
-            except UnsupportedVerbError as error:
-                self._outputs.reject(dispatch, ErrorCode.INVALID_REQUEST, error)
-                return
-            if adapter is None:
-                message = f"engine {self._settings.name} has no adapter {dispatch.meta.adapter!r}"
-                self._outputs.reject(dispatch, ErrorCode.ADAPTER_NOT_FOUND, message)
-                return
-            self._adapters_in_use[dispatch.dispatch_id] = adapter
         try:
-            request = self._accept(dispatch, adapter)
+            request = self._accept(dispatch, self._begin_adapter(dispatch))
+        except _AdapterMissingError as error:
+            self._outputs.reject(dispatch, ErrorCode.ADAPTER_NOT_FOUND, str(error))
+            return
         except Exception as error:  # a request must not crash the engine, whatever it contains
-            is_invalid = isinstance(error, ValueError | TypeError | AttributeError)
+            is_invalid = isinstance(error, ValueError | TypeError | AttributeError | UnsupportedVerbError)
             code = ErrorCode.INVALID_REQUEST if is_invalid else ErrorCode.ENGINE_FAILED
             self._outputs.reject(dispatch, code, error)
             return
@@ -143,6 +144,21 @@ class OpenRequests:
             logger.debug("request %s received", dispatch.uid.hex(), extra=extra)
         if dispatch.dispatch_id in self._outputs.open:  # the request was not rejected
             self._backend.submit(request)
+
+    def _begin_adapter(self, dispatch: Dispatch) -> Adapter | None:
+        """Return the adapter that a message names, and keep it loaded for this dispatch id. None if it names none.
+
+        Raises _AdapterMissingError if the engine does not have the adapter, and UnsupportedVerbError if the backend
+        supports no adapters.
+        """
+        name = dispatch.meta.adapter
+        if not name:
+            return None
+        adapter = self._adapters.begin(name)
+        if adapter is None:
+            raise _AdapterMissingError(f"engine {self._settings.name} has no adapter {name!r}")
+        self._adapters_in_use[dispatch.dispatch_id] = adapter
+        return adapter
 
     def _accept(self, dispatch: Dispatch, adapter: Adapter | None) -> EngineRequest:
         """Check a dispatch, tokenize its prompt, and add it to the output stage. Return the request for the backend.
@@ -174,7 +190,7 @@ class OpenRequests:
         exchange.begin(dispatch.dispatch_id)
         try:
             params = params_of_prompt(SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS)))
-            request = EngineRequest.of_dispatch(dispatch, params)
+            request = EngineRequest.of_dispatch(dispatch, params, adapter=self._begin_adapter(dispatch))
             self._backend.submit(replace(request, prefill_only=True))
         except Exception as error:  # a request must not crash the engine, whatever it contains
             exchange.fail(dispatch.dispatch_id, error)

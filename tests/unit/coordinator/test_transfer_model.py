@@ -15,6 +15,7 @@ from soak import size
 from megatron_runtime.coordinator.core.records import Entry, RequestStage
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.core.transfers import EXPORTED_SECONDS, MEASURED_SECONDS, TABLE, StageChange
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import (
@@ -48,6 +49,7 @@ HEARTBEAT = 0.5
 BLOCK = 16
 TOKENS = 25 * BLOCK
 ANSWER = tokens_to_bytes([7, 8, 9])
+ADAPTERS = AdapterList((Adapter("sql", "/adapters/sql"),), generation=1)
 
 
 @dataclass(eq=False)
@@ -65,6 +67,9 @@ class Engine:
     decodes: dict[int, Dispatch] = field(default_factory=dict)
     free_blocks: int = 1000
     epoch: int = 0
+    has_adapter: bool = True
+    adapters: AdapterList = ADAPTERS
+    staged: AdapterList = ADAPTERS
 
     def hello(self) -> Hello:
         return Hello(
@@ -77,6 +82,8 @@ class Engine:
             max_requests=4,
             block_size_tokens=BLOCK,
             engine_role=self.stage,
+            adapters=self.adapters,
+            adapter_errors=None if self.has_adapter else {"sql": "no such directory"},
             kv=KVPort(address=f"tcp://127.0.0.1:{self.incarnation}", layout="float32", block_bytes=1024),
         )
 
@@ -105,10 +112,12 @@ class World:
     """A client, an administrator, and engines: p-0 and p-1 prefill, d-0 and d-1 decode.
 
     handle: of every export; with one, engines free the blocks when they were read.
+    without_adapter: engines that could not load the adapter "sql".
     """
 
     stages: tuple[str, ...] = ("prefill", "prefill", "decode", "decode")
     handle: bytes = b""
+    without_adapter: tuple[str, ...] = ()
     read_once: set[int] = field(default_factory=set)
     inboxes: dict[Peer, deque[Any]] = field(default_factory=dict)
     ended: dict[bytes, Any] = field(default_factory=dict)
@@ -125,7 +134,9 @@ class World:
         numbers = {"prefill": 0, "decode": 0}
         self.engines = []
         for stage in self.stages:
-            engine = Engine(f"{stage[0]}-{numbers[stage]}", stage, self.peer(Role.ENGINE), self.count)
+            name = f"{stage[0]}-{numbers[stage]}"
+            has_adapter = name not in self.without_adapter
+            engine = Engine(name, stage, self.peer(Role.ENGINE), self.count, has_adapter=has_adapter)
             numbers[stage] += 1
             self.engines.append(engine)
             self.driver.say(engine.peer, engine.hello())
@@ -153,10 +164,10 @@ class World:
 
     # --- the client -----------------------------------------------------------------------------------------------
 
-    def submit(self, number: int, *, tokens: int = TOKENS, needs: str = "", salt: str = "") -> bytes:
+    def submit(self, number: int, *, tokens: int = TOKENS, needs: str = "", salt: str = "", adapter: str = "") -> bytes:
         uid = number.to_bytes(16, "big")
         prompt = tokens_to_bytes([number * 1000 + place for place in range(tokens)])
-        meta = RequestMeta(streaming=True, needs=needs, cache_salt=salt)
+        meta = RequestMeta(streaming=True, needs=needs, cache_salt=salt, adapter=adapter)
         self.driver.say(self.client, Submit(uid, meta, prompt, b"", pack({})))
         return uid
 
@@ -172,6 +183,7 @@ class World:
     def read(self, engine: Engine) -> None:
         match self.inboxes[engine.peer].popleft():
             case Prefill(dispatch=dispatch):
+                assert engine.has_adapter or not dispatch.meta.adapter
                 engine.prefills.add(dispatch.dispatch_id)
             case Transfer(address=""):
                 pass
@@ -181,17 +193,25 @@ class World:
                 self.read_once.add(transfer.export_id)
                 engine.imports[transfer.dispatch_id] = transfer
             case Dispatch() as dispatch:
+                assert engine.has_adapter or not dispatch.meta.adapter
                 engine.decodes[dispatch.dispatch_id] = dispatch
                 engine.kept.clear()  # the request that was announced begins with these blocks
             case Abort(id=int() as dispatch_id) | ReleaseBlocks(dispatch_id=dispatch_id):
                 engine.drop(dispatch_id)
             case Control() as control:
+                engine.staged = control.adapters or engine.staged
                 ack = ControlAck(operation_id=control.operation_id or "-", ok=True, state=EngineState.RUNNING, ranks=1)
                 self.driver.say(engine.peer, ack)
-            case ControlCommit(epoch=int() as epoch) | HelloAck(epoch=epoch):
+            case ControlCommit(signal=Header.SET_ADAPTERS):
+                engine.adapters = engine.staged
+                self.driver.say(engine.peer, engine.hello())
+            case ControlCommit(epoch=int() as epoch) | HelloAck(epoch=epoch) as message:
                 if epoch != engine.epoch:
                     engine.kept.clear()
                 engine.epoch = epoch
+                if isinstance(message, HelloAck) and message.adapters not in (None, engine.adapters):
+                    engine.adapters = message.adapters
+                    self.driver.say(engine.peer, engine.hello())
 
     def export(self, engine: Engine, *, blocks: int = 25) -> None:
         dispatch_id = min(engine.prefills)
@@ -224,7 +244,9 @@ class World:
         self.inboxes.pop(engine.peer)
         self.driver.connection_lost(engine.peer, by_peer=crash)
         self.count += 1
-        fresh = Engine(engine.name, engine.stage, self.peer(Role.ENGINE), self.count, epoch=engine.epoch)
+        peer = self.peer(Role.ENGINE)
+        fresh = Engine(engine.name, engine.stage, peer, self.count, epoch=engine.epoch, has_adapter=engine.has_adapter)
+        fresh.adapters = AdapterList()
         self.engines[self.engines.index(engine)] = fresh
         self.driver.say(fresh.peer, fresh.hello().model_copy(update={"serving": False}))
         self.driver.say(fresh.peer, fresh.hello())
@@ -234,6 +256,12 @@ class World:
         self.count += 1
         epoch = self.driver.core.verbs.epoch + 1
         verb = Control(kind=Header.SET_GENERATION_EPOCH, operation_id=f"op-{self.count}", fence=1, epoch=epoch)
+        self.driver.say(self.admin, verb)
+
+    def replace_adapter(self) -> None:
+        self.count += 1
+        wanted = AdapterList((Adapter("sql", f"/adapters/{self.count}"),))
+        verb = Control(kind=Header.SET_ADAPTERS, operation_id=f"op-{self.count}", fence=1, adapters=wanted)
         self.driver.say(self.admin, verb)
 
     # --- events ---------------------------------------------------------------------------------------------------
@@ -258,6 +286,7 @@ class World:
         faults: list[Callable[[], None]] = [
             lambda: self.lose(engine, crash=False),
             self.verb,
+            self.replace_adapter,
             lambda: self.driver.advance(EXPORTED_SECONDS / 3),
         ]
         if open_uids:
@@ -404,11 +433,28 @@ def test_blocks_that_can_be_read_once_are_computed_again_after_an_import_that_di
     assert isinstance(world.ended[uid], Final)
 
 
+def test_an_import_of_vllm_ends_when_its_prefill_engine_is_lost() -> None:
+    """The prefill engine may be frozen, which vLLM does not detect."""
+    world = World(handle=b"once")
+    uid, prefiller, decoder = world.at(RequestStage.IMPORTING)
+    assert decoder is not None
+    (dispatch_id,) = decoder.imports
+    cause(world, StageChange.PREFILL_LOST, uid, prefiller, decoder)
+    assert (decoder.peer, Abort(id=dispatch_id)) in world.sent
+    world.read_all()
+    assert sum(len(engine.decodes) for engine in world.engines) == 1
+    assert world.driver.core.counters.failed_imports == 1
+    world.settle()
+    assert isinstance(world.ended[uid], Final)
+
+
 def test_events_in_any_order_end_every_request_once_and_leave_no_block() -> None:
     reached = set()
     for seed in range(size(120, soak=20_000)):
-        world, order = World(handle=b"once" * (seed % 2)), random.Random(seed)
-        uids = [world.submit(number) for number in range(1, order.choice((3, 6, 14)))]
+        order = random.Random(seed)
+        world = World(handle=b"once" * (seed % 2), without_adapter=order.choice(((), ("p-1",), ("d-0", "d-1"))))
+        numbers = range(1, order.choice((3, 6, 14)))
+        uids = [world.submit(number, adapter=order.choice(("", "sql"))) for number in numbers]
         for _ in range(order.randrange(60)):
             events = world.events()
             choices = world.faults(order) if order.random() < 0.15 or not events else events
@@ -446,6 +492,25 @@ def test_short_prompts_and_requests_about_the_prompt_are_not_split() -> None:
     assert not any(engine.prefills for engine in world.engines)
     world.settle()
     assert len(world.ended) == 3
+
+
+def test_a_request_with_an_adapter_is_split_between_engines_that_have_it() -> None:
+    world = World(without_adapter=("p-0", "d-0"))
+    uid = world.submit(1, adapter="sql")
+    world.read_all()
+    assert [engine.name for engine in world.engines if engine.prefills] == ["p-1"]
+    world.export(world.named("p-1"))
+    world.read_all()
+    assert [engine.name for engine in world.engines if engine.imports] == ["d-1"]
+    world.settle()
+    assert isinstance(world.ended[uid], Final)
+
+
+def test_a_prefill_engine_answers_what_no_decode_engine_can_answer() -> None:
+    world = World(without_adapter=("d-0", "d-1"))
+    world.submit(1, adapter="sql")
+    world.read_all()
+    assert sum(len(engine.decodes) for engine in world.engines if engine.stage == "prefill") == 1
 
 
 def test_a_prefix_that_the_decode_engine_holds_is_not_computed_again() -> None:

@@ -13,10 +13,23 @@ from eventually import LONG_SECONDS
 from megatron_runtime.engine.backend import CacheEvents, Capability
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engine.lifecycle import Lifecycle
+from megatron_runtime.engine.open_requests import OpenRequests
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
 from megatron_runtime.protocol.headers import ErrorCode, Header
-from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit
+from megatron_runtime.protocol.messages import (
+    Control,
+    ControlAck,
+    ControlCommit,
+    Dispatch,
+    Exported,
+    Prefill,
+    RequestMeta,
+    decode,
+    pack,
+    tokens_to_bytes,
+)
+from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 from .echo_core import FailingRanks
@@ -154,6 +167,39 @@ async def test_an_adapter_that_is_listed_again_before_its_last_request_ends_stay
     rig.adapters.end(SQL)
     await rig.adapters.discard()
     assert rig.loaded == [SQL]
+
+
+async def test_a_prompt_for_another_engine_is_computed_with_its_adapter_which_is_then_unloaded(rig: Rig) -> None:
+    await rig.prepare(SQL)
+    await rig.commit()
+    await rig.backend.load()
+    await rig.backend.unpause()
+    sent: list[Exported] = []
+    requests = OpenRequests(
+        dataclasses.replace(SETTINGS, role="prefill"),
+        rig.backend,
+        adapters=rig.adapters,
+        send=lambda frames: sent.append(decode(frames)),
+        on_idle=lambda: None,
+        tracer=None,
+    )
+    rig.on_outputs = requests.take  # type: ignore[method-assign,assignment]
+    prompt = list(range(1, 601))
+
+    def prefill(number: int, adapter: str) -> None:
+        body = tokens_to_bytes(prompt), b"", pack(SamplingParams(num_tokens_to_generate=1).serialize())
+        requests.receive(Prefill(Dispatch(number, bytes(16), 1, RequestMeta(adapter=adapter), *body)))
+
+    prefill(1, "sql")
+    await rig.prepare(operation_id="none", generation=2)
+    await rig.commit("none")
+    await rig.until(lambda: rig.loaded == [])
+    [exported] = sent
+    size = rig.backend.info.block_size_tokens
+    assert exported.digests == b"".join(block_digests(prompt, size, adapter=SQL.key))
+    prefill(2, "sql")
+    assert sent[1:] == [Exported(dispatch_id=2)], "without the adapter, no block is computed"
+    requests.close()
 
 
 async def test_an_engine_that_joins_leaves_out_what_it_cannot_load_and_loads_it_when_it_is_set_again(rig: Rig) -> None:

@@ -25,6 +25,7 @@ from megatron_operator.resource.spec import parse_spec
 
 ROLE = "inference.megatron.dev/role"
 CHANGE = {"batching": {"maxRequests": 7}}
+VLLM = {"backend": "VLLM", "vllm": {"allowNixlBetweenPods": True}}
 SETTINGS = Settings(runtime_image="runtime:1", pod_policy=PodPolicy())
 Spec = dict[str, Any]
 
@@ -203,15 +204,13 @@ def test_the_number_of_prefill_engines(prefill: Spec, replicas: int, count: int)
             {},
             r"spec\.engine\.batching\.prefixCaching: is false, .*set it to true, or remove spec\.engine\.roles",
         ),
-        (
-            {
-                "roles": {"prefill": {}},
-                "backend": "VLLM",
-                "gpusPerPod": 2,
-                "vllm": {"allowNixlBetweenPods": True},
-            },
-            {"parallelism": {"tensor": 2}},
-            r"spec\.engine\.roles: vLLM engines of several ranks exchange no KV; .*\(is with 2 ranks\)",
+        *(
+            (
+                {"roles": {"prefill": {}}, "ranksPerPod": per_pod, **VLLM},
+                {"parallelism": sizes},
+                r"spec\.engine\.roles: vLLM engines exchange KV only if an engine fits in one pod",
+            )
+            for sizes, per_pod in (({"tensor": 2}, 1), ({"pipeline": 2}, 2), ({"data": 2}, 2))
         ),
         (
             {"roles": {"prefill": {}, "decode": {"batching": {"maxTokens": 4}}}, "batching": {"maxRequests": 8}},
@@ -236,6 +235,12 @@ def test_the_number_of_prefill_engines(prefill: Spec, replicas: int, count: int)
 def test_what_engines_with_roles_cannot_have_is_rejected(engine: Spec, more: Spec, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         parse_spec({"model": {"source": {"builtin": "smollm2-135m"}}, "engine": engine, **more})
+
+
+def test_vllm_engines_of_several_ranks_in_one_pod_may_have_roles() -> None:
+    engine = {"roles": {"prefill": {}}, "ranksPerPod": 4, **VLLM}
+    parallelism = {"tensor": 2, "expert": 2}
+    parse_spec({"model": {"source": {"builtin": "smollm2-135m"}}, "engine": engine, "parallelism": parallelism})
 
 
 # --- On the small cluster ----------------------------------------------------------------------------------------

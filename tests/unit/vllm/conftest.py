@@ -171,7 +171,12 @@ async def running(start: Start) -> Running:
 
 def lines(log: Path, line: str) -> int:
     """Return how often the fake has logged `line`."""
-    return log.read_text().splitlines().count(line) if log.exists() else 0
+    return logged(log).count(line)
+
+
+def logged(log: Path) -> list[str]:
+    """Return the lines that the fake has logged."""
+    return log.read_text().splitlines() if log.exists() else []
 
 
 def answer(prompt: list[int], count: int, weights: int) -> list[int]:
@@ -186,3 +191,11 @@ def answer(prompt: list[int], count: int, weights: int) -> list[int]:
 
 def weights_of(directory: Path) -> int:
     return (directory / "model.safetensors").read_bytes()[-1]
+
+
+def adapter_of(directory: Path, *, size: int) -> Path:
+    """Write an adapter that adds `size` to the weights of the fake."""
+    directory.mkdir()
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (directory / "adapter_model.safetensors").write_bytes(bytes(size))
+    return directory

@@ -37,7 +37,7 @@ from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
-from .conftest import FAKE, Running, Start, answer, lines, weights_of
+from .conftest import FAKE, Running, Start, adapter_of, answer, lines, weights_of
 
 PROMPT = [11, 12, 13]
 
@@ -518,14 +518,6 @@ async def test_the_end_of_the_engine_ends_every_process_of_vllm(model: Path, fak
         return not any(child.is_running() for child in children)
 
     await eventually(are_gone, what="vLLM has ended")
-
-
-def adapter_of(directory: Path, *, size: int) -> Path:
-    """Write an adapter that adds `size` to the weights of the fake."""
-    directory.mkdir()
-    (directory / "adapter_config.json").write_text('{"peft_type": "LORA"}')
-    (directory / "adapter_model.safetensors").write_bytes(bytes(size))
-    return directory
 
 
 async def test_adapters_answer_and_return_after_a_suspend(

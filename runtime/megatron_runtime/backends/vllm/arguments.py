@@ -82,6 +82,7 @@ ON_A_GPU: Mapping[str, tuple[str, ...]] = {
     ),
     "NIXL reads KV from the memory of another GPU": (
         "tests/vllm/test_split.py::test_split_answers_are_the_same",
+        "tests/vllm/test_split.py::test_engines_of_two_ranks_exchange_kv",
         NOT_RUN,
     ),
     "expert parallelism, and data parallelism of a mixture of experts": (
@@ -198,8 +199,13 @@ def engine_arguments(
 
 
 def transfers_kv(settings: EngineSettings) -> bool:
-    """Return whether vLLM exchanges KV with other engines by NIXL."""
-    return settings.role is not None and settings.vllm_allow_nixl and settings.parallel.world == 1
+    """Return whether vLLM exchanges KV with other engines by NIXL.
+
+    Ranks that share layers may exchange KV, each with the rank of the same number, if they are in one pod.
+    """
+    sizes = settings.parallel
+    fits = sizes.pipeline == sizes.data == 1 and node_identity(sizes).nodes == 1
+    return settings.role is not None and settings.vllm_allow_nixl and fits
 
 
 def _role_arguments(settings: EngineSettings, *, is_cpu: bool) -> dict[str, Any]:

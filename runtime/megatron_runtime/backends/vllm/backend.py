@@ -93,7 +93,7 @@ REMEDIES = {
     Capability.ADAPTERS: "set the engine argument enable_lora of vLLM to true (spec.engine.vllm.args, "
     "--vllm-arguments)",
     Capability.KV_TRANSFER: "allow connections of NIXL, which authenticates no peer (--vllm-allow-nixl, "
-    "spec.engine.vllm.allowNixlBetweenPods), and use one rank, with prefix caching",
+    "spec.engine.vllm.allowNixlBetweenPods), and use prefix caching and one pod, without data and pipeline parallelism",
 }
 
 
@@ -223,8 +223,11 @@ class VllmBackend(EngineBackend):
         self._followers = (
             Followers(node, on_lost=self._fail, on_leave=lambda: self._listener.on_leave()) if node.nodes > 1 else None
         )
-        has_kv = Capability.KV_TRANSFER in self.info.capabilities
-        self._kv = VllmKVConnector(self._submit, self.info.block_size_tokens) if has_kv else None
+        self._adapters: dict[str, str] = {}
+        """Directory of each loaded LoRA adapter, by its key."""
+        self._kv: VllmKVConnector | None = None
+        if Capability.KV_TRANSFER in self.info.capabilities:
+            self._kv = VllmKVConnector(self._submit, self.info.block_size_tokens, adapters=self._adapters.keys())
         self.kv_connector = self._kv
         self._can_sleep: bool = started["can_sleep"]
         self._directory: str = started["directory"]
@@ -246,8 +249,6 @@ class VllmBackend(EngineBackend):
         self._staged: tuple[str, str, int] | None = None
         self._replaced: _Replaced | None = None
         """Set from load_staged_weights() until the weights are committed or discarded."""
-        self._adapters: dict[str, str] = {}
-        """Directory of each loaded LoRA adapter, by its key."""
         self._last_request = 0
         self._rates = OutputRates()
         self._stats: Mapping[str, float] = {}
@@ -310,7 +311,7 @@ class VllmBackend(EngineBackend):
             cache_bytes = cache_bytes or vllm.kv_cache_bytes
             self.info = replace(self.info, max_sequence_length=length, kv_cache_bytes=cache_bytes)
             if kv is not None:
-                kv.loaded(layout=layout, num_blocks=num_blocks, cache_bytes=cache_bytes)
+                kv.loaded(layout=layout, num_blocks=num_blocks, cache_bytes=cache_bytes * self.info.ranks)
             vllm.is_starting = False
             await vllm.call("set_adapters", self._adapters)
         except Exception:
@@ -869,6 +870,10 @@ class VllmBackend(EngineBackend):
 
     async def _unload_adapter(self, name: str) -> None:
         self._adapters.pop(name, None)
+        # No open request uses the adapter, but imports may. vLLM would load the adapter again for them.
+        for opened in [opened for opened in self._open.values() if opened.request.adapter == name]:
+            self._end_transfer(opened.request_id, f"the adapter {name} was unloaded")
+            await self.abort(opened.request_id)
         if self._is_loaded and not self._is_asleep:
             await (await self._vllm()).call("unload_adapter", name)
 

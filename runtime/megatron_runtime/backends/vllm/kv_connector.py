@@ -11,7 +11,7 @@ import asyncio
 import math
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,19 +42,27 @@ _HANDLE = UnpackLimits(elements=1 << 20, containers=1 << 12, depth=6, frame_byte
 class VllmKVConnector(KVConnector):
     """The imports of one engine, and the limit of its exports.
 
-    submit: submits a request with vLLM's `kv_transfer_params`. imported() or end() is called with the result.
+    submit:   submits a request with vLLM's `kv_transfer_params`. imported() or end() is called with the result.
+    adapters: the keys of the adapters that the engine has loaded now.
     """
 
     layout = ""
     block_bytes = 0
 
-    def __init__(self, submit: Callable[[EngineRequest, Mapping[str, Any]], None], block_size: int) -> None:
+    def __init__(
+        self,
+        submit: Callable[[EngineRequest, Mapping[str, Any]], None],
+        block_size: int,
+        *,
+        adapters: Container[str],
+    ) -> None:
         self.weights = ""
         """As in ExportedBlocks, for the weights in use."""
         self.address: tuple[str, int] | None = None
         """Host and port at which vLLM listens for importing engines; None before listen()."""
         self._submit = submit
         self._block_size = block_size
+        self._adapters = adapters
         self._num_blocks = 0
         self._imports: dict[int, asyncio.Future[int]] = {}
         self._exports: dict[int, tuple[int, float]] = {}
@@ -66,7 +74,7 @@ class VllmKVConnector(KVConnector):
         return f"tcp://{host}:{self.address[1]}"
 
     def loaded(self, *, layout: str, num_blocks: int, cache_bytes: int) -> None:
-        """Note the sizes of the loaded KV cache."""
+        """Note the sizes of the loaded KV cache. cache_bytes: bytes of the caches of all ranks."""
         self.layout, self._num_blocks = layout, num_blocks
         self.block_bytes = max(1, cache_bytes // max(1, num_blocks))
 
@@ -95,21 +103,23 @@ class VllmKVConnector(KVConnector):
         tokens = np.concatenate((request.prompt_tokens, request.generated_tokens))
         blocks = -(-len(tokens) // self._block_size)
         self._exports[request.request_id] = blocks, time.monotonic() + LEASE_SECONDS
-        salt = request.sampling_params.cache_salt or ""
-        digests = block_digests(tokens, self._block_size, salt=salt.encode())[: limits.MAX_TRANSFER_BLOCKS]
+        salt, adapter = request.sampling_params.cache_salt or "", request.adapter
+        digests = block_digests(tokens, self._block_size, salt=salt.encode(), adapter=adapter)
         # vLLM would report this number as the cached tokens of the import, which imported() needs.
         handed = {name: value for name, value in parameters.items() if name != "remote_prefill_cached_tokens"}
-        handle = pack([handed, tokens_to_bytes(tokens.tolist()), salt])
-        return ExportedBlocks(digests, self.weights, handle)
+        handle = pack([handed, tokens_to_bytes(tokens.tolist()), salt, adapter])
+        return ExportedBlocks(digests[: limits.MAX_TRANSFER_BLOCKS], self.weights, handle)
 
     # --- imports --------------------------------------------------------------------------------------------------
 
     async def receive(self, transfer: int, weights: str, handle: bytes) -> int:
         if weights != self.weights:
             raise TransferEndedError(f"the blocks are of the weights {weights!r}, this engine has {self.weights!r}")
-        parameters, tokens, salt = _read(handle)
-        nothing = np.array([], dtype=np.int32)
-        request = _of_one_token(EngineRequest(transfer, tokens, nothing, SamplingParams(cache_salt=salt or None)))
+        parameters, tokens, salt, adapter = _read(handle)
+        if adapter and adapter not in self._adapters:
+            raise TransferEndedError(f"the blocks are of the adapter {adapter}, which this engine has not loaded")
+        nothing, params = np.array([], dtype=np.int32), SamplingParams(cache_salt=salt or None)
+        request = _of_one_token(EngineRequest(transfer, tokens, nothing, params, adapter=adapter))
         done = self._imports[transfer] = asyncio.get_running_loop().create_future()
         try:
             self._submit(request, parameters)
@@ -144,16 +154,16 @@ def _of_one_token(request: EngineRequest) -> EngineRequest:
     return replace(request, sampling_params=params)
 
 
-def _read(handle: bytes) -> tuple[dict[str, Any], npt.NDArray[Any], str]:
-    """Return vLLM's parameters, the tokens and the salt in the handle of an export.
+def _read(handle: bytes) -> tuple[dict[str, Any], npt.NDArray[Any], str, str]:
+    """Return vLLM's parameters, the tokens, the salt and the adapter's key in the handle of an export.
 
     Raises TransferEndedError for a handle that this module has not written.
     """
     try:
         items = unpack(handle, _HANDLE)
-        parameters, tokens, salt = items
-        if [type(item) for item in items] != [dict, bytes, str] or len(tokens) % 4:
+        parameters, tokens, salt, adapter = items
+        if [type(item) for item in items] != [dict, bytes, str, str] or len(tokens) % 4:
             raise TypeError
-        return parameters, tokens_from_bytes(tokens), salt
+        return parameters, tokens_from_bytes(tokens), salt, adapter
     except (MalformedMessageError, TypeError, ValueError) as error:
         raise TransferEndedError("the export has no handle of a vLLM engine of this release") from error

@@ -237,7 +237,9 @@ class VllmService:
         gc.collect()
         gc.freeze()  # a garbage collection over the objects of all imports would stall every stream
         cache = config.cache_config
-        layout = f"vLLM {vllm.__version__} {config.model_config.dtype} {cache.cache_dtype} {cache.block_size}"
+        ranks = config.parallel_config.world_size
+        numbers = f"{config.model_config.dtype} {cache.cache_dtype} {cache.block_size}"
+        layout = f"vLLM {vllm.__version__} {numbers} {ranks} ranks"
         length, cache_bytes = config.model_config.max_model_len, cache.kv_cache_memory_bytes
         return int(length), int(cache_bytes or 0), int(cache.num_gpu_blocks or 0), layout
 

@@ -150,7 +150,7 @@ class Transfers:
     This component decides which requests are split, and records the exports. An export consists of the KV blocks that a
     prefill engine keeps for a transfer.
 
-    requeue: puts an exported request back in the queue after its export was released.
+    requeue: puts a request back in the queue after its export was released or lost. Aborts its import.
     """
 
     def __init__(self, context: Context, router: EngineRouter, *, requeue: Callable[[Entry], None]) -> None:
@@ -201,14 +201,14 @@ class Transfers:
 
         Returns None if the request must wait.
 
-        The role of an engine is a preference. If there is no decode engine, prefill engines decode.
+        The role of an engine is a preference. If no decode engine can answer the request, prefill engines decode.
         """
         if KEEPS_BLOCKS in entry.meta.needs:
             engine = among(entry, lambda engine: engine.role == PREFILL) or among(entry, lambda _: True)
             return None if engine is None else (engine, _D)
         decoder = among(entry, _decodes) if entry.export is None else self._importer(entry)
         if decoder is None:
-            if any(engine.role != PREFILL for engine in self._engines.available()):
+            if any(engine.role != PREFILL and engine.runs(entry) for engine in self._engines.available()):
                 return None  # they are busy
             engine = among(entry, lambda _: True)
             return None if engine is None else (engine, _D)
@@ -252,7 +252,7 @@ class Transfers:
         return (
             entry.splits
             and not entry.crashes
-            and not (meta.text or meta.adapter)
+            and not meta.text
             and entry.media is None
             and entry.num_tokens > CHUNK_TOKENS
             and not (meta.needs and any(need in _NOT_SPLIT for need in meta.needs.split()))
@@ -333,13 +333,21 @@ class Transfers:
         self._context.send(engine.peer, ReleaseBlocks(dispatch_id=dispatch_id))
 
     def engine_lost(self, engine: Engine) -> None:
-        """Forget the exports of a lost engine. A decode engine that is importing them reports the failure itself."""
+        """Forget the exports of a lost engine.
+
+        A native engine that is importing them detects the loss itself. vLLM does not if the lost engine is frozen, so
+        this method cancels its imports.
+        """
         for entry in [entry for entry in self._exported.values() if entry.export and entry.export.engine is engine]:
-            assert entry.export is not None
-            del self._exported[entry.export.id]
-            entry.export = None
+            export, entry.export = entry.export, None
+            assert export is not None
+            del self._exported[export.id]
             if entry.stage is RequestStage.EXPORTED:
                 self.move(entry, TABLE[entry.stage, StageChange.PREFILL_LOST].to or RequestStage.QUEUED)
+            elif entry.stage is RequestStage.IMPORTING and export.handle:
+                self._context.counters.failed_imports += 1
+                entry.splits = False
+                self._requeue(entry)
 
     def _expire(self) -> None:
         """Release the exports that have expired, and requeue their requests, which are not split again."""

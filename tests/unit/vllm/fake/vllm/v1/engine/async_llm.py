@@ -53,7 +53,7 @@ class AsyncLLM:
         self._asleep: set[str] = set()
         self._weights = self._read_weights(vllm_config._args.model)
         self._adapters: dict[int, int] = {}
-        self._imported: set[tuple[int, ...]] = set()
+        self._imported: set[tuple[str, tuple[int, ...]]] = set()
         self._requests: dict[str, _Request] = {}
         self._task: asyncio.Task[None] | None = None
         Gauge("vllm:num_requests_running", "as vLLM has it", ["engine"]).labels("0").set(0)
@@ -100,7 +100,7 @@ class AsyncLLM:
             raise ValueError("min_p and logit_bias are not yet supported with speculative decoding.")
         assert not params.extra_args or self._config.model_config.logits_processors, "nothing reads extra_args"
         request = self._requests[request_id] = _Request(prompt["prompt_token_ids"], params)
-        self._transfer(request_id, request)
+        self._transfer(request_id, request, lora_request.lora_name if lora_request is not None else "")
         log(f"begin {request_id} {priority} {prompt.get('cache_salt')}")
         if params.structured_outputs is not None:
             log(f"structure {request_id} of {len(request.context)} {params.structured_outputs}")
@@ -117,7 +117,7 @@ class AsyncLLM:
             self._requests.pop(request_id, None)
             log(f"end {request_id}")
 
-    def _transfer(self, request_id: str, request: _Request) -> None:
+    def _transfer(self, request_id: str, request: _Request, adapter: str) -> None:
         """Export or import the KV of a prompt, and note which requests find the imported KV."""
         kv = (request._params.extra_args or {}).get("kv_transfer_params")
         assert kv is None or (self._config._args.kv_transfer_config or {}).get("kv_connector") == "NixlConnector"
@@ -129,9 +129,9 @@ class AsyncLLM:
         elif kv is not None:
             assert kv["do_remote_prefill"]
             log(f"import {request_id} from {kv['remote_engine_id']} {kv['remote_block_ids']}")
-            self._imported.add(prompt)
+            self._imported.add((adapter, prompt))
             request.cached = 0 if kv["remote_engine_id"] == "lost" else len(prompt)
-        elif any(prompt[: len(imported)] == imported for imported in self._imported):
+        elif any((adapter, prompt[: len(imported)]) == (name, imported) for name, imported in self._imported):
             log(f"hit {request_id}")
 
     async def _run(self) -> None:
