@@ -324,7 +324,10 @@ class BlockReceiver:
             max_message_bytes=CHUNK_BYTES + limits.MAX_NAME_BYTES + 4096,
         )
         with contextlib.closing(dealer):
-            await asyncio.wait_for(opened.wait(), CONNECT_SECONDS)
+            try:
+                await asyncio.wait_for(opened.wait(), CONNECT_SECONDS)
+            except TimeoutError:
+                raise TransferEndedError(f"no connection to the other engine within {CONNECT_SECONDS:g} s") from None
             size = self._kv.block_bytes
             asked = arrived = first * size
             end, content = count * size, bytearray()
@@ -368,5 +371,5 @@ def _chunk_of(message: Frames | str, *, offset: int, size: int) -> bytes:
 
 def _cause(error: Exception) -> str:
     if isinstance(error, TimeoutError):
-        return f"the other engine did not connect, send or accept bytes for {SILENCE_SECONDS:g} s"
+        return f"no bytes for {SILENCE_SECONDS:g} s, or the time of the ticket ended"
     return (str(error) or type(error).__name__)[: limits.MAX_TEXT_CHARACTERS]

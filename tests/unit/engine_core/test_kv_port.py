@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.engine import kv_port
 from megatron_runtime.engine.kv_port import CHUNK_BYTES, WINDOW_CHUNKS, BlockReceiver, BlockServer
@@ -70,7 +70,7 @@ def transfer(address: str, *, blocks: int, key: str = "", ticket: bytes = bytes(
         digests=random.Random(1).randbytes(32 * blocks),
         weights=weights,
         key=key,
-        seconds=30.0,
+        seconds=LONG_SECONDS,
         address=address,
     )
 
@@ -84,6 +84,12 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 def contents(count: int) -> list[bytes]:
     return [random.Random(number).randbytes(BLOCK_BYTES) for number in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def limits_of_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_port, "CONNECT_SECONDS", LONG_SECONDS)
+    monkeypatch.setattr(kv_port, "SILENCE_SECONDS", LONG_SECONDS)
 
 
 @pytest.fixture
@@ -204,8 +210,10 @@ async def test_a_silent_exporter_and_one_that_does_not_exist_end_the_import(
     message = transfer(address, blocks=5)
     server.grant(message)
     source.read_gate.clear()
-    assert not (await BlockReceiver(Blocks(), keys_dir=None).receive(message)).ok
-    assert not (await BlockReceiver(Blocks(), keys_dir=None).receive(transfer("tcp://127.0.0.1:9", blocks=1))).ok
+    silent = await BlockReceiver(Blocks(), keys_dir=None).receive(message)
+    assert silent.error == "no bytes for 0.2 s, or the time of the ticket ended"
+    absent = await BlockReceiver(Blocks(), keys_dir=None).receive(transfer("tcp://127.0.0.1:9", blocks=1))
+    assert absent.error == "no connection to the other engine within 0.2 s"
     source.read_gate.set()
 
 
@@ -292,7 +300,9 @@ def key_directory(path: Path, *, own: str = "", **files: str) -> Path:
     return path
 
 
-async def test_with_keys_only_the_engine_that_the_ticket_names_gets_the_blocks(tmp_path: Path) -> None:
+async def test_with_keys_only_the_engine_that_the_ticket_names_gets_the_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours = key_directory(tmp_path / "ours")
     other = key_directory(tmp_path / "other")
     public = (ours / "engine.pub").read_text()
@@ -304,7 +314,9 @@ async def test_with_keys_only_the_engine_that_the_ticket_names_gets_the_blocks(t
         server.grant(message)
         assert (await BlockReceiver(Blocks(), keys_dir=ours).receive(message)).ok
         # A key of another pool does not open the port; one that the ticket does not name opens no export.
-        rejected = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"1" * 32))
+        with monkeypatch.context() as patch:
+            patch.setattr(kv_port, "CONNECT_SECONDS", 0.5)
+            rejected = await BlockReceiver(Blocks(), keys_dir=other).receive(message._replace(ticket=b"1" * 32))
         assert not rejected.ok
         (ours / "engine.pub").write_text(public + "\n" + (other / "engine.pub").read_text())
         server.grant(message._replace(ticket=b"2" * 32))
