@@ -305,8 +305,8 @@ def main() -> None:
     "--oldest-secure-version",
     default="",
     metavar="VERSION",
-    help="Oldest version without a known vulnerability. The operator reports updates of resources with an older "
-    "release as security updates. Default: none.",
+    help="Oldest release of this project without a known vulnerability. The operator reports the update of a resource "
+    "with an older release as a security update. Default: none.",
 )
 @click.option(
     "--log-format",

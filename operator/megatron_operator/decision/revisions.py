@@ -128,7 +128,7 @@ class Rollout:
 
     @cached_property
     def extras(self) -> tuple[EngineView, ...]:
-        """Surplus engines of a role that a rollout added or still needs."""
+        """The additional engines that the rollout has started for a role, and still needs."""
         engines = self.engines
         added = [
             engine

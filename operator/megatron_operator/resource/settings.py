@@ -37,7 +37,7 @@ class Settings:
     version: str = __version__
     """Version of the operator, or of the resource's release while an update is held."""
     oldest_secure_version: str = ""
-    """Oldest version without a known vulnerability; an update of an older release is a security update."""
+    """Oldest release without a known vulnerability. The update of an older release is a security update."""
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets in the resources' namespaces, with which kubelets pull images unless a podTemplate sets
