@@ -21,6 +21,7 @@ from .conftest import SECOND, Platform, own_namespace, printed_when_failed
 from .disturbances import kill, pods
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "prefill-decode.yaml"
+VLLM_RESOURCES = {"requests": {"cpu": "200m", "memory": "2Gi"}, "limits": {"cpu": "1", "memory": "8Gi"}}
 STREAMS, TOKENS = 4, 16
 NUMBERS = 100
 """Of each prompt, so that it is longer than the one chunk that a decode engine computes itself."""
@@ -29,12 +30,12 @@ NUMBERS = 100
 class Pool:
     """The sample with one engine of each role, and clients that ask long questions at the same time."""
 
-    def __init__(self, kube: Kubectl, **prefill: Any) -> None:
+    def __init__(self, kube: Kubectl, **engine: Any) -> None:
         self.kube = kube
         manifest = yaml.safe_load(SAMPLE.read_text())
         manifest["metadata"]["name"] = "demo"
         manifest["spec"]["replicas"] = 1
-        manifest["spec"]["engine"]["roles"]["prefill"].update(prefill)
+        manifest["spec"]["engine"].update(engine)
         kube.apply(manifest)
         self.until(ready="2/2")
         self.chat = Chat(reachable(f"http://{kube.cluster_ip('demo')}"), kube.json("mi", "demo")["status"]["model"])
@@ -127,6 +128,25 @@ async def test_long_prompts_are_split_and_no_answer_changes(kube: Kubectl) -> No
         return engine_pods() == ["demo-engine-0-0"]
 
     await eventually(one_is_left, what="the prefill engine is removed")
+
+
+@pytest.mark.skipif(not SOAK, reason="builds an image of 6 GB; `make soak` runs it")
+async def test_vllm_engines_split_long_prompts(platform: Platform, kube: Kubectl) -> None:
+    platform.cluster.build_images(["runtime-vllm"])
+    numbers = iter(range(0, 100 * NUMBERS, 7))
+    pool = Pool(
+        kube,
+        backend="VLLM",
+        vllm={"args": {"enforce_eager": True}, "allowNixlBetweenPods": True},
+        startupSeconds=1800,
+        batching={"kvCacheMemory": "512Mi"},
+        roles={"prefill": {"perDecode": 0.5}, "decode": {}},
+        podTemplate={"spec": {"containers": [{"name": "engine", "resources": VLLM_RESOURCES}]}},
+    )
+    pool.ask_until_split(numbers)
+    for engine in ("demo-prefill-0", "demo-engine-0"):
+        pool.lose(engine)
+    pool.ask_until_split(numbers)
 
 
 @pytest.mark.skipif(not SOAK, reason="takes some minutes; `make soak` runs it")
