@@ -116,11 +116,12 @@ test-models: setup build/test-weights.stamp
 	@$(BEGIN)
 	$(NICE) $(PYTEST) --record=models $(addprefix tests/unit/,$(MODELS)) -n $(MODEL_WORKERS) --dist loadfile --no-loadscope-reorder
 
-# All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`. The tests share an event
-# loop, and with it the driver of the browser.
+# All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`. One process with one
+# event loop runs the tests, so they share the browser and its driver. Other files are not read, because their imports
+# take long.
 test-pages: setup build/chromium.stamp
 	@$(BEGIN)
-	$(PYTEST) --record=pages tests/unit/server tests/unit/kubectl -m page -n 2 --dist loadfile \
+	$(PYTEST) --record=pages $(wildcard tests/unit/*/test_*page.py) -m page \
 		-o asyncio_default_fixture_loop_scope=session -o asyncio_default_test_loop_scope=session
 
 screenshots: setup build/chromium.stamp ## the pictures of the documentation, docs/assets/*.png and demo.svg; runs `make demo`

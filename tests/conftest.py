@@ -37,6 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "page" in getattr(item, "fixturenames", ()):
             item.add_marker("page")
+            if "unit" in item.path.parts and not item.path.name.endswith("page.py"):
+                raise pytest.UsageError(f"{item.nodeid}: tests of pages belong in test_*page.py: see `make test-pages`")
         marker = item.get_closest_marker("timeout")
         if marker is not None:
             item.add_marker(pytest.mark.timeout(marker.args[0] * SCALE), append=False)

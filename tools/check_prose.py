@@ -32,17 +32,24 @@ class Rule(NamedTuple):
     reject: re.Pattern[str]
     write: str
     exceptions: re.Pattern[str] | None
+    candidate: re.Pattern[str]
+    """Matches the lower-case text of each file that `reject` matches. `re` searches for a pattern ten times as fast if
+    the pattern is case-sensitive and does not begin with an assertion.
+    """
 
 
 def read_rules(path: Path = GLOSSARY) -> list[Rule]:
-    """Return the rules of a glossary file."""
+    """Return the rules of a glossary file. Raises ValueError for a rule with upper case in `reject`."""
 
     def rule(entry: dict[str, str | list[str]]) -> Rule:
-        exceptions = "|".join(entry.get("except", ()))
+        reject, exceptions = str(entry["reject"]), "|".join(entry.get("except", ()))
+        if reject != reject.lower():
+            raise ValueError(f"{path}: reject = {reject!r}: write it in lower case; it matches any case")
         return Rule(
-            re.compile(rf"(?<![a-z])(?:{entry['reject']})(?![a-z])", re.IGNORECASE),
+            re.compile(rf"(?<![a-z])(?:{reject})(?![a-z])", re.IGNORECASE),
             str(entry["write"]),
             re.compile(exceptions, re.IGNORECASE) if exceptions else None,
+            re.compile(reject),
         )
 
     return [rule(entry) for entry in tomllib.loads(path.read_text())["rule"]]
@@ -51,9 +58,10 @@ def read_rules(path: Path = GLOSSARY) -> list[Rule]:
 def wording(text: str, rules: list[Rule]) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each match of a rule, except inside one of the rule's exceptions."""
     text = _CAMEL_CASE.sub("_", text)
-    matching = [rule for rule in rules if rule.reject.search(text)]  # most files match no rule
+    lower = text.lower()
+    matching = [rule for rule in rules if rule.candidate.search(lower)]  # most files match no rule
     for number, line in enumerate(text.splitlines() if matching else (), 1):
-        for reject, write, exceptions in matching:
+        for reject, write, exceptions, _ in matching:
             allowed = [m.span() for m in exceptions.finditer(line)] if exceptions else []
             for match in reject.finditer(line):
                 if not any(start <= match.start() and match.end() <= end for start, end in allowed):

@@ -67,7 +67,7 @@ async def settings(fake: Any, verb_seconds: float) -> AsyncIterator[DashboardSet
     configuration.host = fake.url
     with socket.create_server(("127.0.0.1", 0)) as listener:
         made = DashboardSettings(
-            listener.getsockname()[1], "default", "test", sample_seconds=0.3, verb_seconds=verb_seconds
+            listener.getsockname()[1], "default", "test", sample_seconds=1.0, verb_seconds=verb_seconds
         )
         async with KubeApi(configuration) as api:
             server = DashboardServer(Dashboard(api, made))

@@ -24,6 +24,7 @@ from in_memory_cluster import Cluster
 from megatron_operator.resource.names import ANNOTATION_RESTARTED, API_VERSION, GROUP, KIND, PLURAL, VERSION
 
 PASS_SECONDS = 0.15
+LOG_LINE_SECONDS = 0.3
 RESOURCES = f"/apis/{GROUP}/{VERSION}"
 PODS = "/api/v1"
 TTFT_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.25, 0.5)
@@ -280,7 +281,7 @@ class FakeApi:
             line = {"level": "info", "msg": f"line {number} of {pod} {container}{self.suffix}"}
             at = b"2026-01-01T00:00:00.5Z " if stamped else b""
             await response.write(at + json.dumps(line, ensure_ascii=False).encode() + b"\n")
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(LOG_LINE_SECONDS)
         return response
 
     # --- metrics ------------------------------------------------------------------------------------------------

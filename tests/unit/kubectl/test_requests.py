@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,13 @@ import httpx
 import psutil
 import pytest
 from click.testing import CliRunner
+from eventually import eventually
 from machine import scaled
 
 import megatron_kubectl.dashboard
 from megatron_kubectl import cli
 from megatron_kubectl.dashboard.app import BAD_MESSAGE, BAD_TOKEN, Dashboard, DashboardSettings, policy
+from megatron_runtime.protocol import strict_json
 
 STATIC = Path(megatron_kubectl.dashboard.__file__).with_name("static")
 VENDORED = {
@@ -183,6 +185,89 @@ async def test_a_verb_that_the_page_does_not_repeat_is_not_executed(
         await socket.send_json({"id": 2, "do": "restart", "namespace": "default", "name": "?"})
         assert "name: '?'" in (await socket.receive_json(timeout=scaled(30)))["error"]
     assert fake.authors == []
+
+
+async def started(socket: aiohttp.ClientWebSocketResponse, **request: Any) -> None:
+    """Send a request about `demo`. A verb is repeated, so that the dashboard executes it."""
+    await socket.send_json({"id": 1, "namespace": "default", "name": "demo", **request})
+    if request["do"] != "observe":
+        while "ask" not in await socket.receive_json(timeout=scaled(30)):
+            pass
+        await socket.send_json({"id": 1, "go": True})
+
+
+async def observed(socket: aiohttp.ClientWebSocketResponse, part: str, holds: Callable[[Any], bool]) -> None:
+    """Return when a part of the observed resource is as `holds` says. Fails at JSON that browsers reject."""
+    while True:
+        frame = (await socket.receive_json(timeout=scaled(30), loads=strict_json.loads)).get("value", {})
+        if frame.get("part") == part and holds(frame["value"]):
+            return
+
+
+async def test_metrics_that_are_not_finite_are_left_out(settings: Any, fake: Any) -> None:
+    """JSON has no such numbers: a frame with one made the page open its stream again, for ever."""
+    fake.values = {
+        "megatron_kv_cache_usage_perc": "NaN",
+        "megatron_generation_tokens_total": "+Inf",
+        # Finite, but their sum over the engines is not.
+        "megatron_num_requests_waiting": "1.7e308",
+    }
+    async with connected(settings, settings.token) as socket:
+        await started(socket, do="observe")
+
+        def holds(samples: Any) -> bool:
+            engine = samples[-1]["engines"].get("demo-engine-1", {})
+            return engine.get("prefix_hit_rate") == pytest.approx(0.75) and engine["kv_usage"] is None
+
+        await observed(socket, "samples", holds)
+
+
+async def test_broken_watches_are_continued(settings: Any, fake: Any) -> None:
+    async with connected(settings, settings.token) as socket:
+        await started(socket, do="observe")
+        await observed(socket, "resource", lambda resource: resource["desired"] == "Running")
+        before = fake.watches
+        fake.cut_watches()
+        fake.clusters["demo"].patch(desiredState="Paused")
+        await observed(socket, "resource", lambda resource: resource["desired"] == "Paused")
+    assert fake.watches > before
+
+
+@pytest.mark.parametrize("verb_seconds", [0.5])
+async def test_a_verb_without_an_answer_of_the_api_server_is_cancelled(settings: Any, fake: Any) -> None:
+    demo = {"namespace": "default", "name": "demo"}
+    fake.reads_bodies.clear()
+    answers = await ask(settings, do="set-state", state="Paused", **demo)
+    assert re.match(r"the API server did not answer within 0\.5 s, and the request was cancelled", answers[-1]["error"])
+    fake.reads_bodies.set()
+    assert "done" in (await ask(settings, do="restart", **demo))[-1]
+    assert len(fake.authors) == 1
+    assert fake.clusters["demo"].spec.get("desiredState", "Running") == "Running"
+
+
+async def test_a_verb_is_sent_again_with_new_credentials(settings: Any, fake: Any) -> None:
+    fake.expired["PATCH"] = 1
+    answers = await ask(settings, do="set-state", state="Paused", namespace="default", name="demo")
+    assert "done" in answers[-1]
+    assert fake.clusters["demo"].spec["desiredState"] == "Paused"
+
+
+async def test_a_page_that_closes_cancels_its_verb(settings: Any, fake: Any) -> None:
+    async def is_sent() -> bool:
+        return fake.unread == 1
+
+    async def is_cancelled() -> bool:
+        return fake.unread == 0
+
+    fake.reads_bodies.clear()
+    async with connected(settings, settings.token) as socket:
+        await started(socket, do="set-state", state="Paused")
+        await eventually(is_sent, what="the API server has the patch")
+    await eventually(is_cancelled, what="the patch is cancelled")
+    fake.reads_bodies.set()
+    assert "done" in (await ask(settings, do="restart", namespace="default", name="demo"))[-1]
+    assert len(fake.authors) == 1
+    assert fake.clusters["demo"].spec.get("desiredState", "Running") == "Running"
 
 
 def test_vendored_files_are_those_of_the_package() -> None:

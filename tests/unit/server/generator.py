@@ -17,7 +17,15 @@ from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.adapters import AdapterList
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.media import Media
-from megatron_runtime.protocol.messages import Charge, EngineStatus, FailedRequest, Quota, Reserve, StatusReply
+from megatron_runtime.protocol.messages import (
+    AdapterStatus,
+    Charge,
+    EngineStatus,
+    FailedRequest,
+    Quota,
+    Reserve,
+    StatusReply,
+)
 from megatron_runtime.requests.quotas import Quotas
 from megatron_runtime.requests.request import pack_array
 from megatron_runtime.requests.sampling_params import SamplingParams
@@ -109,7 +117,12 @@ class ScriptedBackend:
         draining = EngineStatus(name="engine-1", state=EngineState.RUNNING, serving=True, draining=True)
         failed = FailedRequest(uid=FAILED_UID, engines=["engine-0"], at=1.0)
         reply = StatusReply(incarnation=1, state=CoordinatorState.RUNNING, epoch=7, queued=5, in_flight=3)
-        future.set_result(reply.model_copy(update={"engines": [engine, draining], "failed_requests": [failed]}))
+        adapters = [AdapterStatus(name=each.name, source=each.source, engines=1) for each in self.adapters.adapters]
+        future.set_result(
+            reply.model_copy(
+                update={"engines": [engine, draining], "failed_requests": [failed], "adapters": adapters},
+            )
+        )
         return future
 
     async def reserve(self, reserve: Reserve) -> Quota:

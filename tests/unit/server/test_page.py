@@ -61,10 +61,12 @@ async def test_the_vendored_library_is_the_published_one(running: Any) -> None:
     assert hashlib.sha256(reply.content).hexdigest() == MARKDOWN_IT
 
 
+SETTINGS = "localStorage['megatron.settings'] ??= JSON.stringify({temperature: 0})"
+
+
 async def opened(page: Page, running: Any) -> None:
     """Open the page with settings whose answers the backend knows."""
-    settings = "localStorage['megatron.settings'] ??= JSON.stringify({temperature: 0})"
-    await page.add_init_script(settings)
+    await page.add_init_script(SETTINGS)
     await page.goto(running.url)
     await expect(page.locator("#state")).to_have_text("ready")
 
@@ -181,12 +183,21 @@ async def test_a_question_stopped_before_its_answer_is_kept(page: Page, running:
     assert prompt(running, -1).count("Hello?") == 1
 
 
-async def test_an_edit_while_the_answer_streams_replaces_it(page: Page, running: Any, answer: str) -> None:
+async def test_an_answer_that_streams_is_stopped_or_replaced(page: Page, running: Any, answer: str) -> None:
     running.backend.free_tokens = 3
     running.backend.gate.clear()
     await opened(page, running)
     await send(page, "First?")
-    await expect(page.locator(".assistant .content")).not_to_be_empty()
+    content = page.locator(".assistant .content")
+    await expect(content).not_to_be_empty()
+    await page.get_by_role("button", name="Stop").click()
+    regenerate = page.get_by_role("button", name="Regenerate")
+    await expect(regenerate).to_be_visible()
+    arrived = (await content.inner_text()).strip()
+    assert arrived
+    assert answer.strip().startswith(arrived)
+    await regenerate.click()
+    await expect(content).not_to_be_empty()
     await page.get_by_role("button", name="Edit").click()
     await page.get_by_label("Edit message").fill("Second?")
     await page.get_by_role("button", name="Send", exact=True).click()
@@ -195,31 +206,6 @@ async def test_an_edit_while_the_answer_streams_replaces_it(page: Page, running:
     await page.reload()
     await page.get_by_role("button", name="First?", exact=True).click()
     await expect(page.locator(".turn .content")).to_have_text(["Second?", answer.strip()])
-
-
-async def test_a_question_without_a_connection_is_kept(page: Page, running: Any, answer: str) -> None:
-    await page.route("**/v1/models", lambda route: route.abort())
-    await page.add_init_script("localStorage['megatron.settings'] ??= JSON.stringify({temperature: 0})")
-    await page.goto(running.url)
-    await expect(page.locator("#state")).to_contain_text("no connection")
-    await send(page, "Hello?")
-    await expect(page.locator(".assistant .error")).to_contain_text("no connection")
-    await page.unroute("**/v1/models")
-    await page.get_by_role("button", name="Regenerate").click()
-    await expect(page.locator(".turn .content")).to_have_text(["Hello?", answer.strip()])
-
-
-async def test_a_stopped_answer_keeps_what_had_arrived(page: Page, running: Any, answer: str) -> None:
-    running.backend.free_tokens = 3
-    running.backend.gate.clear()
-    await opened(page, running)
-    await send(page, "Hello?")
-    await expect(page.locator(".assistant .content")).not_to_be_empty()
-    await page.get_by_role("button", name="Stop").click()
-    await expect(page.get_by_role("button", name="Regenerate")).to_be_visible()
-    arrived = (await page.locator(".assistant .content").inner_text()).strip()
-    assert arrived
-    assert answer.strip().startswith(arrived)
 
 
 async def test_an_error_is_shown_and_its_question_is_not_sent_again(page: Page, running: Any, answer: str) -> None:
@@ -250,8 +236,10 @@ async def test_it_asks_for_a_key_and_sends_settings(page: Page, start: Any, answ
     assert await page.get_by_label("API key").input_value() == "", "a key is not kept"
 
 
-async def test_it_connects_again_after_the_server_failed(page: Page, running: Any) -> None:
-    failures = 2
+async def test_without_a_connection_it_keeps_the_question_and_connects_again(
+    page: Page, running: Any, answer: str
+) -> None:
+    failures = 1000
 
     async def fail(route: Any) -> None:
         nonlocal failures
@@ -260,12 +248,23 @@ async def test_it_connects_again_after_the_server_failed(page: Page, running: An
 
     await page.route("**/v1/models", fail)
     await page.clock.install()
+    await page.add_init_script(SETTINGS)
     await page.goto(running.url)
+    state = page.locator("#state")
+    await expect(state).to_contain_text("no connection")
+    await send(page, "Hello?")
+    await expect(page.locator(".assistant .error")).to_contain_text("no connection")
+    failures = 0
+    await page.get_by_role("button", name="Regenerate").click()
+    await expect(page.locator(".turn .content")).to_have_text(["Hello?", answer.strip()])
+
+    failures = 2
+    await page.reload()
     for _ in range(2):
-        await expect(page.locator("#state")).to_contain_text("no connection")
+        await expect(state).to_contain_text("no connection")
         await page.clock.fast_forward(5000)
         await asyncio.sleep(0)
-    await expect(page.locator("#state")).to_have_text("ready")
+    await expect(state).to_have_text("ready")
 
 
 LONG = f"{'x' * 300} `{'y' * 300}`\n\n```\n{'z' * 300}\n```\n\n| {'| '.join('wide ' * 30)}|\n{'|---' * 30}|\n"

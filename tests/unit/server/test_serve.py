@@ -30,6 +30,10 @@ async def test_it_answers_survives_a_killed_engine_and_leaves_no_process(served:
         pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
         assert "".join(pieces) == whole.choices[0].message.content
         assert whole.usage.completion_tokens == 40
+    async with httpx.AsyncClient(base_url=served.url, timeout=LONG_SECONDS, verify=False, trust_env=False) as http:
+        status = (await http.get("/v1/status")).json()
+    (engine,), (adapter,) = status["engines"], status["adapters"]
+    assert (engine["name"], engine["state"], engine["serving"], adapter["name"]) == ("engine-0", "RUNNING", True, "sql")
     children = served.children()
     assert set(children) == {"coordinator", "engine", "server"}
 

@@ -12,20 +12,10 @@ from browser import chromium as chromium  # fixtures
 from browser import driver as driver
 from playwright.async_api import Page, expect
 
+from megatron_runtime.protocol.adapters import Adapter, AdapterList
+
 pytestmark = pytest.mark.timeout(300)
 __all__ = ["page"]
-
-
-async def test_the_status_of_a_whole_server(page: Page, served: Any) -> None:
-    await page.goto(f"{served.url}/")
-    await page.get_by_role("link", name="Status").click()
-    engine = page.get_by_role("table", name="Engines").get_by_role("row").last
-    await expect(engine).to_contain_text("RUNNING")
-    await expect(engine.get_by_role("cell").nth(2)).to_have_text("yes")
-    await expect(page.get_by_role("status")).to_have_text("live")
-    adapters = page.get_by_role("table", name="Adapters")
-    await expect(adapters).to_contain_text("sql")
-    await check_layout(page)
 
 
 async def test_engines_queue_and_epoch(running: Any) -> None:
@@ -68,8 +58,10 @@ async def test_without_a_coordinator(running: Any) -> None:
 async def test_the_page_needs_no_key_and_its_data_do(page: Page, start: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     running = await start(api_keys_file=tmp_path / "keys")
+    running.backend.adapters = AdapterList((Adapter("sql", "hf:org/sql"),))
     assert (await running.http.get("/v1/status")).status_code == 401
-    await page.goto(f"{running.url}/status")
+    await page.goto(running.url)
+    await page.get_by_role("link", name="Status").click()
     await expect(page.get_by_role("alert")).to_contain_text("API key")
     key = page.get_by_label("API key")
     await expect(key).to_be_focused()
@@ -80,3 +72,9 @@ async def test_the_page_needs_no_key_and_its_data_do(page: Page, start: Any, tmp
     await expect(facts).to_contain_text("Engines that serve1/2")
     await expect(facts).to_contain_text("Queued5")
     await expect(page.get_by_role("alert")).to_be_hidden()
+    await expect(page.get_by_role("status")).to_have_text("live")
+    engine = page.get_by_role("table", name="Engines").get_by_role("row").filter(has_text="engine-0")
+    await expect(engine).to_contain_text("RUNNING")
+    await expect(engine.get_by_role("cell").nth(2)).to_have_text("yes")
+    await expect(page.get_by_role("table", name="Adapters")).to_contain_text("sql")
+    await check_layout(page)
