@@ -22,6 +22,8 @@ _NARROWING = frozenset(
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
 )
+_NULLABLE = frozenset({"const", "default"})
+"""Keywords whose value can be null. Serializers write null for any other keyword that is not set."""
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 """Keywords whose inner schemas describe the same value as the outer schema."""
 _DEFINITIONS = ("$defs", "definitions")
@@ -67,6 +69,7 @@ class _Normaliser:
         """Return the normalised schema. is_combined: whether another schema declares properties of the same object."""
         if not isinstance(schema, Mapping):
             return schema
+        schema = {key: value for key, value in schema.items() if value is not None or key in _NULLABLE}
         inner_combined = is_combined or _combines(schema)
         result: dict[str, Any] = {}
         for key, value in schema.items():

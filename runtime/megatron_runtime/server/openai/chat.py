@@ -41,6 +41,7 @@ _EFFORTS: Mapping[str, str] = {
     "medium": "medium",
     "high": "high",
     "xhigh": "high",
+    "max": "high",
 }
 """The effort that the chat template gets, by the `reasoning_effort` of the request."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

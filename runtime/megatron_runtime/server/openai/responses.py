@@ -25,6 +25,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.errors import invalid_value
 from megatron_runtime.server.formats.parser import CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
@@ -39,6 +40,7 @@ from megatron_runtime.server.openai.schema import (
     AllowedTools,
     Body,
     ConvertedRequest,
+    Effort,
     Function,
     FunctionName,
     JsonObject,
@@ -186,11 +188,13 @@ class TextFormat(Body):
     schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: StrictBool | None = None
 
-    def as_response_format(self) -> dict[str, Any] | None:
-        """Return the equivalent `response_format` of a chat request, or None for plain text."""
+    def as_response_format(self) -> dict[str, Any]:
+        """Return the equivalent `response_format` of a chat request. Raises ApiError 400 if the schema is missing."""
         if self.type != "json_schema":
             return {"type": self.type}
-        schema = {"name": self.name or "answer", "schema": self.schema_ or {}, "strict": self.strict}
+        if self.schema_ is None:
+            raise invalid_value("text.format.schema", "type 'json_schema' needs a schema, next to its name")
+        schema = {"name": self.name or "answer", "schema": self.schema_, "strict": self.strict}
         return {"type": self.type, "json_schema": schema}
 
 
@@ -199,7 +203,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(ConvertedRequest, SampledRequest):
@@ -247,6 +251,7 @@ class ResponsesRequest(ConvertedRequest, SampledRequest):
         "`effort`: see [reasoning](http-api-behaviour.md#reasoning). The answer has the reasoning itself, without a "
         "summary."
     )
+    metadata: JsonObject | None = served("Repeated in the answer.")
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -570,7 +575,7 @@ class _Answer:
             "top_p": self._defaults.get("top_p", 1.0) if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": usage,
-            "metadata": {},
+            "metadata": request.metadata or {},
         }
 
     def _open(self, event: Event) -> Iterator[dict[str, Any]]:
