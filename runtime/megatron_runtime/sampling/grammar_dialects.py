@@ -47,7 +47,8 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
     is_strict: whether to keep `oneOf`. The compiler rejects `oneOf` unless the alternatives are disjoint. If False,
                `oneOf` becomes `anyOf`.
     closes: whether to forbid properties that an object's schema does not declare, unless the schema allows them
-            explicitly. An object without declared properties can have any properties.
+            explicitly, and whether a schema with properties and without a type describes an object. An object without
+            declared properties can have any properties.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)
@@ -93,6 +94,8 @@ class _Normaliser:
                 result[key] = value
         if self._closes and not is_combined and _is_closed(schema):
             result["additionalProperties"] = False
+        if self._closes and schema.get("properties"):
+            result.setdefault("type", "object")
         return result
 
     def _is_dropped(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:
