@@ -93,13 +93,14 @@ class Gunzip:
 def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> None:
     """Raise ApiError 403 if the Host is not allowed, or if a browser's Origin differs from the Host and is not allowed.
 
-    An IP address, and an absent Host of HTTP/1.0, are always allowed, because DNS rebinding needs a name.
+    A request of HTTP/1.0 may have no Host, because no browser sends such a request.
 
-    allowed: names in lower case, without ports.
+    allowed: names and addresses in lower case, without ports and brackets. Other addresses of loopback, and the address
+             0.0.0.0, are also allowed.
     """
     authority = headers.get("host", "").lower()
     host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
-    if host and host.removesuffix(".") not in allowed and not _is_address(host):
+    if "host" in headers and host.removesuffix(".") not in allowed and not _is_loopback(host):
         message = (
             f"Host {shown(authority)} is not served here: use {', '.join(sorted(allowed))}, or start the "
             "server with --allowed-host and this name."
@@ -162,12 +163,12 @@ def origin_of(text: str) -> str:
     raise ValueError(f"{text!r} is not an origin: write scheme://host[:port], such as http://localhost:3000, or *")
 
 
-def _is_address(host: str) -> bool:
+def _is_loopback(host: str) -> bool:
     try:
-        ip_address(host)
+        address = ip_address(host)
     except ValueError:
         return False
-    return True
+    return address.is_loopback or address.is_unspecified
 
 
 def _authority_of(origin: str) -> str | None:

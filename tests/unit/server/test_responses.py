@@ -48,7 +48,8 @@ async def test_a_stream_adds_up_to_the_whole_response(start_with_template: Any) 
     )
     running.backend.answer = f"<think>Hm, so.</think>I look. {CALL}{CALL}"
     body: dict[str, Any] = {"model": "smollm2", "temperature": 0, "input": "Hi", "tools": [FUNCTION]}
-    whole = await running.openai.responses.create(**body)
+    whole = await running.openai.responses.create(**body, metadata={"step": "1"})
+    assert whole.metadata == {"step": "1"}
     kinds = ["reasoning", "message", "function_call", "function_call"]
     assert [item.type for item in whole.output] == kinds
     assert whole.output[0].content[0].text == "Hm, so."
@@ -71,6 +72,11 @@ async def test_a_stream_adds_up_to_the_whole_response(start_with_template: Any) 
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert added == [item.type for item in done] == kinds
     assert [item.model_dump() for item in done] == [item.model_dump() for item in events[-1].response.output]
+
+    raw = await running.post("/v1/responses", {**body, "stream": True})
+    blocks = [block.split("\n") for block in raw.text.removesuffix("\n\n").split("\n\n")]
+    assert blocks.pop() == ["data: [DONE]"]
+    assert [name for name, _ in blocks] == [f"event: {event.type}" for event in events]
 
     async with running.openai.responses.stream(**body) as stream:
         final = await stream.get_final_response()
@@ -120,7 +126,8 @@ async def test_formats_and_forced_calls_become_structured_output(running: Any) -
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not offered"),
         ({"background": True}, "background", "not offered"),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "input", "there are no tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"text": {"format": {"type": "json_schema", "json_schema": {}}}}, "text.format.schema", "needs a schema"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "pattern"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "use message, reasoning, function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "not 'input_image'"),

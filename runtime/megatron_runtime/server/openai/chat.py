@@ -251,8 +251,8 @@ def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
 def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the JSON schema of a tool's arguments, and the keywords in the schema that are not enforced.
 
-    Raises ApiError 400 if the schema allows no object, or if the tool is strict and its schema has a keyword that cannot
-    be enforced.
+    Raises ApiError 400 if the schema allows no object, or if the tool is strict and its schema has a keyword that
+    cannot be enforced.
     """
     declared = _declared(tool)
     if declared["type"] != "object":
