@@ -128,6 +128,11 @@ async def test_formats_and_forced_calls_become_structured_output(running: Any) -
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"text": {"format": {"type": "json_schema", "json_schema": {}}}}, "text.format.schema", "needs a schema"),
+        (
+            {"tools": [FUNCTION], "text": {"format": {"type": "json_object"}}},
+            "text.format",
+            "for text.format: it cannot",
+        ),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "pattern"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'item_reference', which is not offered"),
         (

@@ -223,8 +223,8 @@ def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
         message = "tools are not offered by this server: leave them out, or start it with another --tool-call-parser."
         raise ApiError(400, message, param="tools", code="invalid_value")
     if (own := structured_output(request)) is not None:
-        message = f"{own.param} cannot be combined with tools: leave one of them out, or use tool_choice 'none'."
-        raise ApiError(400, message, param=own.param, code="invalid_value")
+        problem = "it cannot be combined with tools: leave one of them out, or use tool_choice 'none'"
+        raise invalid_value(own.param, problem)
     offered = {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in tools}
     if isinstance(choice, NamedTool):
         name = choice.function.name
