@@ -22,6 +22,8 @@ _NARROWING = frozenset(
 _FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid", "unknown"}
 )
+_NULLABLE = frozenset({"const", "default"})
+"""Keywords whose value can be null. Serializers write null for any other keyword that is not set."""
 _IN_PLACE = ("allOf", "anyOf", "oneOf")
 """Keywords whose inner schemas describe the same value as the outer schema."""
 _DEFINITIONS = ("$defs", "definitions")
@@ -45,7 +47,8 @@ def normalised(schema: Mapping[str, Any], *, closes: bool, is_strict: bool = Fal
     is_strict: whether to keep `oneOf`. The compiler rejects `oneOf` unless the alternatives are disjoint. If False,
                `oneOf` becomes `anyOf`.
     closes: whether to forbid properties that an object's schema does not declare, unless the schema allows them
-            explicitly. An object without declared properties can have any properties.
+            explicitly, and whether a schema with properties and without a type describes an object. An object without
+            declared properties can have any properties.
     """
     normaliser = _Normaliser(schema, closes=closes, keeps_one_of=is_strict)
     return normaliser.schema(schema, is_combined=False), sorted(normaliser.dropped)
@@ -67,6 +70,7 @@ class _Normaliser:
         """Return the normalised schema. is_combined: whether another schema declares properties of the same object."""
         if not isinstance(schema, Mapping):
             return schema
+        schema = {key: value for key, value in schema.items() if value is not None or key in _NULLABLE}
         inner_combined = is_combined or _combines(schema)
         result: dict[str, Any] = {}
         for key, value in schema.items():
@@ -90,6 +94,8 @@ class _Normaliser:
                 result[key] = value
         if self._closes and not is_combined and _is_closed(schema):
             result["additionalProperties"] = False
+        if self._closes and schema.get("properties"):
+            result.setdefault("type", "object")
         return result
 
     def _is_dropped(self, key: str, value: Any, schema: Mapping[str, Any]) -> bool:

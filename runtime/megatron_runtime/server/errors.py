@@ -79,6 +79,12 @@ class ContextLengthError(ApiError):
     limit: int = field(kw_only=True)
 
 
+_CODES: Mapping[str, str] = {
+    "BudgetExceededError": "rate_limit_exceeded",
+    "InvalidSamplingParamsError": "invalid_value",
+    "NotFiniteError": "not_finite",
+}
+"""The `code` of an error answer, by the type of the engine's error."""
 _STRUCTURE = re.compile(r"^sampling parameter structured_output=.{0,40}? is invalid: ")
 """Matches the start of an engine's error about structured output. The name of the request field replaces it."""
 
@@ -154,14 +160,11 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
     retry = error.get("retry_after_seconds")
     if retry is None and status in (429, 503):
         retry = 1.0
-    if kind == "BudgetExceededError":
-        kind = "rate_limit_exceeded"
+    kind = _CODES.get(kind, kind)
     field = error.get("field")
     param = field_names.get(field, field) if isinstance(field, str) else None
     if field == "structured_output":
         message = _STRUCTURE.sub(f"Invalid value for {param}: ", message)
-    if kind == "NotFiniteError":
-        kind = "not_finite"
     if status == 404:  # the adapter was removed after the server checked the request
         param, kind = "model", "model_not_found"
     is_final = status >= 500 and error.get("is_transient") is False

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Collection, Iterator
+from ipaddress import ip_address
 from itertools import accumulate
 from typing import Any
 from urllib.parse import urlsplit
@@ -55,7 +56,7 @@ def check_content_type(headers: Headers) -> bool:
     kind, _, parameters = given.partition(";")
     charset = _CHARSET.search(parameters)
     if _JSON_TYPE.fullmatch(kind.strip().lower()) is None or (
-        charset is not None and charset[1].lower() not in ("utf-8", "utf8")
+        charset is not None and charset[1].lower() not in ("utf-8", "utf8", "us-ascii")
     ):
         problem = f"not {shown(given)}" if given else "which the request does not have"
         message = f"The body must be JSON: send the header 'Content-Type: application/json', {problem}."
@@ -92,11 +93,14 @@ class Gunzip:
 def check_host(headers: Headers, allowed: Collection[str], origins: Origins) -> None:
     """Raise ApiError 403 if the Host is not allowed, or if a browser's Origin differs from the Host and is not allowed.
 
-    allowed: names and addresses in lower case, without ports and brackets.
+    A request of HTTP/1.0 may have no Host, because no browser sends such a request.
+
+    allowed: names and addresses in lower case, without ports and brackets. Other addresses of loopback, and the address
+             0.0.0.0, are also allowed.
     """
     authority = headers.get("host", "").lower()
     host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
-    if host not in allowed:
+    if "host" in headers and host.removesuffix(".") not in allowed and not _is_loopback(host):
         message = (
             f"Host {shown(authority)} is not served here: use {', '.join(sorted(allowed))}, or start the "
             "server with --allowed-host and this name."
@@ -157,6 +161,14 @@ def origin_of(text: str) -> str:
     ):
         return text if text == "*" else f"{parts.scheme}://{parts.netloc}".lower()
     raise ValueError(f"{text!r} is not an origin: write scheme://host[:port], such as http://localhost:3000, or *")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
 
 
 def _authority_of(origin: str) -> str | None:

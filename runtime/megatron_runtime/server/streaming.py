@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
+_SEPARATORS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\x85\u2028\u2029"}
+"""JSON escapes of the characters beyond ASCII at which line readers of several languages end a line."""
 
 _T = TypeVar("_T")
 
@@ -71,10 +73,10 @@ class EventStream(Response):
     Nothing is sent before the first event, so that a rejected request gets the HTTP status of its error. A stream
     without an event for `keep_alive_seconds` gets a comment. After the first byte, an ApiError becomes an error event,
     without a DONE after it, because the answer is not complete. When the client disconnects, `events` is closed
-    immediately. When `expired` is set, the stream ends with an error.
+    immediately. When `expired` is set, the stream ends with an error. The name of an event is its `type`, if any.
 
-    error_body: for Anthropic's API, returns the body of an error event. In this API, the name of an event is its
-                `type`, and the stream has no DONE. None: OpenAI's format.
+    error_body: for Anthropic's API, returns the body of an error event. In this API, the stream has no DONE. None:
+                OpenAI's format.
     """
 
     media_type = "text/event-stream"
@@ -122,8 +124,11 @@ class EventStream(Response):
                 await self._write(send, self._encoded(event))
 
     def _encoded(self, event: dict[str, Any]) -> bytes:
-        data = b"data: " + to_json(event) + b"\n\n"
-        return data if self._error_body is None else b"event: " + event["type"].encode() + b"\n" + data
+        data = to_json(event)
+        for separator, escape in _SEPARATORS.items():
+            data = data.replace(separator, escape)
+        name = f"event: {event['type']}\n".encode() if "type" in event else b""
+        return name + b"data: " + data + b"\n\n"
 
     async def _keep_alive(self, send: Send) -> None:
         while True:

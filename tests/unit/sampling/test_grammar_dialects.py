@@ -71,6 +71,12 @@ def test_keywords_that_only_narrow_are_dropped_and_named(
     assert is_answer(compiler, tokenizer, "json_schema", known, json.dumps(value))
 
 
+def test_null_is_an_absent_keyword_but_a_value_of_const() -> None:
+    schema = {"type": None, "properties": {"a": {"const": None, "enum": None}}, "default": None, "items": None}
+    kept = {"properties": {"a": {"const": None}}, "default": None}
+    assert normalised(schema, closes=False, is_strict=True) == (kept, [])
+
+
 def test_names_of_properties_and_values_are_no_keywords() -> None:
     schema = {
         "type": "object",
@@ -92,6 +98,8 @@ CLOSED: list[tuple[dict[str, Any], Any, Any]] = [
     ({"type": "object", "properties": {"in": OBJECT}}, {"in": {"a": 1}}, {"in": {"z": 1}}),
     ({**OBJECT, "patternProperties": {"^x_": {}}}, {"x_1": 1}, {"z": 1}),
     ({**OBJECT, "anyOf": [{"required": ["a"]}, {"required": []}]}, {"a": 1}, {"a": 1, "z": 1}),
+    ({"properties": {"in": {"properties": {"a": {}}}}}, {"in": {"a": 1}}, {"in": 1}),
+    ({**OBJECT, "additionalProperties": None, "required": None, "minProperties": None}, {"a": 1}, {"z": 1}),
 ]
 OPEN: list[tuple[dict[str, Any], Any]] = [
     ({"type": "object"}, {"z": 1}),

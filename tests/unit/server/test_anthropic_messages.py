@@ -166,34 +166,46 @@ async def test_extensions_of_agents_are_accepted(start_with_template: Any) -> No
     running = await start_with_template(TEMPLATE, tool_call_parser="hermes")
     call = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-    parts = [{"type": "text", "text": "see"}, image, {"type": "tool_reference", "tool_name": "weather"}]
+    document = {"type": "document", "title": "T", "source": {"type": "text", "media_type": "text/plain", "data": "D"}}
+    found = {"type": "search_result", "title": "R", "source": "u", "content": [{"type": "text", "text": "S"}]}
+    pdf = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}}
+    parts = [{"type": "text", "text": "see"}, image, {"type": "tool_reference", "tool_name": "weather"}, document, pdf]
     history = [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, call]},
         {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": parts}]},
         {"role": "system", "content": [{"type": "text", "text": "reminder", "cache_control": {"type": "ephemeral"}}]},
-        {"role": "assistant", "content": [{"type": "server_tool_use", "id": "s", "name": "web_search", "input": {}}]},
-        {"role": "user", "content": "c"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "compaction", "content": None},
+                {"type": "server_tool_use", "id": "s", "name": "any", "input": {}},
+                {"type": "any_tool_result", "tool_use_id": "s", "content": {}},
+                {"type": "compaction", "content": "Earlier."},
+            ],
+        },
+        {"role": "user", "content": [found, document, {"type": "text", "text": "c"}]},
     ]
     body = {
         "model": "smollm2",
         "max_tokens": 500,
         "temperature": 0,
+        "system": None,
         "messages": history,
         "tools": [
             {**WEATHER, "defer_loading": True, "eager_input_streaming": True},
             {"type": "web_search_20250305", "name": "web_search", "max_uses": 5},
         ],
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-        "output_config": {"effort": "high"},
+        "output_config": {"effort": "max"},
     }
     for path in ("/v1/messages", "/v1/messages/count_tokens"):
         reply = await running.post(path, body)
         assert reply.status_code == 200, reply.text
     prompt = running.tokenizer.decode(running.backend.requests[-1][0])
     assert prompt == (
-        "weather!user:|a;assistant:|[t1 weather {}];tool:|see\n[image]\n[tool_reference weather]t1;"
-        "system:|reminder;assistant:|;user:|c;True"
+        "weather!user:|a;assistant:|[t1 weather {}];tool:|see\n[image]\n[tool_reference weather]\nT\nD\n"
+        "[document]t1;system:|reminder;assistant:|Earlier.;user:|R\nu\nS\nT\nD\nc;True"
     )
 
 
@@ -241,6 +253,8 @@ async def test_threads_are_rejected_so_that_the_client_sends_the_whole_conversat
     [
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),
         ({"messages": [{"role": "tool", "content": "Hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "url"}}]}]}, "'document'"),
+        ({"tool_choice": {"type": "any"}}, "Invalid value for tool_choice: it forces a call"),
         ({"messages": []}, "messages"),
         (
             {

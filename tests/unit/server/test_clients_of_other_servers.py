@@ -168,6 +168,17 @@ async def test_an_error_of_messages_names_its_field(running: Any) -> None:
     assert "response_format" not in message
 
 
+async def test_a_byte_order_mark_before_the_body_is_ignored(running: Any) -> None:
+    plain = await running.post("/v1/completions", BODY)
+    for body in (BODY, {**BODY, "other": "x" * (1 << 17)}):  # the child process parses the second body
+        content = json.dumps(body).encode("utf-8-sig")
+        reply = await running.http.post(
+            "/v1/completions", content=content, headers={"content-type": "application/json"}
+        )
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"] == plain.json()["choices"]
+
+
 # --- gzip -----------------------------------------------------------------------------------------------------------
 
 GZIP = {"content-type": "application/json", "content-encoding": "gzip"}

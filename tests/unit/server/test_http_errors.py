@@ -32,6 +32,7 @@ def error_of(reply: Any) -> dict[str, Any]:
 ABORTED = {"finish_reason": "abort"}
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+ARRAY_TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}
 
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "greater than or equal to 0"),
@@ -119,7 +120,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
     ({"functions": [{"name": "f"}]}, "functions", "not offered"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "Missing"),
-    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0].tool_call_id", "'tool'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content", "needs a string 'text'"),
+    (
+        {"tools": [ARRAY_TOOL], "tool_choice": {"type": "function", "function": {"name": "f"}}},
+        "tools",
+        "'f' have type 'array': use type 'object'",
+    ),
     (
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": 5}}]}]},
         "messages[0].tool_calls[0].function.arguments",

@@ -199,11 +199,11 @@ async def test_unknown_members_are_ignored_at_every_depth(running: Any) -> None:
     body = {
         "messages": [
             {"role": "system", "content": [{"type": "text", "text": "x", **extra}], **extra},
-            {"role": "user", "content": "Hi", "type": "text", **extra},
+            {"role": "user", "content": "Hi", "type": "text", "tool_call_id": "", "reasoning_content": "Hm", **extra},
             {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": [], **extra},
             {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "1", **extra}], **extra},
         ],
-        "tools": [{"type": "function", "function": function, **extra}],
+        "tools": [{"function": function, **extra}],
         "stream": True,
         "stream_options": {"include_usage": None, "continuous_usage_stats": True, **extra},
         "max_tokens": 1,
@@ -216,10 +216,11 @@ async def test_unknown_members_are_ignored_at_every_depth(running: Any) -> None:
     assert running.backend.requests[0][0] == running.backend.requests[1][0]
 
 
-async def test_a_schema_of_json_object_is_enforced(running: Any) -> None:
+async def test_a_schema_is_enforced_in_every_place_where_clients_write_it(running: Any) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for format_ in (
         {"type": "json_object", "schema": schema, "strict": True},
+        {"type": "json_schema", "schema": {**schema, "required": None, "additionalProperties": None}, "name": "x"},
         {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "other": 1}},
     ):
         reply = await running.chat(response_format=format_)

@@ -77,6 +77,16 @@ async def test_streamed_chat_equals_the_whole_answer(running: Any, answer: str) 
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+async def test_an_event_is_one_line_for_every_reader_of_lines(running: Any) -> None:
+    """httpx and the readline module of Node also end a line at these characters."""
+    running.backend.answer = text = "a\u2028b\u2029c\x85d\x0be"
+    reply = await running.chat(stream=True)
+    lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    deltas = [json.loads(line)["choices"][0]["delta"] for line in lines]
+    assert "".join(delta.get("content", "") for delta in deltas) == text
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 async def test_with_usage_every_event_has_the_field_and_the_last_one_the_numbers(running: Any, path: str) -> None:
     body = {**(COMPLETION if path == "completions" else CHAT), "stream": True}

@@ -48,7 +48,8 @@ async def test_a_stream_adds_up_to_the_whole_response(start_with_template: Any) 
     )
     running.backend.answer = f"<think>Hm, so.</think>I look. {CALL}{CALL}"
     body: dict[str, Any] = {"model": "smollm2", "temperature": 0, "input": "Hi", "tools": [FUNCTION]}
-    whole = await running.openai.responses.create(**body)
+    whole = await running.openai.responses.create(**body, metadata={"step": "1"})
+    assert whole.metadata == {"step": "1"}
     kinds = ["reasoning", "message", "function_call", "function_call"]
     assert [item.type for item in whole.output] == kinds
     assert whole.output[0].content[0].text == "Hm, so."
@@ -71,6 +72,11 @@ async def test_a_stream_adds_up_to_the_whole_response(start_with_template: Any) 
     done = [event.item for event in events if event.type == "response.output_item.done"]
     assert added == [item.type for item in done] == kinds
     assert [item.model_dump() for item in done] == [item.model_dump() for item in events[-1].response.output]
+
+    raw = await running.post("/v1/responses", {**body, "stream": True})
+    blocks = [block.split("\n") for block in raw.text.removesuffix("\n\n").split("\n\n")]
+    assert blocks.pop() == ["data: [DONE]"]
+    assert [name for name, _ in blocks] == [f"event: {event.type}" for event in events]
 
     async with running.openai.responses.stream(**body) as stream:
         final = await stream.get_final_response()
@@ -120,9 +126,20 @@ async def test_formats_and_forced_calls_become_structured_output(running: Any) -
         ({"previous_response_id": "resp_1"}, "previous_response_id", "not offered"),
         ({"background": True}, "background", "not offered"),
         ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice", "'web_search'"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "input", "there are no tools"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"text": {"format": {"type": "json_schema", "json_schema": {}}}}, "text.format.schema", "needs a schema"),
+        (
+            {"tools": [FUNCTION], "text": {"format": {"type": "json_object"}}},
+            "text.format",
+            "for text.format: it cannot",
+        ),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name", "pattern"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "use message, reasoning, function_call"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "'item_reference', which is not offered"),
+        (
+            {"input": [{"type": "additional_tools", "tools": [{"type": "function", "name": "a b"}]}]},
+            "input",
+            "item 0: Invalid value for tools[0].name",
+        ),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "not 'input_image'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input", "tool_calls"),
         ({"input": []}, "input", "at least one item"),
@@ -207,6 +224,31 @@ async def test_tools_of_agents_are_functions_for_the_model_and_come_back_as_thei
     assert prompt.endswith(f"tool:|data{read.call_id};tool:|done{edit.call_id};")
 
 
+async def test_tools_in_items_of_the_input_are_offered(start_with_template: Any) -> None:
+    """Codex sends its tools in the items, also again in the history."""
+    running = await start_with_template(TEMPLATE, tool_call_parser="hermes")
+    running.backend.answer = call_of("functions__exec", {"input": "ls"}) + call_of("mcp__files__read", {})
+    functions = {"type": "namespace", "name": "functions", "tools": [{"type": "custom", "name": "exec"}]}
+    items = [
+        {"type": "additional_tools", "role": "developer", "tools": [functions, {"type": "web_search"}]},
+        {"role": "user", "content": "Hi"},
+        {"type": "tool_search_call", "call_id": "c", "execution": "client", "arguments": {"query": "files"}},
+        {"type": "tool_search_output", "call_id": "c", "execution": "client", "tools": [AGENT_TOOLS[1], {"name": "x"}]},
+        {"type": "additional_tools", "role": "developer", "tools": [functions]},
+    ]
+    reply = await running.openai.responses.create(model="smollm2", temperature=0, input=items, tools=[FUNCTION])
+    prompt = running.tokenizer.decode(running.backend.requests[-1][0])
+    assert prompt.startswith("weather!functions__exec!mcp__files__read!user:")
+    execute, read = reply.output
+    assert (execute.type, execute.namespace, execute.name, execute.input) == (
+        "custom_tool_call",
+        "functions",
+        "exec",
+        "ls",
+    )
+    assert (read.type, read.namespace, read.name) == ("function_call", "mcp__files", "read")
+
+
 async def test_the_input_of_a_custom_tool_that_was_cut_is_what_the_model_wrote(running: Any) -> None:
     running.backend.answer = '<tool_call>{"name": "apply_patch", "arguments": {"input": "*** Beg'
     reply = await running.openai.responses.create(model="smollm2", temperature=0, input="Hi", tools=AGENT_TOOLS)
@@ -243,13 +285,24 @@ async def test_items_of_agents_are_accepted_as_history(start_with_template: Any)
             "output": [{"type": "input_text", "text": "see"}, {"type": "input_image", "image_url": "data:,"}],
         },
         {"type": "compaction", "encrypted_content": "x"},
+        {"type": "unknown", "text": "x"},
+        {
+            "type": "agent_message",
+            "author": "/root",
+            "recipient": "/root/child",
+            "content": [
+                {"type": "input_text", "text": "Task:"},
+                {"type": "encrypted_content", "encrypted_content": "Go"},
+            ],
+        },
     ]
-    reply = await running.post("/v1/responses", {"model": "smollm2", "input": items, "temperature": 0})
+    reply = await running.post("/v1/responses", {"model": "smollm2", "input": items, "temperature": 0, "other": 1})
     assert reply.status_code == 200, reply.text
+    assert reply.headers["x-ignored-fields"] == "other, input.unknown"
     prompt = running.tokenizer.decode(running.backend.requests[-1][0])
     assert '[c1 local_shell {"command": ["ls"]}];tool:|a.txtc1;' in prompt
     assert '[c2 tool_search {"query": "files"}];tool:|[{"name": "read"}]c2;' in prompt
-    assert prompt.endswith("tool:|see\n[image]c3;")
+    assert prompt.endswith("tool:|see\n[image]c3;user:|Task:Go;")
 
 
 @pytest.mark.parametrize("mode", ["auto", "required"])

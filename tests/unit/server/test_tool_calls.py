@@ -159,6 +159,26 @@ async def test_regular_expressions_mean_ascii_and_look_around_is_rejected(runnin
     assert "(?!" in error["message"]
 
 
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"properties": {"a": {"type": "integer"}}},
+        {"type": ["object", "null"], "properties": {"a": {"type": "integer"}}},
+        {"type": None, "properties": {"a": {"type": "integer", "enum": None}}, "required": None},
+    ],
+)
+async def test_the_parameters_of_a_tool_are_always_an_object(running: Any, parameters: Any) -> None:
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    choice = {"type": "function", "function": {"name": "f"}}
+    assert (await running.chat(tools=[tool], tool_choice=choice)).status_code == 200
+    schema = running.backend.requests[-1][1].structured_output["value"]
+    assert schema == {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+
+
 @pytest.mark.parametrize("parameters", [None, {}, {"type": "object", "properties": {}, "required": []}])
 async def test_a_tool_without_parameters_is_called_with_an_empty_object(running: Any, parameters: Any) -> None:
     running.backend.answer = "{}"

@@ -21,6 +21,7 @@ ACCEPTED = [
     "application/json",
     "Application/JSON; charset=utf-8",
     'application/json; charset="UTF-8"',
+    "application/json; charset=us-ascii",
     "application/vnd.api+json;charset=utf8",
 ]
 REJECTED = [
@@ -60,12 +61,16 @@ HOSTS = [
     ("LOCALHOST:8000", True),
     ("127.0.0.1:8000", True),
     ("[::1]:8000", True),
+    ("localhost.:8000", True),
+    ("0.0.0.0:8000", True),
+    ("127.0.0.2", True),
     ("pc.example:8000", True),
     ("evil.example", False),
     ("evil.example:8000", False),
     ("localhost.evil.example", False),
     ("127.0.0.1.evil.example", False),
     ("[::2]", False),
+    ("192.168.0.1:8000", False),
     ("", False),
 ]
 
@@ -80,6 +85,16 @@ async def test_on_loopback_only_its_own_names_are_served(start: Any, subtests: p
                 if not served:
                     assert reply.json()["error"]["code"] == "host_not_allowed"
                     assert "--allowed-host" in reply.json()["error"]["message"]
+
+
+async def test_a_probe_of_http_1_0_needs_no_host(start: Any) -> None:
+    running = await start(allowed_hosts=LOOPBACK_HOSTS)
+    address = httpx.URL(running.url)
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(b"GET /readyz HTTP/1.0\r\n\r\n")
+    assert b" 200 OK\r\n" in await asyncio.wait_for(reader.readline(), LONG_SECONDS)
+    writer.close()
+    await writer.wait_closed()
 
 
 async def test_on_loopback_only_pages_of_the_server_are_accepted(start: Any, subtests: pytest.Subtests) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -105,7 +106,7 @@ def parse(model: type[_Model], body: bytes, scan: JsonScan) -> _Model:
     scan: counts of the body. JSON in strings of the body is added to the counts.
     """
     try:
-        return model.model_validate_json(body, context=scan).prepared()
+        return model.model_validate_json(body.removeprefix(BOM_UTF8), context=scan).prepared()
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_context=False)) from error
 

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_runtime.server.errors import ApiError, invalid_value
+from megatron_runtime.server.errors import ApiError, invalid_value, shown
 from megatron_runtime.server.formats.call_grammars import list_of_calls
 from megatron_runtime.server.formats.chat_format import ANY_CALLS, AnswerFormat, AnswerRequest, ChatFormat
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning, Text
@@ -41,6 +41,7 @@ _EFFORTS: Mapping[str, str] = {
     "medium": "medium",
     "high": "high",
     "xhigh": "high",
+    "max": "high",
 }
 """The effort that the chat template gets, by the `reasoning_effort` of the request."""
 _NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -222,8 +223,8 @@ def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
         message = "tools are not offered by this server: leave them out, or start it with another --tool-call-parser."
         raise ApiError(400, message, param="tools", code="invalid_value")
     if (own := structured_output(request)) is not None:
-        message = f"{own.param} cannot be combined with tools: leave one of them out, or use tool_choice 'none'."
-        raise ApiError(400, message, param=own.param, code="invalid_value")
+        problem = "it cannot be combined with tools: leave one of them out, or use tool_choice 'none'"
+        raise invalid_value(own.param, problem)
     offered = {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in tools}
     if isinstance(choice, NamedTool):
         name = choice.function.name
@@ -250,15 +251,23 @@ def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
 def _parameters(tool: Tool) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the JSON schema of a tool's arguments, and the keywords in the schema that are not enforced.
 
-    Raises ApiError 400 if the tool is strict and its schema has a keyword that cannot be enforced.
+    Raises ApiError 400 if the schema allows no object, or if the tool is strict and its schema has a keyword that
+    cannot be enforced.
     """
-    return enforceable(_declared(tool), param="tools", is_strict=bool(tool.function.strict), closes=True)
+    declared = _declared(tool)
+    if declared["type"] != "object":
+        problem = f"the parameters of {tool.function.name!r} have type {shown(declared['type'])}: use type 'object'"
+        raise invalid_value("tools", problem)
+    return enforceable(declared, param="tools", is_strict=bool(tool.function.strict), closes=True)
 
 
 def _declared(tool: Tool) -> Mapping[str, Any]:
     schema = tool.function.parameters
     has_none = not schema or (schema.get("properties") == {} and schema.keys() <= _OF_NO_PARAMETERS)
-    return _NO_PARAMETERS if has_none or schema is None else schema
+    if has_none or schema is None:
+        return _NO_PARAMETERS
+    kind = schema.get("type") or "object"
+    return {**schema, "type": "object"} if kind == "object" or (isinstance(kind, list) and "object" in kind) else schema
 
 
 async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: list[int], lease: Lease) -> list[int]:

@@ -267,7 +267,7 @@ CHAT_POLICY = FieldPolicy(
     },
 )
 RESPONSES_POLICY = FieldPolicy(
-    _ANNOTATIONS | _VLLM_WITHOUT_EFFECT | {"client_metadata", "include", "stream_options", "truncation"},
+    _ANNOTATIONS - {"metadata"} | _VLLM_WITHOUT_EFFECT | {"client_metadata", "include", "stream_options", "truncation"},
     {
         **_VLLM_NOT_OFFERED,
         "background": _OFF,

@@ -79,14 +79,43 @@ class ToolUseBlock(Body):
     """
 
 
-class RedactedThinkingBlock(Body):
-    """Encrypted reasoning from another server. It is not included in the prompt."""
-
-    type: Literal["redacted_thinking"]
+_LEFT_OUT = ("container_upload", "fallback", "mcp_tool_listing", "redacted_thinking", "tool_addition", "tool_removal")
+_WITH_TEXT = ("document", "search_result", "compaction")
 
 
 def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+    """Return `value` as a list of blocks, without the blocks of other servers.
+
+    A document, search result or compaction that has a text becomes a text block. The blocks of other servers are
+    encrypted reasoning, calls of tools that the server has run, and their results.
+    """
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        return value
+    return [_as_text_block(block) for block in value if not _is_of_another_server(block)]
+
+
+def _is_of_another_server(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if not isinstance(kind, str) or (kind == "compaction" and block.get("content")):
+        return False
+    return kind in _LEFT_OUT or kind.endswith(("_tool_use", "_tool_result", "compaction"))
+
+
+def _as_text_block(block: Any) -> Any:
+    kind = block.get("type") if isinstance(block, dict) else None
+    if kind not in _WITH_TEXT:
+        return block
+    source = block.get("source")
+    inner = source if kind == "document" and isinstance(source, dict) else block
+    content = inner.get("data") if inner.get("type") == "text" else inner.get("content")
+    parts = content if isinstance(content, list) else [{"text": content}]
+    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        return block
+    headings = [block.get(name) for name in ("title", "context", "source")]
+    return {"type": "text", "text": "\n".join([text for text in (*headings, *texts) if text and isinstance(text, str)])}
 
 
 def _as_result(value: Any) -> Any:
@@ -161,26 +190,8 @@ class ToolResultBlock(Body):
     )
 
 
-class ServerToolBlock(Body):
-    """A call of a tool that another server has run, or the tool's result. Both are left out of the prompt."""
-
-    type: Literal[
-        "server_tool_use",
-        "web_search_tool_result",
-        "web_fetch_tool_result",
-        "code_execution_tool_result",
-        "bash_code_execution_tool_result",
-        "text_editor_code_execution_tool_result",
-        "tool_search_tool_result",
-        "mcp_tool_use",
-        "mcp_tool_result",
-        "container_upload",
-    ]
-
-
 _Content: TypeAlias = Annotated[
-    TextBlock | ImageBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock | ServerToolBlock,
-    Field(discriminator="type"),
+    TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")
 ]
 
 
@@ -317,7 +328,7 @@ class CountTokensRequest(ConvertedRequest):
         "tool_use and tool_result: also those of an earlier answer. See [images, audio and "
         "video](http-api-behaviour.md#images-audio-and-video)."
     )
-    system: TextBlocks = Field(default_factory=list, description="The system message: a string, or text blocks.")
+    system: TextBlocks | None = Field(default=None, description="The system message: a string, or text blocks.")
     tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = served(
         "Functions: see [tools](http-api-behaviour.md#tools). Other tools are left out: the server runs no tools "
         "itself."
@@ -331,8 +342,7 @@ class CountTokensRequest(ConvertedRequest):
         "of reasoning at most; see [reasoning](http-api-behaviour.md#reasoning)."
     )
     output_config: OutputConfig | None = served(
-        "`format`: a JSON schema, which is always enforced. `effort`: see "
-        "[reasoning](http-api-behaviour.md#reasoning); `max` is `xhigh`."
+        "`format`: a JSON schema, which is always enforced. `effort`: see [reasoning](http-api-behaviour.md#reasoning)."
     )
 
     def prepared(self) -> Self:
@@ -341,7 +351,7 @@ class CountTokensRequest(ConvertedRequest):
         Raises ApiError 400.
         """
         super().prepared()
-        self.messages, self.system, self.tools = [], [], None
+        self.messages, self.system, self.tools = [], None, None
         return self
 
     def as_chat(self) -> dict[str, Any]:
@@ -353,7 +363,7 @@ class CountTokensRequest(ConvertedRequest):
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
-            "reasoning_effort": "xhigh" if output.effort == "max" else output.effort,
+            "reasoning_effort": output.effort,
         }
         if last["role"] == "assistant" and last["content"] and "tool_calls" not in last:
             fields["continue_final_message"] = True

@@ -14,17 +14,21 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    BeforeValidator,
     Discriminator,
     Field,
+    PrivateAttr,
     StrictBool,
     StrictStr,
     Tag,
+    ValidationError,
     field_validator,
 )
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
+from megatron_runtime.server.errors import from_validation, invalid_value
 from megatron_runtime.server.formats.parser import CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
@@ -39,6 +43,7 @@ from megatron_runtime.server.openai.schema import (
     AllowedTools,
     Body,
     ConvertedRequest,
+    Effort,
     Function,
     FunctionName,
     JsonObject,
@@ -114,6 +119,11 @@ def _kind_of_tool(value: Any) -> str:
     return f"a {kind}" if kind in ("function", "custom", "namespace") else "a tool"
 
 
+def _callable_tools(value: Any) -> Any:
+    tools = [] if value is None else value
+    return [tool for tool in tools if _kind_of_tool(tool) != "a tool"] if isinstance(tools, list) else tools
+
+
 # The tags are not identifiers, so that error messages omit them from field names.
 _InnerTool = Annotated[
     Annotated[FunctionTool, Tag("a function")]
@@ -170,6 +180,14 @@ def _offered(tools: Sequence[FunctionTool | CustomTool | NamespaceTool | OtherTo
                 yield OfferedTool(function, member.name, namespace, isinstance(member, CustomTool))
 
 
+class OfferedLater(Body):
+    """An input item whose tools the model can call from then on. Other tools in the item are left out."""
+
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), BeforeValidator(_callable_tools)] = (
+        Field(default_factory=list)
+    )
+
+
 class NamedFunctionTool(Body):
     """A `tool_choice` that names a function or a custom tool."""
 
@@ -186,11 +204,13 @@ class TextFormat(Body):
     schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: StrictBool | None = None
 
-    def as_response_format(self) -> dict[str, Any] | None:
-        """Return the equivalent `response_format` of a chat request, or None for plain text."""
+    def as_response_format(self) -> dict[str, Any]:
+        """Return the equivalent `response_format` of a chat request. Raises ApiError 400 if the schema is missing."""
         if self.type != "json_schema":
             return {"type": self.type}
-        schema = {"name": self.name or "answer", "schema": self.schema_ or {}, "strict": self.strict}
+        if self.schema_ is None:
+            raise invalid_value("text.format.schema", "type 'json_schema' needs a schema, next to its name")
+        schema = {"name": self.name or "answer", "schema": self.schema_, "strict": self.strict}
         return {"type": self.type, "json_schema": schema}
 
 
@@ -199,7 +219,7 @@ class TextOptions(Body):
 
 
 class ReasoningOptions(Body):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
 
 
 class ResponsesRequest(ConvertedRequest, SampledRequest):
@@ -218,7 +238,8 @@ class ResponsesRequest(ConvertedRequest, SampledRequest):
     input: StrictStr | Annotated[list[JsonObject], Field(max_length=MAX_MESSAGES, fail_fast=True)] = Field(
         description="A text, or items: messages, reasoning, calls of functions, custom tools and shells, and their "
         "results; also those of an earlier answer. Content is a string, or parts with a text or [an "
-        "image](http-api-behaviour.md#images-audio-and-video). Items of tools that another server ran are left out."
+        "image](http-api-behaviour.md#images-audio-and-video). Items of tools that another server ran are left out. "
+        "`x-ignored-fields` names the other items that are left out, as `input.TYPE`."
     )
     instructions: StrictStr | None = served("The system message, before the input.")
     max_output_tokens: MaxTokens | None = served(
@@ -247,6 +268,10 @@ class ResponsesRequest(ConvertedRequest, SampledRequest):
         "`effort`: see [reasoning](http-api-behaviour.md#reasoning). The answer has the reasoning itself, without a "
         "summary."
     )
+    metadata: JsonObject | None = served("Repeated in the answer.")
+
+    _later_tools: list[FunctionTool | CustomTool | NamespaceTool | OtherTool] = PrivateAttr(default_factory=list)
+    _unknown_items: list[str] = PrivateAttr(default_factory=list)
 
     @field_validator("tool_choice", mode="before")
     @classmethod
@@ -265,27 +290,47 @@ class ResponsesRequest(ConvertedRequest, SampledRequest):
         if not value:
             raise ValueError("it is empty: give a text, or at least one item")
         for place, item in enumerate(value if isinstance(value, list) else ()):
-            kind = item.get("type", "message")
-            if kind not in _ITEM_KINDS:
-                raise ValueError(f"item {place} has type {str(kind)[:40]!r}: use {', '.join(_ITEM_KINDS)}")
+            if (remedy := _NOT_OFFERED_ITEMS.get(_kind_of_item(item))) is not None:
+                raise ValueError(
+                    f"item {place} has type {item['type']!r}, which is not offered by this server: {remedy}"
+                )
         return value
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Return the names of the unknown fields, and the unknown types of input items. Call prepared() first."""
+        return (*super().ignored, *self._unknown_items)
 
     def offered(self) -> dict[str, OfferedTool]:
         """Return a map from function names in the chat request to the tools that the model can call."""
-        return {tool.function["name"]: tool for tool in _offered(self.tools or ())}
+        return {tool.function["name"]: tool for tool in _offered((*self._later_tools, *(self.tools or ())))}
 
     def prepared(self) -> Self:
         """Convert the input to a chat request, drop the original fields, and return `self`.
 
         Raises ApiError 400.
         """
+        for place, item in enumerate(self.input if isinstance(self.input, list) else ()):
+            kind = _kind_of_item(item)
+            if kind not in _ITEM_KINDS:
+                self._unknown_items.append(f"input.{kind}")
+            elif kind in _OFFERING:
+                try:
+                    self._later_tools += OfferedLater.model_validate(item).tools
+                except ValidationError as error:
+                    cause = from_validation(error.errors(include_url=False, include_context=False))
+                    raise invalid_value("input", f"item {place}: {cause.message.removesuffix('.')}") from error
         super().prepared()
         self.input = ""
         return self
 
     def as_chat(self) -> dict[str, Any]:
         choice, text = self.tool_choice, self.text
-        tools = [{"type": "function", "function": dict(tool.function)} for tool in _offered(self.tools or ())]
+        functions = [tool.function for tool in _offered(self.tools or ())]
+        names = {function["name"] for function in functions}
+        # An item with tools is repeated in the history, so a later tool replaces an earlier one of the same name.
+        functions += [tool.function for name, tool in self.offered().items() if name not in names]
+        tools = [{"type": "function", "function": dict(function)} for function in functions]
         fields: dict[str, Any] = {
             **{name: getattr(self, name) for name in SampledRequest.model_fields},
             "messages": _messages(self),
@@ -326,9 +371,19 @@ _LEFT_OUT = (
     *("web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "computer_call"),
     *("computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response"),
     *("compaction", "compaction_summary", "context_compaction", "ghost_snapshot"),
+    *("additional_tools", "agent_reasoning"),
 )
 """Types of items that are not included in the prompt, because they contain no text for the model."""
-_ITEM_KINDS = ("message", "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT)
+_OFFERING = ("additional_tools", "tool_search_output")
+"""Types of items with tools that the model can call from then on."""
+_MESSAGES = ("message", "agent_message")
+_NOT_OFFERED_ITEMS: Mapping[str, str] = {
+    "item_reference": "it keeps no items, so send the item itself",
+    "configuration_update": "set the fields of the request",
+}
+"""Types of items that would change the answer, with the remedy."""
+_ITEM_KINDS = frozenset((*_MESSAGES, "reasoning", *_CALLS, *_OUTPUTS, *_LEFT_OUT))
+"""Types of items that the server knows. Items of other types are ignored and reported."""
 _IMAGE_TEXT = "[image]"
 """Placeholder for an image in a tool result."""
 
@@ -341,12 +396,14 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
     for item in request.input:
-        kind, role = item.get("type", "message"), item.get("role")
-        if kind in _LEFT_OUT:
+        kind, role = _kind_of_item(item), item.get("role")
+        if kind in _LEFT_OUT or kind not in _ITEM_KINDS:
             continue
         if kind in _OUTPUTS:
             content = _result_of(item.get(_OUTPUTS[kind]))
             messages.append({"role": "tool", "tool_call_id": _call_id_of(item), "content": content})
+        elif kind == "agent_message":  # from another agent of the client
+            messages.append({"role": "user", "content": _text_of(item.get("content"))})
         elif kind == "message" and role != "assistant":
             messages.append({"role": role, "content": _text_of(item.get("content"))})
         else:
@@ -367,6 +424,10 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
                 call = {"id": _call_id_of(item), "type": "function", "function": _called_function(kind, item)}
                 answer.setdefault("tool_calls", []).append(call)
     return messages
+
+
+def _kind_of_item(item: Mapping[str, Any]) -> str:
+    return str(item.get("type") or "message")
 
 
 def _call_id_of(item: dict[str, Any]) -> Any:
@@ -412,14 +473,15 @@ def _part_of(part: Any, *, is_result: bool) -> str | MediaPart | None:
         url = value.get("url") if isinstance(value, dict) else value
         placeholder = _IMAGE_TEXT if is_result else None
         return MediaPart("image", url, part["type"], placeholder) if isinstance(url, str) and url else placeholder
-    text = part.get("text", part.get("refusal"))
-    return text if isinstance(text, str) else None
+    # The last member is a message of an agent whose model has not encrypted it, as no model of this server does.
+    members = (part.get(name) for name in ("text", "refusal", "encrypted_content"))
+    return next((text for text in members if isinstance(text, str)), None)
 
 
 def _is_unfinished(items: str | list[dict[str, Any]]) -> bool:
     """Return whether the input ends with a truncated assistant message, which the answer then continues."""
     last = items[-1] if isinstance(items, list) else {}
-    is_answer = last.get("type", "message") == "message" and last.get("role") == "assistant"
+    is_answer = _kind_of_item(last) == "message" and last.get("role") == "assistant"
     return is_answer and last.get("status") in ("in_progress", "incomplete")
 
 
@@ -570,7 +632,7 @@ class _Answer:
             "top_p": self._defaults.get("top_p", 1.0) if request.top_p is None else request.top_p,
             "truncation": "disabled",
             "usage": usage,
-            "metadata": {},
+            "metadata": request.metadata or {},
         }
 
     def _open(self, event: Event) -> Iterator[dict[str, Any]]:

@@ -38,7 +38,7 @@ from megatron_runtime.requests.sampling_params import (
     MAX_LOGIT_BIAS_TOKENS,
 )
 from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
-from megatron_runtime.server.errors import ApiError, from_validation, shown
+from megatron_runtime.server.errors import ApiError, from_validation, renamed, shown
 from megatron_runtime.server.formats.conversation import THOUGHT_FIELDS
 from megatron_runtime.server.formats.parser import MAX_NAME_CHARACTERS
 from megatron_runtime.server.guards import JsonScan, load_json
@@ -101,6 +101,7 @@ JsonObject = Annotated[dict[str, JsonValue], Field(max_length=MAX_SCHEMA_KEYS)]
 JsonSchema = JsonObject | StrictBool
 TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)]
 GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 OptionalText = Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)]
 """A text. Values of other types, which other servers can produce, become None."""
 
@@ -220,7 +221,7 @@ class JsonSchemaFormat(Body):
 class ResponseFormat(Body):
     """The field `response_format` of OpenAI's API.
 
-    The type `json_object` can also have a `schema`, as on other servers.
+    The schema can also be in the field `schema`, without an object `json_schema`, as on other servers.
     """
 
     type: Literal["text", "json_object", "json_schema"]
@@ -231,7 +232,7 @@ class ResponseFormat(Body):
     @classmethod
     def _belongs_to_its_type(cls, value: JsonSchemaFormat | None, info: ValidationInfo) -> JsonSchemaFormat | None:
         kind = info.data.get("type")
-        if kind == "json_schema" and value is None:
+        if kind == "json_schema" and value is None and info.data.get("schema_") is None:
             raise ValueError("type 'json_schema' needs a json_schema object with name and schema")
         if kind in ("text", "json_object") and value is not None:
             raise ValueError(f"type {kind!r} takes no json_schema: leave it out or use type 'json_schema'")
@@ -346,7 +347,7 @@ class GenerationRequest(SampledRequest):
     # A request can have at most one of these fields.
     response_format: ResponseFormat | None = served(
         "`text`, `json_object`, or `json_schema` with `json_schema: {name, schema}`. The format is always enforced, "
-        "with `strict` in [every keyword](structured-output.md#json-schemas). `json_object` may have a `schema`, too."
+        "with `strict` in [every keyword](structured-output.md#json-schemas). A `schema` may replace `json_schema`."
     )
     structured_outputs: StructuredOutputs | None = served(
         "The same formats under one field: one of `json`, `regex`, `choice`, `grammar`, `json_object`."
@@ -433,7 +434,7 @@ class Function(Body):
 
 
 class Tool(Body):
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
 
 
@@ -527,6 +528,8 @@ class ToolCall(Body):
 
 _ABSENT = object()
 _MEDIA_CHARACTERS = 8192
+_TEXT_PARTS: Mapping[Any, str] = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}
+"""Member with the text, by type of content part. The last two types are parts of the Responses API."""
 
 
 class ChatMessage(Body):
@@ -554,10 +557,7 @@ class ChatMessage(Body):
     prompt_token_ids: TokenIds | None = None
     generation_token_ids: TokenIds | None = None
     reasoning: OptionalText = None
-    reasoning_content: Annotated[
-        str | None,
-        only_with("role", "assistant", "only messages of role 'assistant' have reasoning_content: leave it out"),
-    ] = None
+    reasoning_content: OptionalText = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -582,10 +582,10 @@ class ChatMessage(Body):
     @field_validator("tool_call_id")
     @classmethod
     def _answers_a_call(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is None and info.data.get("role") == "tool":
+        if info.data.get("role") != "tool":
+            return None  # without effect
+        if value is None:
             raise PydanticCustomError("missing", "Field required")
-        if value is not None and info.data.get("role") != "tool":
-            raise ValueError("only messages of role 'tool' have a tool_call_id: leave it out")
         return value
 
     @property
@@ -631,9 +631,11 @@ def _part(part: Any, role: Any) -> str | MediaPart:
             raise ValueError(f"messages of role 'assistant' have text only, not {media.named!r}")
         return media
     kind = part.get("type") if isinstance(part, dict) else None
-    text = part.get(kind) if kind in ("text", "refusal") else None
-    if not isinstance(text, str):
+    if kind not in _TEXT_PARTS:
         raise ValueError(f"this model reads text only: every content part needs type 'text' and a text, not {kind!r}")
+    text = part.get(_TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise ValueError(f"a content part of type {kind!r} needs a string {_TEXT_PARTS[kind]!r}, not {shown(text)}")
     return text
 
 
@@ -687,8 +689,8 @@ class ChatRequest(GenerationRequest):
     )
     parallel_tool_calls: StrictBool | None = served("`false`: the answer has at most one call.")
     include_reasoning: StrictBool | None = served("`false`: the answer lacks the reasoning.")
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = served(
-        "`none` to `xhigh`, given to a chat template that reads `reasoning_effort` or `enable_thinking`. See "
+    reasoning_effort: Effort | None = served(
+        "`none` to `max`, given to a chat template that reads `reasoning_effort` or `enable_thinking`. See "
         "[reasoning](http-api-behaviour.md#reasoning)."
     )
     thinking_token_budget: Annotated[StrictInt, Field(ge=-1, le=MAX_INT32)] | None = served(
@@ -775,12 +777,14 @@ class ConvertedRequest(ModelRequest):
         try:
             self._chat = ChatRequest.model_validate(self.as_chat())
         except ValidationError as error:
-            name, cause = (
-                self.conversation_field,
+            cause, name = (
                 from_validation(error.errors(include_url=False, include_context=False)),
+                self.conversation_field,
             )
+            if not (cause.param or "messages").startswith("messages"):
+                raise renamed(cause, self.own_names) from error
             message = f"Invalid value for {name}: as a chat request, {cause.message}"
-            raise ApiError(400, message, param=name) from error
+            raise ApiError(400, message, param=name, code=cause.code) from error
         return self
 
     def as_chat(self) -> dict[str, Any]:
