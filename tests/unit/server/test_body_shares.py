@@ -195,7 +195,7 @@ async def test_large_bodies_are_parsed_by_another_process(start: Any, monkeypatc
     for path, body, code, param in (
         ("completions", {"prompt": text, "temperature": "hot"}, "invalid_value", "temperature"),
         ("completions", {"prompt": text, "best_of": 2}, "invalid_value", "best_of"),
-        ("responses", {"input": [{"role": "user", "content": 5}], "instructions": text}, None, "input"),
+        ("responses", {"input": [{"role": "user", "content": 5}], "instructions": text}, "invalid_value", "input"),
         (
             "messages",
             {"messages": CHAT, "system": text, "max_tokens": 1, "tool_choice": {"type": "any"}},
