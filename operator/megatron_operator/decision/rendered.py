@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -232,7 +233,7 @@ class Rendered:
             self._stored_contexts[revision] = None if data is None else self._recorded_context(revision, data)
         return self._stored_contexts[revision]
 
-    def _recorded_context(self, revision: str, data: dict[str, Any]) -> RenderContext | None:
+    def _recorded_context(self, revision: str, data: Mapping[str, Any]) -> RenderContext | None:
         key = "revision", revision, digest(data)
         return self.ctx.cached(key, lambda: revision_render.context_of(self.ctx, data, revision=revision))
 
