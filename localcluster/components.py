@@ -48,6 +48,27 @@ PROGRAM_NAMES = frozenset(
 )
 
 
+CONTROLLERS = (
+    "clusterrole-aggregation-controller",
+    "deployment-controller",
+    "garbage-collector-controller",
+    "horizontal-pod-autoscaler-controller",
+    "namespace-controller",
+    "node-lifecycle-controller",
+    "persistentvolumeclaim-protection-controller",
+    "replicaset-controller",
+    "resourceclaim-controller",
+    "resourcequota-controller",
+    "serviceaccount-controller",
+    "statefulset-controller",
+)
+"""The controllers of a control plane without nodes.
+
+The others act on kinds that the operator does not create, or maintain EndpointSlices, volumes, certificates and the
+statuses of PodDisruptionBudgets, which only nodes and evictions use.
+"""
+
+
 def etcd(settings: Settings, layout: Layout) -> Component:
     """Return the component etcd. It runs without fsync, because a test cluster need not survive power failures."""
     client = f"http://127.0.0.1:{settings.ports['etcd']}"
@@ -102,6 +123,8 @@ def apiserver(settings: Settings, layout: Layout, programs: Path) -> Component:
     )
     policy = audit_policy(layout)
     if alone:
+        # A few clients on one machine need no queues.
+        argv += ("--enable-priority-and-fairness=false",)
         argv += (f"--audit-policy-file={policy}", f"--audit-log-path={layout.audit_log}")
     files = (policy,) if alone else ()
     return Component("kube-apiserver", argv, ready_url=f"{settings.api_url}/readyz", files=files)
@@ -115,7 +138,7 @@ def audit_policy(layout: Layout) -> Path:
 def controller_manager(settings: Settings, layout: Layout, programs: Path) -> Component:
     port = settings.ports["controller-manager"]
     config = layout.client_config("controller-manager")
-    argv = (
+    argv: tuple[str, ...] = (
         str(programs / "kube-controller-manager"),
         f"--kubeconfig={config}",
         f"--authentication-kubeconfig={config}",
@@ -129,6 +152,8 @@ def controller_manager(settings: Settings, layout: Layout, programs: Path) -> Co
         "--bind-address=127.0.0.1",
         f"--secure-port={port}",
     )
+    if settings.control_plane_only:
+        argv += (f"--controllers={','.join(CONTROLLERS)}",)
     return Component("kube-controller-manager", argv, ready_url=f"https://127.0.0.1:{port}/healthz", files=(config,))
 
 

@@ -32,6 +32,8 @@ L = TypeVar("L", bound="ClientLoad")
 Answer = Callable[[list[int]], Awaitable[Record]]
 LENGTH = 24
 """Tokens of each answer."""
+PACE = ("--echo-step-seconds", "0.04")
+"""Arguments of echo engines. A stream takes a second: each fault interrupts streams, which cost little CPU time."""
 
 
 class ClientLoad(ABC):

@@ -8,11 +8,11 @@ import math
 import os
 import secrets
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from eventually import eventually
 from go_modules import module_directory
 from machine import scaled
 from run_record import used
+from warm_python import PLATFORM, run_warm
 
 from localcluster import LocalCluster
 from localcluster.programs import KUBERNETES_VERSION
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, HTTP_ROUTE, INFERENCE_POOL, RESOURCE, SECRET, ObjectKind
+from megatron_operator.cluster.watching import watch
 from megatron_operator.install import HOME_RULES, NODE_RULES, RESOURCE_RULES, Rule
 from megatron_operator.resource.crd import custom_resource_definition
 
@@ -93,7 +95,7 @@ def wait_until_served(cluster: LocalCluster, kind: ObjectKind) -> None:
     deadline = time.monotonic() + scaled(30)
     while cluster.run_kubectl("get", "--raw", f"{kind.path(None)}?limit=1", check=False).returncode:
         assert time.monotonic() < deadline, f"the API server does not serve {kind.plural}"
-        time.sleep(0.1)
+        time.sleep(0.3)
 
 
 async def until_discovered(cluster: LocalCluster, api_version: str) -> None:
@@ -106,16 +108,19 @@ async def until_discovered(cluster: LocalCluster, api_version: str) -> None:
 
 
 @pytest.fixture
-def gateway_api(control_plane: LocalCluster) -> Iterator[None]:
-    """The kinds HTTPRoute and InferencePool, from their Go modules, for one test."""
-    names = [f"{kind.plural}.{kind.group}" for _, _, kind in OPTIONAL_CRDS]
-    try:
-        for module, file, kind in OPTIONAL_CRDS:
+def gateway_api(control_plane: LocalCluster) -> None:
+    """The kinds HTTPRoute and InferencePool, from their Go modules. They stay for the tests that follow."""
+    for module, file, kind in OPTIONAL_CRDS:
+        if control_plane.run_kubectl("get", "crd", f"{kind.plural}.{kind.group}", check=False).returncode:
             control_plane.run_kubectl("apply", "--server-side", "-f", str(module_directory(module) / file))
             wait_until_served(control_plane, kind)
-        yield
-    finally:
-        control_plane.run_kubectl("delete", "crd", *names, "--ignore-not-found")
+
+
+@pytest.fixture
+def no_gateway_api(control_plane: LocalCluster) -> None:
+    """Neither of these kinds."""
+    names = [f"{kind.plural}.{kind.group}" for _, _, kind in OPTIONAL_CRDS]
+    control_plane.run_kubectl("delete", "crd", *names, "--ignore-not-found")
 
 
 @pytest.fixture
@@ -294,21 +299,27 @@ class Resource:
         A status may still be older than any other cause, such as a killed pod: wait for an effect of that first.
         """
         found: dict[str, Any] = {}
+        query = {"fieldSelector": f"metadata.name={self.name}"}
         try:
-            async with asyncio.timeout(scaled(seconds)):
-                while True:
-                    found = await self.get() or {}
+            async with (
+                asyncio.timeout(scaled(seconds)),
+                aclosing(watch(self._api, RESOURCE.path(self.namespace), query, retry_seconds=(0.5,))) as changes,
+            ):
+                async for change in changes:
+                    if change.kind in ("open", "error"):
+                        continue
+                    found = change.objects[0] if change.objects and change.kind != "delete" else {}
                     status: dict[str, Any] = found.get("status") or {}
                     is_current = status.get("observedGeneration") == found.get("metadata", {}).get("generation", 0)
                     if is_current and condition(status):
                         return status
-                    await asyncio.sleep(0.2)
         except TimeoutError:
             shown = {
                 "metadata": {"generation": found.get("metadata", {}).get("generation")},
                 "status": found.get("status"),
             }
             raise AssertionError(f"not met within {scaled(seconds):g} s: {json.dumps(shown, indent=1)}") from None
+        raise AssertionError("the watch ended")
 
     async def settled(self, state: str, *, seconds: float = 120) -> dict[str, Any]:
         """Return the status once the desired state is confirmed; for Running, by every engine."""
@@ -372,7 +383,7 @@ class Resource:
         async def gone() -> bool:
             return await self.get() is None and not await self.children()
 
-        await eventually(gone, seconds=seconds, what="resource and children are gone", look_seconds=0.4)
+        await eventually(gone, seconds=seconds, what="resource and children are gone", look_seconds=0.5)
 
 
 def percentile_ms(seconds: Sequence[float], share: float) -> int:
@@ -407,11 +418,20 @@ def plugin(control_plane: LocalCluster) -> Callable[..., Awaitable[subprocess.Co
     """Run `kubectl megatron` with the cluster's kubectl, as its administrator or with another kubeconfig."""
 
     async def call(*arguments: str, kubeconfig: Path | None = None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "megatron_kubectl.cli", *arguments]
         path = f"{control_plane.kubectl.parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "KUBECONFIG": str(kubeconfig or control_plane.kubeconfig), "PATH": path}
-        return await asyncio.to_thread(
-            subprocess.run, command, env=environment, capture_output=True, text=True, check=False, input=""
-        )
+        variables = {"KUBECONFIG": str(kubeconfig or control_plane.kubeconfig), "PATH": path}
+        return await _run("megatron_kubectl.cli", *arguments, **variables)
 
     return call
+
+
+@pytest.fixture
+def verify(control_plane: LocalCluster) -> Callable[..., Awaitable[subprocess.CompletedProcess[str]]]:
+    """Run `megatron-operator verify` with options."""
+    return partial(_run, "megatron_operator.cli", "verify", "--kubeconfig", str(control_plane.kubeconfig))
+
+
+async def _run(module: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line of a module."""
+    environment = {**os.environ, **variables}
+    return await asyncio.to_thread(run_warm, "-m", module, *arguments, environment=environment, modules=PLATFORM)

@@ -42,9 +42,9 @@ ECHO_MODEL = "builtin:echo"
 """The model of the resources here. It does not exist: an echo engine reads no model."""
 SERVED_MODEL = "builtin:smollm2-135m"
 """The model of servers, which need a tokenizer."""
-PROBE_SECONDS = 0.6
+PROBE_SECONDS = 1.5
 """Interval of the probes of a container that is ready. One that is not is probed each time."""
-KEYS_SECONDS = 1.0
+KEYS_SECONDS = 2.0
 """Interval in which mounted Secrets are updated."""
 
 

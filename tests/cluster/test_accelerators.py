@@ -7,12 +7,12 @@ driver publishes it.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
 from eventually import eventually
+from soak import size
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.kinds import POD, RESOURCE_CLAIM, RESOURCE_CLAIM_TEMPLATE, ObjectKind
@@ -29,10 +29,14 @@ DRIVER = "gpu.example.com"
 MISSING = "ContainerConfigError"
 
 
+@pytest.fixture(scope="module")
+def scheduler(control_plane: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with running_scheduler(control_plane, tmp_path_factory.mktemp("scheduler")):
+        yield
+
+
 @pytest.fixture
-async def make_nodes(
-    api: Any, namespace: str, control_plane: LocalCluster, tmp_path: Path
-) -> AsyncIterator[Callable[[str], Nodes]]:
+async def make_nodes(api: Any, namespace: str, scheduler: None) -> AsyncIterator[Callable[[str], Nodes]]:
     """Function that returns nodes with devices of an extended resource. A scheduler places pods on them."""
     made: list[Nodes] = []
     heartbeats: list[asyncio.Task[None]] = []
@@ -42,8 +46,7 @@ async def make_nodes(
         heartbeats.append(asyncio.create_task(made[-1].keep_ready()))
         return made[-1]
 
-    with running_scheduler(control_plane, tmp_path):
-        yield make
+    yield make
     for heartbeat in heartbeats:
         heartbeat.cancel()
     for nodes in made:
@@ -73,7 +76,9 @@ async def degraded(resource: Any, *words: str, reason: str = "Unschedulable") ->
     return str(condition(status, "Degraded")["message"])
 
 
-@pytest.mark.parametrize(("name", "backend"), [("nvidia.com/mig-1g.10gb", "Native"), ("amd.com/gpu", "VLLM")])
+@pytest.mark.parametrize(
+    ("name", "backend"), [("nvidia.com/mig-1g.10gb", "Native"), *size((), soak=(("amd.com/gpu", "VLLM"),))]
+)
 async def test_engines_run_on_nodes_with_the_named_resource(
     resource: Any, operator: Any, api: Any, make_nodes: Callable[[str], Nodes], name: str, backend: str
 ) -> None:

@@ -26,6 +26,12 @@ ON_VOLUME = {"name": "sql", "source": {"path": "/adapters/sql"}}
 MANY = [{**ON_HUB, "name": f"a{number}"} for number in range(65)]
 
 
+@pytest.fixture
+def namespace(crd: None) -> str:
+    """All requests are dry runs."""
+    return "default"
+
+
 def manifest(spec: dict[str, Any], name: str = "demo") -> dict[str, Any]:
     body = {"apiVersion": "inference.megatron.dev/v1beta1", "kind": "MegatronInference", "metadata": {"name": name}}
     return {**body, "spec": spec}

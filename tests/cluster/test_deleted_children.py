@@ -1,4 +1,6 @@
-"""Every kind of child that is deleted is created again, long before the operator lists everything again (300 s)."""
+"""A deleted child of any kind is created again, and a changed one restored, long before the operator lists everything
+again (300 s).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ HOST = "models.example"
 KINDS = {kind.kind: kind for kind in (*CHILD_KINDS, SECRET, *OPTIONAL_KINDS)}
 
 
-async def test_every_kind_of_child_is_created_again(
+async def test_every_kind_of_child_is_created_again_and_a_change_undone(
     resource: Any, make_operator: Any, node: Any, api: Any, namespace: str, gateway_api: None
 ) -> None:
     operator = make_operator("--allow-hostname", HOST)
@@ -50,6 +52,13 @@ async def test_every_kind_of_child_is_created_again(
 
         await eventually(is_back, what=f"{name} is created again")
         taken[name] = time.monotonic() - began
+    deployment = KINDS["Deployment"]
+    await api.merge_patch(deployment, namespace, "demo-server", {"spec": {"replicas": 3}}, manager="other")
+
+    async def is_undone() -> bool:
+        return (await api.get(deployment, namespace, "demo-server"))["spec"]["replicas"] == 2
+
+    await eventually(is_undone, what="a change of a child is undone")
     await resource.settled("Running")
     slowest = max(taken, key=lambda name: taken[name])
     print(f"\n{len(taken)} children; the slowest, {slowest}, took {taken[slowest]:.1f} s")

@@ -4,7 +4,8 @@ Clients of two servers compare each answer with the answer of an undisturbed eng
 more serving engines than processes that can answer, or that none serves although answers arrive. It may be wrong for
 STATUS_SECONDS; the time counts while an operator leads and the API server answers.
 
-`make soak` holds each fault for longer, and runs all of them several times in an order of the seed.
+`make test` leaves out faults that another test shows or of which another fault is a part. `make soak` holds each fault
+for longer, and runs all of them several times in an order of the seed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from soak import repeated, size
 from localcluster import LocalCluster, processes
 from megatron_operator.resource.names import COORDINATOR, ENGINE, SERVER
 
-from .client_load import HttpLoad, client_load, every_status
+from .client_load import PACE, HttpLoad, client_load, every_status
 from .conftest import Resource, condition
 from .fake_node import Ports
 from .operator_process import OperatorProcess
@@ -41,6 +42,17 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 HOLD_SECONDS = size(3, soak=25)
 """Duration of each freeze."""
 ROUNDS = size(1, soak=3)
+OMITTED = size(
+    {
+        "engine killed",  # part of "operator killed"
+        "coordinator killed",  # part of "DNS frozen, coordinator killed"
+        "engine stopped",  # tests/survival/test_lost_processes.py, test_status_truth.py
+        "server killed",  # part of "node lost"
+        "operator stopped",  # test_leaders.py
+        "etcd frozen, engine killed",  # the API server does not answer either
+    },
+    soak=set[str](),
+)
 STATUS_SECONDS = size(60.0, soak=5.0)
 """`make test` also runs on machines where others compute: there the limit only shows that a status is corrected."""
 LOOK_SECONDS = 0.1
@@ -55,6 +67,7 @@ async def nodes(
     made = TwoNodes(api, namespace=namespace, folder=tmp_path, ports=ports)
     made.coordinator_host = frozen_dns.HOST
     made.engine_program = (frozen_dns.PROGRAM, *made.engine_program)
+    made.engine_arguments = PACE
     made.server_program = (frozen_dns.PROGRAM, "-m", "megatron_runtime.cli")
     await made.create()
     made.start()
@@ -232,7 +245,7 @@ async def test_no_request_fails_and_no_status_stays_wrong(
         comparison = asyncio.create_task(campaign.compare(statuses))
         try:
             for _ in range(ROUNDS):
-                names = list(campaign.faults)
+                names = [name for name in campaign.faults if name not in OMITTED]
                 if ROUNDS > 1:
                     order.shuffle(names)
                 for name in names:
@@ -243,7 +256,7 @@ async def test_no_request_fails_and_no_status_stays_wrong(
             await asyncio.gather(comparison, return_exceptions=True)
     longest = max(campaign.wrong, default=(0.0, "", ""))
     print(
-        f"\n{ROUNDS * len(campaign.faults)} faults, {load.answers} answers compared, 0 failed; "
+        f"\n{ROUNDS * (len(campaign.faults) - len(OMITTED))} faults, {load.answers} answers compared, 0 failed; "
         f"{load.again} requests sent again, slowest answer {load.longest:.1f} s; "
         f"longest wrong status {longest[0]:.1f} s ({longest[1]}: {longest[2]})"
     )

@@ -37,7 +37,23 @@ async def operator(make_operator: Any) -> Any:
     return process
 
 
-async def test_the_objects_are_accepted_kept_and_removed(
+async def test_without_the_gateway_api_everything_else_serves(
+    resource: Any, operator: Any, no_gateway_api: None, node: Any, api: Any
+) -> None:
+    await resource.create(replicas=1, server=SERVER)
+    await resource.until(
+        lambda status: status.get("ready") == "1/1" and reason(status, "Degraded") == "GatewayApiMissing"
+    )
+    await found(api, resource, INGRESS)
+    await resource.patch(desiredState="Paused")
+    await resource.settled("Paused")
+    await resource.patch(desiredState="Running", server={"httpRoute": None})
+    await resource.until(lambda status: reason(status, "Degraded") == "InferenceExtensionMissing")
+    await resource.patch(server={"inferencePool": None})
+    await resource.until(lambda status: reason(status, "Degraded") == "AllWell")
+
+
+async def test_the_objects_are_accepted_kept_and_removed_alone_or_with_the_resource(
     resource: Any, operator: Any, gateway_api: None, node: Any, api: Any
 ) -> None:
     await resource.create(replicas=1, server=SERVER)
@@ -76,35 +92,19 @@ async def test_the_objects_are_accepted_kept_and_removed(
 
     await eventually(removed, what="Ingress, HTTPRoute and InferencePool are deleted")
 
+    # The pool of a deleted resource.
+    await resource.patch(server={"inferencePool": SERVER["inferencePool"]})
 
-async def test_a_deleted_resource_leaves_no_pool(
-    resource: Any, operator: Any, gateway_api: None, node: Any, api: Any
-) -> None:
-    await resource.create(replicas=1, server={"inferencePool": SERVER["inferencePool"]})
-    await resource.settled("Running")
-    await found(api, resource, INFERENCE_POOL)
+    async def pooled() -> bool:
+        return await api.get(INFERENCE_POOL, resource.namespace, resource.name) is not None
+
+    await eventually(pooled, what="the InferencePool is created again")
     await resource.delete()
 
     async def gone() -> bool:
         return await api.get(INFERENCE_POOL, resource.namespace, resource.name) is None
 
     await eventually(gone, what="the garbage collector deletes the InferencePool")
-
-
-async def test_without_the_gateway_api_everything_else_serves(
-    resource: Any, operator: Any, node: Any, api: Any
-) -> None:
-    await resource.create(replicas=1, server=SERVER)
-    await resource.until(
-        lambda status: status.get("ready") == "1/1" and reason(status, "Degraded") == "GatewayApiMissing"
-    )
-    await found(api, resource, INGRESS)
-    await resource.patch(desiredState="Paused")
-    await resource.settled("Paused")
-    await resource.patch(desiredState="Running", server={"httpRoute": None})
-    await resource.until(lambda status: reason(status, "Degraded") == "InferenceExtensionMissing")
-    await resource.patch(server={"inferencePool": None})
-    await resource.until(lambda status: reason(status, "Degraded") == "AllWell")
 
 
 async def found(api: Any, resource: Any, kind: Any) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def written(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
+async def test_neither_resyncs_nor_foreign_fields_nor_a_restart_cause_a_write_to_a_settled_resource(
     resource: Any, make_operator: Any, node: Any, api: Any, namespace: str
 ) -> None:
     operator = make_operator("--resync-seconds", "1")
@@ -44,6 +44,16 @@ async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
     passes = await operator.passes()
 
     await operator.passed(passes + 4)
+    assert await operator.writes() == before
+    for number in range(2):
+        mark = {"other.example/number": str(number)}
+        note = {"metadata": {"labels": mark, "annotations": mark}}
+        for name, obj in (await resource.children()).items():
+            await api.merge_patch(KINDS[name.split()[0]], namespace, obj["metadata"]["name"], note, manager="other")
+        for pod in await api.list(POD, namespace):
+            await api.merge_patch(POD, namespace, pod["metadata"]["name"], note, manager="other")
+        await api.merge_patch(RESOURCE, namespace, "demo", note, manager="other")
+        await operator.passed(await operator.passes() + 2)
     assert await operator.writes() == before
     assert written(await resource.children()) == children
 
@@ -66,30 +76,6 @@ async def test_neither_resyncs_nor_a_restart_write_to_a_settled_resource(
     # The operator counts a write when it has read the answer.
     await operator.passed(await operator.passes() + 2)
     assert await operator.writes() == {"apply Service": 1.0}
-
-
-async def test_another_program_that_writes_fields_of_its_own_costs_no_write(
-    resource: Any, make_operator: Any, node: Any, api: Any, namespace: str
-) -> None:
-    operator = make_operator("--resync-seconds", "1")
-    await operator.start()
-    await resource.create()
-    await resource.settled("Running")
-    await resource.until(lambda status: "plan" not in status)
-    await operator.passed(await operator.passes() + 2)
-    before, children = await operator.writes(), written(await resource.children())
-
-    for number in range(3):
-        mark = {"other.example/number": str(number)}
-        note = {"metadata": {"labels": mark, "annotations": mark}}
-        for name, obj in (await resource.children()).items():
-            await api.merge_patch(KINDS[name.split()[0]], namespace, obj["metadata"]["name"], note, manager="other")
-        for pod in await api.list(POD, namespace):
-            await api.merge_patch(POD, namespace, pod["metadata"]["name"], note, manager="other")
-        await api.merge_patch(RESOURCE, namespace, "demo", note, manager="other")
-        await operator.passed(await operator.passes() + 2)
-    assert await operator.writes() == before
-    assert written(await resource.children()) == children
 
 
 async def test_a_fight_costs_at_most_one_write_per_minute(
@@ -121,26 +107,6 @@ async def test_a_fight_costs_at_most_one_write_per_minute(
     writes = await operator.writes()
     applies = writes["apply Deployment"] - before["apply Deployment"]
     assert 1 <= applies <= FIGHT_APPLIES + (time.monotonic() - began) // FIGHT_SECONDS
-
-
-async def test_a_changed_or_deleted_child_is_restored(
-    resource: Any, operator: Any, node: Any, api: Any, namespace: str
-) -> None:
-    await resource.create(server={"replicas": 1})
-    await resource.settled("Running")
-
-    await api.merge_patch(DEPLOYMENT, namespace, "demo-server", {"spec": {"replicas": 3}}, manager="other")
-    service = await api.get(SERVICE, namespace, "demo")
-    await api.delete(SERVICE, namespace, "demo", uid=service["metadata"]["uid"])
-
-    async with asyncio.timeout(LONG_SECONDS):
-        while True:
-            children = await resource.children()
-            found = children.get("Service demo")
-            restored = children["Deployment demo-server"]["spec"]["replicas"] == 1
-            if restored and found and found["metadata"]["uid"] != service["metadata"]["uid"]:
-                break
-            await asyncio.sleep(0.1)
 
 
 async def test_the_number_of_servers_belongs_to_an_autoscaler_unless_the_spec_has_it(

@@ -18,6 +18,7 @@ from .operator_process import OperatorProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
+CHANGES = size(WEDGES[::3], soak=WEDGES)
 DWELL_SECONDS = size(1, soak=30)
 """How long a resource keeps the bad spec."""
 
@@ -59,9 +60,9 @@ async def test_reverting_a_bad_spec_recovers_the_resource(
         return time.monotonic() - began
 
     async with asyncio.TaskGroup() as all_at_once:
-        tasks = [all_at_once.create_task(misoperate(number, wedge)) for number, wedge in enumerate(WEDGES)]
+        tasks = [all_at_once.create_task(misoperate(number, wedge)) for number, wedge in enumerate(CHANGES)]
     seconds = sorted(task.result() for task in tasks)
-    print(f"\n{len(WEDGES)} misoperations reverted: all resources serve again, the last after {seconds[-1]:.1f} s")
+    print(f"\n{len(CHANGES)} misoperations reverted: all resources serve again, the last after {seconds[-1]:.1f} s")
 
 
 def _without(wedge: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:

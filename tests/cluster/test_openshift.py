@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +19,26 @@ from .conftest import condition, until_discovered
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
+@pytest.fixture(scope="module")
+def security_api(control_plane: LocalCluster) -> Iterator[None]:
+    """OpenShift's security API."""
+    control_plane.run_kubectl("apply", "--server-side", "-f", "-", stdin=json.dumps(CRD))
+    yield
+    control_plane.run_kubectl("delete", "crd", CRD["metadata"]["name"])
+
+
 @pytest.fixture
-async def openshift(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> AsyncIterator[None]:
+async def openshift(
+    security_api: None, control_plane: LocalCluster, namespace: str, tmp_path: Path
+) -> AsyncIterator[None]:
     """OpenShift's security API, and its admission in the namespace of the test."""
-    crd = CRD["metadata"]["name"]
+    await until_discovered(control_plane, API_VERSION)
     annotations = [f"{key}={value}" for key, value in NAMESPACE_ANNOTATIONS.items()]
     control_plane.run_kubectl("annotate", "namespace", namespace, *annotations)
     with admission([namespace], folder=tmp_path) as webhook:
-        control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(CRD))
-        control_plane.run_kubectl("apply", "-f", "-", stdin=json.dumps(webhook))
-        try:
-            await until_discovered(control_plane, API_VERSION)
-            yield
-        finally:
-            name = webhook["metadata"]["name"]
-            control_plane.run_kubectl("delete", "crd", crd, "--ignore-not-found")
-            control_plane.run_kubectl("delete", "mutatingwebhookconfiguration", name, "--ignore-not-found")
+        control_plane.run_kubectl("create", "-f", "-", stdin=json.dumps(webhook))
+        yield
+        control_plane.run_kubectl("delete", "mutatingwebhookconfiguration", webhook["metadata"]["name"])
 
 
 def assigned(pod: dict[str, Any]) -> bool:

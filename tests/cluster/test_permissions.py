@@ -46,7 +46,7 @@ async def live(resource: Any, api: Any) -> None:
     """Run all verbs, a rollout, a key rotation, a changed configuration, scaling, and pods that exceed a quota."""
     await resource.create(replicas=2)
     await resource.settled("Running")
-    for state in ("Paused", "Running", "Paused", "Suspended", "Running", "Stopped", "Running"):
+    for state in ("Paused", "Suspended", "Running", "Stopped", "Running"):
         await resource.patch(desiredState=state)
         await resource.settled(state)
     await leave_configuration_of_an_earlier_operator(resource, api)

@@ -44,31 +44,24 @@ async def test_commands_from_a_list_to_a_scaled_resource(
     assert f"{namespace}/nope: no such resource" in missing.stderr
 
 
-async def test_a_rollout_that_cannot_end_is_an_error(resource: Any, operator: Any, plugin: Any, namespace: str) -> None:
+async def test_a_rollout_that_cannot_end_and_one_of_a_deleted_resource_are_errors(
+    resource: Any, operator: Any, plugin: Any, namespace: str
+) -> None:
     """No node runs the pods."""
     await resource.create()
     await resource.until(lambda status: "coordinator" in status.get("plan", {}).get("waitingOn", ""))
     late = await plugin("rollout", "status", "demo", "-n", namespace, "--timeout", "3")
     assert late.returncode == 1
     assert "demo: not done after 3 s: 1 of 1 engines updated, 0/1 ready; waiting for the coordinator" in late.stderr
-
-
-async def test_permissions_of_the_user_decide(
-    resource: Any, operator: Any, plugin: Any, namespace: str, operator_kubeconfig: Path
-) -> None:
-    """The operator's own account may not read resources of other namespaces."""
-    denied = await plugin("list", "-n", "kube-system", kubeconfig=operator_kubeconfig)
-    assert denied.returncode == 1
-    assert "megatroninferences.inference.megatron.dev in namespace kube-system: 403 Forbidden: " in denied.stderr
-
-
-async def test_deleting_a_resource_ends_a_command_that_waits_for_it(
-    resource: Any, operator: Any, plugin: Any, namespace: str
-) -> None:
-    await resource.create()
     waiting = asyncio.create_task(plugin("rollout", "status", "demo", "-n", namespace, "--timeout", "60"))
-    await resource.until(lambda status: "plan" in status)
     await resource.delete()
     done = await waiting
     assert done.returncode == 1
     assert "demo: was deleted" in done.stderr or "no such resource" in done.stderr
+
+
+async def test_permissions_of_the_user_decide(plugin: Any, operator_kubeconfig: Path) -> None:
+    """The operator's own account may not read resources of other namespaces."""
+    denied = await plugin("list", "-n", "kube-system", kubeconfig=operator_kubeconfig)
+    assert denied.returncode == 1
+    assert "megatroninferences.inference.megatron.dev in namespace kube-system: 403 Forbidden: " in denied.stderr

@@ -68,7 +68,7 @@ async def watched(api: Any, namespace: str) -> AsyncIterator[list[set[str]]]:
         lingering: dict[str, tuple[float, str]] = {}
         while True:
             found.append(await schemes(api, namespace, lingering))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.05)
 
     task = asyncio.create_task(look())
     try:

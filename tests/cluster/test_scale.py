@@ -30,14 +30,14 @@ from .operator_process import OperatorProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-RESOURCES = int(os.environ.get("MEGATRON_RESOURCES") or size(4, soak=200))
+RESOURCES = int(os.environ.get("MEGATRON_RESOURCES") or size(2, soak=200))
 IDLE_SECONDS = int(os.environ.get("MEGATRON_IDLE_SECONDS") or size(0, soak=120))
 """The minimum. The operator stays idle until it has renewed its Lease."""
 RESYNC_SECONDS = size(1, soak=300)
 IDLE_PASSES = size(2 * RESOURCES, soak=0)
 """Passes after which an operator has nothing left to write. In `make soak` resyncs are rare."""
 ENGINES = 4
-REACTIONS = size(4, soak=200)
+REACTIONS = size(2, soak=200)
 LOOK_SECONDS = 0.02
 SETS = kind_of("apps/v1", "StatefulSet")
 

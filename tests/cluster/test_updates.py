@@ -136,7 +136,7 @@ async def test_one_replica_with_a_surge_engine_is_replaced_without_an_outage(
     while not done.done():
         engines = (await fleet.ask(resource.name)).engines
         served.add(sum(engine.serving and not engine.draining for engine in engines))
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.05)
     status = await done
     assert served <= {1, 2}, "at no time without an engine that serves; both may serve too shortly to be seen"
     assert status["engines"][0]["canary"] == "Passed"

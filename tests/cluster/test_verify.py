@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from localcluster import LocalCluster
-from megatron_operator.resource.names import CRD_NAME
 from tools import check_chart
 
 pytestmark = pytest.mark.cluster
@@ -20,34 +15,19 @@ pytestmark = pytest.mark.cluster
 SAMPLE = check_chart.ROOT / "manifests/samples/cpu-demo.yaml"
 
 
-async def verify(cluster: LocalCluster, *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "megatron_operator.cli", "verify", "--kubeconfig", str(cluster.kubeconfig)]
-    return await asyncio.to_thread(
-        subprocess.run, [*command, *options], capture_output=True, text=True, check=False, timeout=120
-    )
-
-
-async def test_a_ready_operator_passes_and_one_without_its_crd_fails(
-    control_plane: LocalCluster, operator: Any, reinstall_crd: Any
-) -> None:
+async def test_a_ready_operator_passes_and_an_absent_one_fails(operator: Any, verify: Any) -> None:
+    """Without the CRD: in test_delete.py."""
     url = f"http://127.0.0.1:{operator.health_port}"
-    passed = await verify(control_plane, "--operator-url", url)
+    passed = await verify("--operator-url", url)
     assert (passed.returncode, passed.stderr) == (0, "")
     assert passed.stdout.splitlines() == [
         "the API server serves the resource: inference.megatron.dev/v1beta1 megatroninferences",
         f"the operator is ready: {url}",
     ]
 
-    absent = await verify(control_plane, "--operator-url", "http://127.0.0.1:9", "--timeout", "0")
+    absent = await verify("--operator-url", "http://127.0.0.1:9", "--timeout", "0")
     assert absent.returncode == 1
     assert "check failed that the operator is ready: Cannot connect" in absent.stderr
-
-    control_plane.run_kubectl("delete", f"crd/{CRD_NAME}", "--timeout=120s")
-    await operator.reaches("waiting for the CRD")
-    failed = await verify(control_plane, "--operator-url", url, "--timeout", "0")
-    assert failed.returncode == 1
-    assert "check failed that the API server serves the resource: 404" in failed.stderr
-    assert "install the CRD" in failed.stderr
 
 
 def test_lint_and_schemas_accept_the_chart_and_all_manifests(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from multiprocessing import forkserver
@@ -44,12 +45,13 @@ PLATFORM = (
     "megatron_operator.controller.main",
     "megatron_runtime.coordinator.service",
     "megatron_runtime.engine.worker",
+    "megatron_runtime.server.app",
     "echo_engine",
     "warm_python",
     "pytest",
     "frozen_heap",
 )
-"""Modules of an operator, a coordinator and an echo engine, without torch."""
+"""Modules of an operator, a coordinator, a server and an echo engine, without torch."""
 
 
 @cache
@@ -109,6 +111,7 @@ class WarmProcess:
     environment: all environment variables of the process.
     log:         file to which its standard output and error are appended; None: it shares the tests' descriptors.
     output:      descriptor for standard output and error, instead of `log`.
+    errors:      descriptor for standard error, if it differs from `output`.
     passed:      descriptor that the process inherits. Its number is the last argument, and the process leads a session.
     modules:     modules that the fork server imports, if this is its first process.
     """
@@ -119,13 +122,15 @@ class WarmProcess:
         environment: Mapping[str, str],
         log: Path | None = None,
         output: int | None = None,
+        errors: int | None = None,
         passed: int | None = None,
         modules: Sequence[str] = TORCH,
     ) -> None:
         with contextlib.ExitStack() as stack:
             if log is not None:
                 output = stack.enter_context(log.open("ab")).fileno()
-            numbers = [*((1, 2) if output is None else (output, output)), *([] if passed is None else [passed])]
+            outputs = (1, 2) if output is None else (output, output if errors is None else errors)
+            numbers = [*outputs, *([] if passed is None else [passed])]
             # multiprocessing passes an open file as a Connection.
             files = [stack.enter_context(Connection(os.dup(number))) for number in numbers]
             self._process = warm_context(modules).Process(target=_be_command, args=(command, dict(environment), files))
@@ -153,6 +158,22 @@ class WarmProcess:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def run_warm(
+    *command: str, environment: Mapping[str, str], modules: Sequence[str] = TORCH
+) -> subprocess.CompletedProcess[str]:
+    """Run a WarmProcess to its end, like subprocess.run with captured output."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = WarmProcess(
+            *command, environment=environment, output=output.fileno(), errors=errors.fileno(), modules=modules
+        )
+        code = process.wait(LONG_SECONDS)
+        texts = []
+        for file in (output, errors):
+            file.seek(0)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(command, code, *texts)
 
 
 def _be_command(command: Sequence[str], environment: Mapping[str, str], files: Sequence[Connection]) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from megatron_operator.decision.causes import MALFORMED_OBJECT
 from megatron_operator.decision.diagnosis import MissingObject, References, pod_template
 from megatron_operator.decision.engine_view import EngineView
-from megatron_operator.decision.references import CLAIM, pod_references
+from megatron_operator.decision.references import CLAIM, PodReference, pod_references
 from megatron_operator.decision.restarts import avoided_in
 from megatron_operator.decision.world import ANY_KEY, ApplyRejection, ChildRef, Manifest, World, manifest_hash
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import other_children, plain_children
-from megatron_operator.render.context import RenderContext, RenderError
+from megatron_operator.render.context import RenderContext, RenderError, digest
 from megatron_operator.render.engine import engine_statefulset, engines_differ
 from megatron_operator.render.front_door import HTTP_ROUTE, INFERENCE_POOL
 from megatron_operator.render.guards import engine_policy
-from megatron_operator.render.server import server_deployment
 from megatron_operator.resource.conditions import Finding, Reason
 from megatron_operator.resource.names import DECODE, ENGINE, LABEL_COMPONENT, LABEL_ROLE, SERVER
 
@@ -47,8 +48,9 @@ class Rendered:
         The keys of the errors are the names of the children. If a child cannot be rendered, the operator leaves the
         existing child unchanged.
         """
-        manifests, findings = plain_children(self.ctx), {}
-        builds = other_children(self.ctx) | {self.ctx.server_name: lambda: server_deployment(self._server_ctx)}
+        manifests, findings = [*plain_children(self.ctx)], {}
+        server = self.ctx.server_name
+        builds = other_children(self.ctx) | {server: other_children(self._server_ctx)[server]}
         for name, build in builds.items():
             try:
                 manifests.append(build())
@@ -98,7 +100,7 @@ class Rendered:
         return {}
 
     def _first_missing(self, manifest: Manifest, component: str) -> Finding | None:
-        for reference in pod_references(self.ctx, manifest):
+        for reference in self._references_of(manifest):
             ref, named = reference.ref, (reference.ref.kind.lower(), reference.ref.name)
             if (reference.optional and named not in self.references) or ref not in self.world.objects:
                 continue
@@ -129,7 +131,11 @@ class Rendered:
     @cached_property
     def named_objects(self) -> frozenset[ChildRef]:
         """The objects that the pods of the resource need and that the operator does not create."""
-        return frozenset(each.ref for manifest in self.workloads for each in pod_references(self.ctx, manifest))
+        return frozenset(each.ref for manifest in self.workloads for each in self._references_of(manifest))
+
+    def _references_of(self, manifest: Manifest) -> list[PodReference]:
+        key = "references", manifest_hash(manifest)
+        return self.ctx.cached(key, lambda: pod_references(self.ctx, manifest))
 
     @property
     def server(self) -> Manifest | None:
@@ -224,9 +230,12 @@ class Rendered:
             view = self.world.children.get(ref)
             usable = view is not None and view.owned and view.data is not None
             data = view.data if view is not None and usable else None
-            found = None if data is None else revision_render.context_of(self.ctx, data, revision=revision)
-            self._stored_contexts[revision] = found
+            self._stored_contexts[revision] = None if data is None else self._recorded_context(revision, data)
         return self._stored_contexts[revision]
+
+    def _recorded_context(self, revision: str, data: Mapping[str, Any]) -> RenderContext | None:
+        key = "revision", revision, digest(data)
+        return self.ctx.cached(key, lambda: revision_render.context_of(self.ctx, data, revision=revision))
 
     @cached_property
     def _stored_contexts(self) -> dict[str, RenderContext | None]:

@@ -20,7 +20,7 @@ from megatron_operator.decision.revisions import RevisionCheck, Rollout
 from megatron_operator.decision.update import Update
 from megatron_operator.decision.weights import ConfirmedWeights, Weights
 from megatron_operator.decision.world import World
-from megatron_operator.render.context import RenderContext
+from megatron_operator.render.context import RenderContext, recent
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Scene:
         if revision is not None and spec.weights is not None and spec.weights.revision is not None:
             spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"revision": revision})})
         settings = self.update.release.settings(self.world.settings)
-        return RenderContext(
+        context = RenderContext(
             name=resource.name,
             namespace=resource.namespace,
             uid=resource.uid,
@@ -84,6 +84,7 @@ class Scene:
             former_scheme=former_scheme(self.world),
             former_downloads=former_downloads(self.world),
         )
+        return recent(context)
 
     @cached_property
     def rendered(self) -> Rendered:

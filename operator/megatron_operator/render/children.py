@@ -5,8 +5,9 @@ applied.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
-from megatron_operator.render.context import Manifest, RenderContext, child, seal, selector
+from megatron_operator.render.context import Manifest, RenderContext, child, once, seal, selector
 from megatron_operator.render.coordinator import PORTS, coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.front_door import front_door
@@ -24,6 +25,7 @@ from megatron_operator.resource.names import (
 )
 
 
+@once
 def plain_children(ctx: RenderContext) -> list[Manifest]:
     """Return the shared children that create no pods and can always be rendered.
 
@@ -46,12 +48,13 @@ def other_children(ctx: RenderContext) -> dict[str, Callable[[], Manifest]]:
     The functions raise RenderError.
     """
     standby = {ctx.standby_name: lambda: coordinator_deployment(ctx, STANDBY)} if ctx.has_standby else {}
-    return {
+    builds = {
         **front_door(ctx),
         ctx.coordinator_name: lambda: coordinator_deployment(ctx),
         **standby,
         ctx.server_name: lambda: server_deployment(ctx),
     }
+    return {name: partial(ctx.cached, ("child", name), build) for name, build in builds.items()}
 
 
 def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manifest]:

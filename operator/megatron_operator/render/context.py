@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -91,7 +92,7 @@ class RenderContext:
     resource: RenderContext | None = field(default=None, repr=False, compare=False)
     """The context from which `of_role` made this context, with the spec as it is stored."""
     known: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Cache of `once` and `of_role`."""
+    """Cache of `once`, `cached` and `of_role`."""
 
     def of_role(self, role: str) -> RenderContext:
         """Return the context for the engines of a role. Its spec includes the overrides of the role."""
@@ -102,6 +103,13 @@ class RenderContext:
             spec = whole.spec.model_copy(update={"engine": whole.spec.engine.of_role(role)})
             whole.known[role] = replace(whole, spec=spec, role=role, resource=whole)
         found: RenderContext = whole.known[role]
+        return found
+
+    def cached(self, key: tuple[Any, ...], work: Callable[[], T]) -> T:
+        """Return the result of `work`, which depends only on this context and on `key`. The result is not changed."""
+        if key not in self.known:
+            self.known[key] = work()
+        found: T = self.known[key]
         return found
 
     @property
@@ -167,6 +175,27 @@ class RenderContext:
 
     def coordinator_address(self, port: int) -> str:
         return f"tcp://{self.coordinator_name}.{self.namespace}.svc:{port}"
+
+
+RECENT_CONTEXTS = 16
+"""Number of contexts that `recent` keeps. A resource that changes is rendered many times within seconds."""
+_recent: OrderedDict[str, tuple[str, RenderContext]] = OrderedDict()
+"""The most recently used context of each resource by UID, the newest last, with the JSON of its spec."""
+
+
+def recent(ctx: RenderContext) -> RenderContext:
+    """Return the equal context of an earlier pass, with everything that was rendered from it; otherwise `ctx`."""
+    try:
+        spec = ctx.spec.model_dump_json()  # 1, 1.0 and true are equal, and differ in a manifest
+    except ValueError:  # text that is not valid Unicode
+        return ctx
+    found = _recent.pop(ctx.uid, None)
+    if found is None or found[0] != spec or replace(found[1], spec=ctx.spec) != ctx:
+        found = spec, ctx
+    _recent[ctx.uid] = found
+    if len(_recent) > RECENT_CONTEXTS:
+        _recent.popitem(last=False)
+    return found[1]
 
 
 def release_annotations(ctx: RenderContext, inputs: Any) -> dict[str, str]:

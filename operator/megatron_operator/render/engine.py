@@ -160,6 +160,11 @@ def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Se
     avoided: nodes on which the engine's pods must not run. The revision does not depend on them.
     """
     ctx = ctx.of_role(ctx.role)
+    key = "engine", index, pods, *avoided
+    return ctx.cached(key, lambda: _statefulset(ctx, index, pods=pods, avoided=avoided))
+
+
+def _statefulset(ctx: RenderContext, index: int, *, pods: int, avoided: Sequence[str]) -> Manifest:
     template = _template(ctx, index, overlay=_of_engine(ctx, index))
     if avoided:
         template["spec"] = {**template["spec"], "affinity": _without_nodes(template["spec"].get("affinity"), avoided)}

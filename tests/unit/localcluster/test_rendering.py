@@ -117,6 +117,13 @@ def test_a_control_plane_alone_listens_on_loopback() -> None:
     assert "--bind-address=0.0.0.0" in components.apiserver(SETTINGS, LAYOUT, Path("/bin")).argv
 
 
+def test_a_control_plane_alone_runs_only_controllers_that_need_no_node() -> None:
+    """A full cluster runs all controllers."""
+    argument = f"--controllers={','.join(components.CONTROLLERS)}"
+    for settings, is_limited in ((Settings("x", True, PORTS), True), (SETTINGS, False)):
+        assert (argument in components.controller_manager(settings, LAYOUT, Path("/bin")).argv) is is_limited
+
+
 def test_settings_survive_writing_and_a_torn_file_reads_as_none(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     assert config.load(layout) is None

@@ -15,7 +15,7 @@ from megatron_operator.manifest_file import ResourceFileError, read_resource
 from megatron_operator.render.check import check_pod
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
-from megatron_operator.render.context import InvalidPodTemplate, RenderContext
+from megatron_operator.render.context import RECENT_CONTEXTS, InvalidPodTemplate, RenderContext, recent
 from megatron_operator.render.coordinator import NODE_TAINTS
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.pod import merge_template
@@ -41,6 +41,22 @@ SETTINGS = Settings(
 def _context(**fields: Any) -> RenderContext:
     spec = {"model": {"source": {"builtin": "smollm2-135m"}}, **fields}
     return RenderContext("demo", "default", "uid", parse_spec(spec), SETTINGS)
+
+
+def test_a_context_is_reused_only_for_the_same_manifests() -> None:
+    def with_value(value: Any, **fields: Any) -> RenderContext:
+        ctx = _context(engine={"podTemplate": {"spec": {"hostNetwork": value}}})
+        return replace(ctx, uid="reused", **fields)
+
+    first = recent(with_value(1))
+    assert recent(with_value(1)) is first
+    for other in (with_value(True), with_value(1.0), with_value(2), with_value(2, server_key=2)):
+        assert recent(other) is other
+    assert recent(with_value(1, settings=replace(SETTINGS, runtime_image="other"))) is not first
+    kept = recent(with_value(1))
+    for number in range(RECENT_CONTEXTS):
+        recent(replace(_context(), uid=str(number)))
+    assert recent(with_value(1)) is not kept
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from typing import Any
 
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
+from soak import size
 
 from .operator_task import DirectLink, InMemoryApi, KilledError, Points, Watch, new_operator
 
@@ -23,7 +23,7 @@ LIFE: tuple[dict[str, Any], ...] = (
     {"desiredState": "Stopped"},
     {"desiredState": "Running"},
 )
-STRIDE = 1 if os.environ.get("MEGATRON_SOAK") else 19
+STRIDE = size(37, soak=1)
 
 
 async def live(points: Points) -> Cluster:

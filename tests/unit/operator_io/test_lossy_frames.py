@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import os
 import random
 from typing import Any
 
 import pytest
 from in_memory_cluster import MINIMAL, Cluster
 from machine import scaled
+from soak import size
 
 from megatron_operator.decision.coordinator_snapshot import OperationReport
 from megatron_operator.link.connection import LinkTimings
@@ -19,7 +19,7 @@ from .lossy_link import CoordinatorPort, LossyLink
 from .operator_task import InMemoryApi, Watch, new_operator
 
 GOALS = ("Running", "Paused", "Suspended", "Running", "Stopped")
-SEEDS = range(1000 if os.environ.get("MEGATRON_SOAK") else 20)
+SEEDS = range(size(8, soak=1000))
 AT_ONCE = 5
 """More of them make each other late, and what is late is asked again."""
 FAULT_RATE = 0.3
