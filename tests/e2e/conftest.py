@@ -101,6 +101,21 @@ def kube(platform: Platform, request: pytest.FixtureRequest) -> Iterator[Kubectl
         yield kube
 
 
+@pytest.fixture(scope="session")
+def shared(platform: Platform) -> Iterator[Deployed]:
+    """A resource with one engine and two servers, for tests that change nothing but its number of engines and pods."""
+    server = {**yaml.safe_load(SAMPLE.read_text())["spec"]["server"], "replicas": 2}
+    with own_namespace(platform) as kube:
+        yield deploy(kube, server=server, lifecycle={"drainSeconds": 60})
+
+
+@pytest.fixture
+def served(platform: Platform, shared: Deployed, request: pytest.FixtureRequest) -> Iterator[Deployed]:
+    """The shared resource, whose state is printed when the test fails."""
+    with printed_when_failed(platform, shared.kube, request):
+        yield shared
+
+
 @pytest.fixture
 def claim(kube: Kubectl) -> Iterator[Callable[..., str]]:
     """claim(directory): create a PersistentVolumeClaim of a directory of this machine and return its name."""
@@ -177,6 +192,13 @@ def apply_sample(kube: Kubectl, *, name: str = "demo", **spec: object) -> None:
     manifest["metadata"]["name"] = name
     manifest["spec"].update(spec)
     kube.apply(manifest)
+
+
+def scale(kube: Kubectl, replicas: int) -> None:
+    """Scale the resource `demo`, and wait until all engines are ready."""
+    kube("scale", "mi", "demo", f"--replicas={replicas}")
+    kube.wait("mi/demo", f"jsonpath={{.status.ready}}={replicas}/{replicas}")
+    kube.wait("mi/demo", "condition=Ready")
 
 
 def deploy(kube: Kubectl, *, name: str = "demo", **spec: object) -> Deployed:

@@ -31,8 +31,8 @@ def settled(kube: Kubectl, *, replicas: int = 2) -> None:
     kube.wait("mi/demo", "condition=Progressing=False")
 
 
-def pods(kube: Kubectl, component: str) -> list[dict[str, Any]]:
-    found = kube.json("pods", "-l", f"{INSTANCE},app.kubernetes.io/component={component}")["items"]
+def pods(kube: Kubectl, *components: str) -> list[dict[str, Any]]:
+    found = kube.json("pods", "-l", f"{INSTANCE},app.kubernetes.io/component in ({','.join(components)})")["items"]
     return sorted(found, key=lambda pod: pod["metadata"]["name"])
 
 
@@ -42,18 +42,22 @@ def is_ready(pod: dict[str, Any]) -> bool:
 
 
 def lose(kube: Kubectl, component: str, how: Callable[[Kubectl, str], None]) -> None:
-    """Remove the first pod of a component with `how`, and wait until as many pods as before are ready."""
+    """Remove the first pod of a component with `how`, and wait until another is ready."""
     before = pods(kube, component)
-    lost = before[0]["metadata"]
-    how(kube, lost["name"])
-    deadline = time.monotonic() + scaled(180)
+    how(kube, before[0]["metadata"]["name"])
+    until_replaced(kube, before[:1], len(before), component)
+
+
+def until_replaced(kube: Kubectl, lost: list[dict[str, Any]], count: int, *components: str) -> None:
+    """Wait until the pods `lost` are gone, `count` pods of the components are ready, and the resource is settled."""
+    uids = {pod["metadata"]["uid"] for pod in lost}
+    deadline = time.monotonic() + LONG_SECONDS
     while True:
-        now = pods(kube, component)
-        others = lost["uid"] not in {pod["metadata"]["uid"] for pod in now}
-        if others and len(now) == len(before) and all(map(is_ready, now)):
+        now = pods(kube, *components)
+        if not uids & {pod["metadata"]["uid"] for pod in now} and len(now) == count and all(map(is_ready, now)):
             break
-        assert time.monotonic() < deadline, f"{lost['name']} is not replaced: {[pod['status'] for pod in now]}"
-        time.sleep(0.5)
+        assert time.monotonic() < deadline, f"not replaced: {[(pod['metadata']['name'], pod['status']) for pod in now]}"
+        time.sleep(1)
     settled(kube)
 
 
@@ -113,18 +117,10 @@ def to_and_fro(kube: Kubectl, state: str) -> None:
 
 def evict_all(kube: Kubectl) -> None:
     """Evict every pod at once, each as a node drain does, and wait until all are replaced."""
-    before = [pod for component in COMPONENTS for pod in pods(kube, component)]
+    before = pods(kube, *COMPONENTS)
     with ThreadPoolExecutor(len(before)) as pool:
         list(pool.map(lambda pod: evict(kube, pod["metadata"]["name"]), before))
-    gone = {pod["metadata"]["uid"] for pod in before}
-    deadline = time.monotonic() + LONG_SECONDS
-    while True:
-        now = [pod for component in COMPONENTS for pod in pods(kube, component)]
-        if not gone & {pod["metadata"]["uid"] for pod in now} and len(now) == len(before) and all(map(is_ready, now)):
-            break
-        assert time.monotonic() < deadline, f"not replaced: {[pod['metadata']['name'] for pod in now]}"
-        time.sleep(0.5)
-    settled(kube)
+    until_replaced(kube, before, len(before), *COMPONENTS)
 
 
 def drain_node(kube: Kubectl) -> None:
@@ -135,7 +131,7 @@ def drain_node(kube: Kubectl) -> None:
         kube("drain", node, "--ignore-daemonsets", "--delete-emptydir-data", f"--pod-selector={INSTANCE}")
         for component in ("coordinator", "server"):
             kube("rollout", "status", f"deployment/demo-{component}")
-        assert node not in {pod["spec"].get("nodeName") for each in COMPONENTS for pod in pods(kube, each)}
+        assert node not in {pod["spec"].get("nodeName") for pod in pods(kube, *COMPONENTS)}
     finally:
         kube("uncordon", node)
     settled(kube)

@@ -21,7 +21,7 @@ QUESTIONS = (
     "Count from one to twenty.",
     "What is a coordinator?",
 )
-PAUSE_SECONDS = size(0.5, soak=0.0)
+PAUSE_SECONDS = size(2.0, soak=0.0)
 """Time of a worker between its requests: other groups of `make test` run on the same CPUs."""
 
 

@@ -1,16 +1,18 @@
 """Killed engines, coordinators and operators lose no request, and every verb acts once. One resource for all tests."""
 
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
+from soak import SOAK
 
 from localcluster import installation
 from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
 from localcluster.walkthrough import STORY, Stream, ask_for_paris
 
-from .conftest import Deployed, Platform, deploy, own_namespace, printed_when_failed
+from .conftest import Deployed, Platform, scale
+
+long = pytest.mark.skipif(not SOAK, reason="tests/cluster and tests/survival show it with processes: run by make soak")
 
 
 @dataclass(frozen=True)
@@ -22,29 +24,11 @@ class Subject:
     story: str
 
 
-@pytest.fixture(scope="module")
-def subject(platform: Platform) -> Iterator[Subject]:
-    with own_namespace(platform) as kube:
-        deployed = deploy(kube, replicas=2)
-        _, tokens = ask_for_paris(deployed.chat)
-        yield Subject(deployed, tokens, deployed.chat.ask(STORY, max_tokens=tokens))
-
-
 @pytest.fixture
-def of_engines(
-    platform: Platform, subject: Subject, request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Subject]]:
-    """of_engines(N): return the resource, Ready with N engines."""
-    kube = subject.deployed.kube
-
-    def scaled(replicas: int) -> Subject:
-        kube("scale", "mi", "demo", f"--replicas={replicas}")
-        kube.wait("mi/demo", f"jsonpath={{.status.readyReplicas}}={replicas}")
-        kube.wait("mi/demo", "condition=Ready")
-        return subject
-
-    with printed_when_failed(platform, kube, request):
-        yield scaled
+def subject(served: Deployed) -> Subject:
+    scale(served.kube, 2)
+    _, tokens = ask_for_paris(served.chat)
+    return Subject(served, tokens, served.chat.ask(STORY, max_tokens=tokens))
 
 
 def streams(subject: Subject, count: int) -> list[Stream]:
@@ -68,18 +52,16 @@ def kill(kube: Kubectl, *selector: str) -> None:
     kube("delete", "pod", *selector, "--grace-period=0", "--force")
 
 
-def test_an_engine_killed_under_load_loses_no_request(of_engines: Callable[..., Subject]) -> None:
-    subject = of_engines(2)
+def test_an_engine_killed_under_load_loses_no_request(subject: Subject) -> None:
     opened = streams(subject, 6)
     kill(subject.deployed.kube, "demo-engine-1-0")
     assert [stream.wait() for stream in opened] == [subject.story] * 6
 
 
-def test_an_operator_killed_during_a_verb_completes_it_once(
-    platform: Platform, of_engines: Callable[..., Subject]
-) -> None:
-    subject = of_engines(1)
+@long
+def test_an_operator_killed_during_a_verb_completes_it_once(platform: Platform, subject: Subject) -> None:
     kube = subject.deployed.kube
+    scale(kube, 1)
     before = signals_done(kube, "demo-engine-0", "PAUSE")
     (stream,) = streams(subject, 1)
     system = platform.kube.in_namespace(installation.OPERATOR_NAMESPACE)
@@ -93,16 +75,17 @@ def test_an_operator_killed_during_a_verb_completes_it_once(
     assert stream.wait() == subject.story
 
 
-def test_a_coordinator_killed_under_load_loses_no_request(of_engines: Callable[..., Subject]) -> None:
-    subject = of_engines(1)
+@long
+def test_a_coordinator_killed_under_load_loses_no_request(subject: Subject) -> None:
     opened = streams(subject, 4)
     kill(subject.deployed.kube, "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=coordinator")
     assert [stream.wait() for stream in opened] == [subject.story] * 4
 
 
-def test_an_engine_pod_is_evicted_while_paused(of_engines: Callable[..., Subject]) -> None:
-    subject = of_engines(1)
+@long
+def test_an_engine_pod_is_evicted_while_paused(subject: Subject) -> None:
     kube = subject.deployed.kube
+    scale(kube, 1)
     (stream,) = streams(subject, 1)
     kube.patch_spec("demo", desiredState="Paused")
     kube.wait_state("demo", "Paused")

@@ -21,7 +21,7 @@ from localcluster.cluster import LocalCluster
 from localcluster.kubectl import Kubectl
 from localcluster.progress import Steps
 
-from .conftest import SAMPLE, Platform, deploy, on_first_node
+from .conftest import SAMPLE, Deployed, Platform, deploy, on_first_node, scale
 from .disturbances import (
     change,
     change_and_revert,
@@ -148,17 +148,26 @@ def test_a_rollout_of_one_engine_with_a_surge_engine_stalls_no_stream(kube: Kube
     assert done.stall <= scaled(STALL_SECONDS)
 
 
-def test_no_request_fails_and_no_status_is_false(kube: Kubectl, request: pytest.FixtureRequest) -> None:
-    if SOAK:
-        request.getfixturevalue("cluster")
-    # In float32 an answer does not depend on its batch.
-    deployed = deploy(
-        kube,
+@pytest.fixture
+def two_engines(request: pytest.FixtureRequest) -> Deployed:
+    """A resource with two engines and two servers; in `make soak` with an engine on each of two nodes."""
+    if not SOAK:
+        served: Deployed = request.getfixturevalue("served")
+        scale(served.kube, 2)
+        return served
+    request.getfixturevalue("cluster")
+    return deploy(
+        request.getfixturevalue("kube"),
         replicas=2,
         server={**SPEC["server"], "replicas": 2},
         engine={**SPEC["engine"], "podTemplate": ENGINES_SPREAD},
         lifecycle={"drainSeconds": 60},
     )
+
+
+def test_no_request_fails_and_no_status_is_false(two_engines: Deployed) -> None:
+    """In float32 an answer does not depend on its batch."""
+    deployed, kube = two_engines, two_engines.kube
     settled(kube)
     where = f"{os.cpu_count()} CPUs ({machine.machine()})"
     print(f"\n{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {where}, {WORKERS} clients\n{heading(HEADING)}")

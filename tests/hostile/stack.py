@@ -15,12 +15,15 @@ import httpx
 import psutil
 from eventually import LONG_SECONDS
 from fleet import Fleet, Process, until_serving
+from soak import size
 
 WELL_BEHAVED_KEY, HOSTILE_KEY, LIMITED_KEY = "well-behaved-key", "hostile-key", "limited-key"
 TOKENS_PER_MINUTE = 2000
 """Limit of LIMITED_KEY."""
 MODEL = "smollm2-135m"
 ENGINES = ("engine-0", "engine-1")
+STREAMS = size(4, soak=8)
+"""Well-behaved streams."""
 STEP_SECONDS = 0.02
 MAX_REQUESTS = 32
 MAX_SEQUENCE_LENGTH = 4096
@@ -28,7 +31,7 @@ MAX_SEQUENCE_LENGTH = 4096
 
 @dataclass(frozen=True)
 class Window:
-    """Measurements of eight well-behaved streams during a period, as `watched_streams.py` documents them."""
+    """Measurements of the well-behaved streams during a period, as `watched_streams.py` documents them."""
 
     longest_wait: float
     longest_delay: float
@@ -47,7 +50,7 @@ class Streams:
     async def start(cls, url: str) -> Streams:
         script = Path(__file__).with_name("watched_streams.py")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, str(script), url, WELL_BEHAVED_KEY, MODEL),
+            *(sys.executable, str(script), url, WELL_BEHAVED_KEY, MODEL, str(STREAMS)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )

@@ -1,7 +1,7 @@
-"""A program with eight well-behaved clients that stream answers and measure their waits.
+"""A program with well-behaved clients that stream answers and measure their waits.
 
-Arguments: URL, API key, model. Standard input: a line ends a window. Standard output: one JSON object for each window,
-the first as soon as every client streams:
+Arguments: URL, API key, model, number of clients. Standard input: a line ends a window. Standard output: one JSON
+object for each window, the first as soon as every client streams:
 
     {"longest_wait": 0.04, "longest_delay": 0.001, "tokens": 412, "answers": 9, "failures": []}
 
@@ -19,7 +19,6 @@ import time
 
 import httpx
 
-CLIENTS = 8
 TOKENS = 60
 TICK_SECONDS = 0.01
 
@@ -102,9 +101,9 @@ class Clients:
         raise ValueError("the stream ended without [DONE]")
 
 
-async def main(url: str, key: str, model: str) -> None:
+async def main(url: str, key: str, model: str, count: str) -> None:
     clients = Clients(url, key, model)
-    began = [asyncio.Event() for _ in range(CLIENTS)]
+    began = [asyncio.Event() for _ in range(int(count))]
     watching = asyncio.create_task(clients.watch_machine())
     tasks = [asyncio.create_task(clients.run(number, event)) for number, event in enumerate(began)]
     await asyncio.gather(*(event.wait() for event in began))

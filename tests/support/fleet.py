@@ -80,11 +80,14 @@ class Process:
 class Fleet:
     """Starts `megatron` subcommands on this machine with CURVE. close() kills the processes that still run.
 
-    engines: the last process of each engine.
-    exits:   name and exit status of the engines of keep_running() that have exited.
+    warm_coordinators: whether coordinators are forked, as engines are, and not new interpreters, whose start is a part
+                       of the time of recovery.
+    engines:           the last process of each engine.
+    exits:             name and exit status of the engines of keep_running() that have exited.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, warm_coordinators: bool = False) -> None:
+        self._warm_coordinators = warm_coordinators
         self.keys_dir = directory / "keys"
         self.keys_dir.mkdir()
         for name, text in {**generate_key_files(), **generate_key_files(roles=(TRAINER,))}.items():
@@ -98,7 +101,6 @@ class Fleet:
         self._closers = contextlib.ExitStack()
 
     async def coordinator(self, *arguments: str, host: str = "127.0.0.1", health_port: int = 0) -> Process:
-        """Start the coordinator as a new interpreter: its start time is a part of the recovery time."""
         health_port = health_port or self._health_port
         ports = {"client": self.client_port, "engine": self.engine_port, "admin": self.admin_port}
         options = [item for role, port in ports.items() for item in (f"--{role}-port", str(port))]
@@ -112,7 +114,7 @@ class Fleet:
             *options,
             *arguments,
         ]
-        return self._start(command, health_port, warm=False)
+        return self._start(command, health_port, warm=self._warm_coordinators)
 
     async def engine(
         self, name: str, *arguments: str, warm: bool = True, environment: Mapping[str, str] | None = None

@@ -1,12 +1,14 @@
-"""A trainer in a process of its own: `python trainer_program.py COORDINATOR KEYS_DIR MODEL_DIRECTORY PORT`.
+"""A trainer in a process of its own: `trainer_program.py COORDINATOR KEYS_DIR MODEL_DIRECTORY PORT SOCKET`.
 
-Reads one JSON object per line: {"epoch": E}. It computes the weights of this epoch, publishes them, and writes
-{"source": …}, or {"error": …, "is_committed": …}.
+Reads one JSON object per line from the socket, which it has inherited: {"epoch": E}. It computes the weights of this
+epoch, publishes them, and writes {"source": …}, or {"error": …, "is_committed": …}. First it writes {"epoch": E} with
+the epoch of the engines.
 """
 
 from __future__ import annotations
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -27,18 +29,26 @@ def weights_of(model: str, epoch: int) -> dict[str, torch.Tensor]:
     }
 
 
-def main(coordinator: str, keys: str, model: str, port: str) -> None:
+def main(coordinator: str, keys: str, model: str, port: str, descriptor: str) -> None:
     tensors = weights_of(model, 0)
-    with WeightServer(tensors, coordinator=coordinator, keys=Path(keys), port=int(port)) as server:
-        print(json.dumps({"epoch": server.status().epoch}), flush=True)
-        for line in sys.stdin:
+    with (
+        WeightServer(tensors, coordinator=coordinator, keys=Path(keys), port=int(port)) as server,
+        socket.socket(fileno=int(descriptor)) as connection,
+        connection.makefile("r") as orders,
+    ):
+
+        def send(answer: dict[str, object]) -> None:
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+
+        send({"epoch": server.status().epoch})
+        for line in orders:
             epoch = json.loads(line)["epoch"]
             tensors.update(weights_of(model, epoch))
             try:
                 answer: dict[str, object] = {"source": server.publish(epoch)}
             except PublishError as error:
                 answer = {"error": str(error), "is_committed": error.is_committed}
-            print(json.dumps(answer), flush=True)
+            send(answer)
 
 
 if __name__ == "__main__":

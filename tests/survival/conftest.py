@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 from fleet import Fleet
+from soak import SOAK
 
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    fleet = Fleet(tmp_path)
+    fleet = Fleet(tmp_path, warm_coordinators=not SOAK)  # `make soak` measures times of recovery
     yield fleet
     await fleet.close()

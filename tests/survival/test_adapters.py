@@ -9,6 +9,7 @@ from control_link import ControlLink
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS
 from fleet import Fleet, Load, Process, until_serving, until_status
+from soak import size
 
 from megatron_runtime.client.rejection import AdapterNotFoundError
 from megatron_runtime.megatron_core.inference_client import InferenceClient
@@ -19,6 +20,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
 ENGINE_OPTIONS = ("--max-requests", "200", "--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")
+STREAMS = size(24, soak=60)
 SQL, CHAT = Adapter("sql", "hf:org/sql"), Adapter("chat", "hf:org/chat")
 
 pytestmark = pytest.mark.timeout(400)
@@ -87,14 +89,14 @@ async def pool(fleet: Fleet) -> Pool:
 
 
 async def test_adapters_come_and_go_under_streams_and_an_engine_is_killed(pool: Pool) -> None:
-    pool.stream(60, None)
-    await pool.load.until(60)
+    pool.stream(STREAMS, None)
+    await pool.load.until(STREAMS)
     ack = await pool.set_adapters(SQL, CHAT)
     assert len(ack.engines) == 3
     await pool.until_loaded(SQL, CHAT, engines=3)
-    pool.stream(120, None, SQL, CHAT)
-    await pool.load.until(pool.load.tokens + 400)
-    assert any(record.final is None for record in pool.load.records[60:])
+    pool.stream(2 * STREAMS, None, SQL, CHAT)
+    await pool.load.until(pool.load.tokens + 6 * STREAMS)
+    assert any(record.final is None for record in pool.load.records[STREAMS:])
     await pool.fleet.engines.pop("engine-1").kill()
     await pool.check()
     assert (await pool.coordinator.metrics())["megatron_coordinator_replays_total"] > 0
@@ -102,8 +104,8 @@ async def test_adapters_come_and_go_under_streams_and_an_engine_is_killed(pool: 
     await until_serving(pool.link, pool.fleet.engines)
     await pool.until_loaded(SQL, CHAT, engines=3)
 
-    pool.stream(30, SQL, CHAT)
-    await pool.load.until(pool.load.tokens + 60)
+    pool.stream(STREAMS, SQL, CHAT)
+    await pool.load.until(pool.load.tokens + 2 * STREAMS)
     await pool.set_adapters(CHAT)
     with pytest.raises(AdapterNotFoundError):
         await pool.client.add_request([1], SamplingParams(num_tokens_to_generate=2), adapter="sql")
@@ -114,8 +116,8 @@ async def test_adapters_come_and_go_under_streams_and_an_engine_is_killed(pool: 
 async def test_the_coordinator_is_killed_with_adapter_requests_in_flight(pool: Pool) -> None:
     await pool.set_adapters(SQL)
     await pool.until_loaded(SQL, engines=3)
-    pool.stream(60, None, SQL)
-    await pool.load.until(200)
+    pool.stream(STREAMS, None, SQL)
+    await pool.load.until(3 * STREAMS)
     await pool.coordinator.kill()
     pool.coordinator = await pool.fleet.coordinator()
     await pool.check()

@@ -23,14 +23,14 @@ async def test_requests_of_a_killed_client_are_aborted_and_their_blocks_freed(fl
     engine = await fleet.engine("engine-0", *ENGINE_OPTIONS)
     link = await fleet.admin()
     await until_serving(link, fleet.engines)
-    arguments = (str(fleet.client_port), str(fleet.keys_dir), "100", "4000")
+    arguments = (str(fleet.client_port), str(fleet.keys_dir), size("40", soak="100"), "4000")
     vanishing = await fleet.run_python(Path(__file__).with_name("killed_client.py"), *arguments)
     assert vanishing.stdout is not None
     assert await asyncio.wait_for(vanishing.stdout.readline(), LONG_SECONDS) == b"started\n"
     assert (await engine.metrics())["megatron_kv_cache_usage_perc"] > 0, "its streams have begun"
     staying = Load([await fleet.client()])
     for number in range(20):
-        staying.add([seed, number], size(200, soak=600))
+        staying.add([seed, number], size(100, soak=600))
     vanishing.kill()
     await until_status(link, lambda status: status.in_flight <= 20, what="its requests are aborted")
     await staying.check()
@@ -46,9 +46,9 @@ async def test_requests_of_a_killed_client_are_aborted_and_their_blocks_freed(fl
 async def test_ten_clients_with_many_requests_each_at_once(
     fleet: Fleet, seed: int, report: Callable[[str], None]
 ) -> None:
-    coordinator, link = await fleet.serve(3, "--max-requests", size("250", soak="500"), "--kv-cache-memory", "16Mi")
+    coordinator, link = await fleet.serve(3, "--max-requests", size("100", soak="500"), "--kv-cache-memory", "16Mi")
     clients = [await fleet.client() for _ in range(10)]
-    prompts = [[client, number, seed] for number in range(size(100, soak=1000)) for client in range(10)]
+    prompts = [[client, number, seed] for number in range(size(40, soak=1000)) for client in range(10)]
     params = SamplingParams(num_tokens_to_generate=4)
     futures = [clients[prompt[0]].add_request(prompt, params) for prompt in prompts]
     answers = await asyncio.wait_for(asyncio.gather(*futures), 2 * LONG_SECONDS)

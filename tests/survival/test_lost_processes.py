@@ -9,7 +9,7 @@ from fleet import Fleet, Load, until_serving, until_status
 from machine import scaled
 from soak import repeated, size
 
-STREAMS = size(100, soak=1000)
+STREAMS = size(40, soak=1000)
 """So few in `make test` that this process, which reads them all, is not seconds behind the engines."""
 CLIENTS = 4
 ENGINE_OPTIONS = ("--max-requests", "600", "--echo-step-seconds", "0.05", "--kv-cache-memory", "16Mi")

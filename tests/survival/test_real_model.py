@@ -6,12 +6,12 @@ from collections.abc import Callable
 import pytest
 from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving
-from soak import repeated
+from soak import repeated, size
 
 from megatron_runtime.backends.text import ModelText
 from megatron_runtime.sampling.bad_words import BadWords
 
-REQUESTS = 50
+REQUESTS = size(16, soak=50)
 BAD_WORDS = [",", ".", "the", "a", "of", "and", "1", "I'm"]
 MODEL_OPTIONS = ("--backend", "native", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "128Mi")
 

@@ -1,22 +1,25 @@
-"""Prefill and decode on different engines: engines are killed or frozen at each stage, and no answer changes."""
+"""Prefill and decode on different engines: engines are killed or frozen at each stage, and no answer changes.
+
+Most tests use one pool of echo engines, one after the other.
+"""
 
 import asyncio
 import itertools
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+import pytest_asyncio
 from echo_executor import echo_answer
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, Process, until_adapter, until_serving, until_status
 from machine import scaled
-from random_checkpoint import write_speaking_model
 from soak import SOAK, repeated, size
 
 from megatron_runtime.protocol.adapters import Adapter, AdapterList
@@ -31,7 +34,7 @@ WITH_COST = ("--kv-cache-memory", "4Mi", "--echo-step-seconds", "0.02", "--echo-
 OPTIONS = ("--block-size-tokens", "16", "--max-tokens", "128")
 STAGES = ("prefill", "transfer", "import", "decode", "both")
 FAULTS = ("kill", "freeze")
-LOSSES = size(2, soak=50)
+LOSSES = size(1, soak=50)
 NATIVE_LOSSES = 13
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.long]
@@ -81,7 +84,9 @@ class SplitPool:
         await self.until_ready()
 
     async def restore(self) -> None:
-        """Start the engines that were killed, and wait until all engines serve."""
+        """Thaw engines, start those that were killed, and wait until all serve."""
+        for engine in self.fleet.engines.values():
+            engine.thaw()
         for name in {*PREFILL, *DECODE} - set(self.fleet.engines):
             await self.engine(name)
         await self.until_ready()
@@ -132,19 +137,42 @@ class SplitPool:
             await eventually(is_empty, what="no request, export or import holds pages")
 
 
-@pytest.fixture
-async def pool(fleet: Fleet, seed: int) -> SplitPool:
-    pool = SplitPool(fleet, seed)
-    await pool.start()
-    return pool
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[SplitPool]:
+    fleet = Fleet(tmp_path_factory.mktemp("split"), warm_coordinators=not SOAK)
+    try:
+        pool = SplitPool(fleet, 0)
+        await pool.start()
+        yield pool
+    finally:
+        await fleet.close()
 
 
+@pytest_asyncio.fixture(loop_scope="module")
+async def pool(shared: SplitPool, seed: int) -> SplitPool:
+    """The pool of all tests, with its engines as after its start."""
+    shared.random, shared.adapter = random.Random(seed), None
+    await shared.restore()
+    return shared
+
+
+in_one_loop = pytest.mark.asyncio(loop_scope="module")
+
+
+def speaking_model(directory: Path) -> str:
+    from random_checkpoint import write_speaking_model  # it imports torch, which the other tests do not need
+
+    return str(write_speaking_model(directory / "model"))
+
+
+@in_one_loop
 @repeated()
 async def test_prompts_are_computed_by_one_engine_and_answered_by_another(pool: SplitPool) -> None:
     await pool.until_split()
     assert await pool.count("kv_imported_bytes") > 0
 
 
+@in_one_loop
 @repeated()
 async def test_prompts_of_an_adapter_are_split(pool: SplitPool) -> None:
     pool.adapter = Adapter("sql", "hf:org/sql")
@@ -205,13 +233,15 @@ async def lose_engines(pool: SplitPool, stage: str, fault: str) -> float:
     return max(record.longest_gap(since=began) for record in pool.load.records)
 
 
+@in_one_loop
 @pytest.mark.timeout(size(400, soak=3600))
 @pytest.mark.parametrize("stage", STAGES)
 @repeated(soak=4)
 async def test_engines_are_lost_at_a_stage(pool: SplitPool, stage: str, report: Callable[[str], None]) -> None:
     waits = []
-    for _, fault in zip(range(LOSSES), itertools.cycle(FAULTS), strict=False):
-        waits.append(await lose_engines(pool, stage, fault))
+    first = STAGES.index(stage)  # stages alternate, so that one loss of each has every fault
+    for number in range(first, first + LOSSES):
+        waits.append(await lose_engines(pool, stage, FAULTS[number % 2]))
         await pool.restore()
     report(f"{stage}: {LOSSES} losses, {STREAMS} equal streams at each; longest wait {max(waits):.2f} s")
 
@@ -224,7 +254,7 @@ async def test_native_engines_are_lost_at_a_stage(
     fleet: Fleet, tmp_path: Path, seed: int, stage: str, report: Callable[[str], None]
 ) -> None:
     """Each loss disturbs requests that were answered before, under another salt, so no block of theirs is reused."""
-    model = str(write_speaking_model(tmp_path / "model"))
+    model = speaking_model(tmp_path)
     pool = SplitPool(fleet, seed, *MODEL_OPTIONS, "--model", model)
     await pool.start()
     waits = []
@@ -241,6 +271,7 @@ async def test_native_engines_are_lost_at_a_stage(
     report(f"{stage}: {NATIVE_LOSSES} losses, {STREAMS} equal streams at each; longest wait {max(waits):.2f} s")
 
 
+@in_one_loop
 @repeated()
 async def test_the_coordinator_is_lost_while_blocks_travel(pool: SplitPool) -> None:
     """The next coordinator knows no transfer, engines drop theirs, and the client submits its requests again."""
@@ -293,7 +324,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", size([1], soak=[1, 2]))
 async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet, tmp_path: Path, ranks: int) -> None:
-    model = str(write_speaking_model(tmp_path / "model"))
+    model = speaking_model(tmp_path)
     coordinator = await fleet.coordinator()
     options = ("--model", model, *MODEL_OPTIONS, "--block-size-tokens", "16", "--max-tokens", "128")
     options += ("--tensor-parallel", str(ranks))
@@ -337,7 +368,7 @@ async def test_answers_of_a_model_are_equal_with_and_without_split(fleet: Fleet,
 @pytest.mark.timeout(900)
 async def test_a_rank_is_lost_while_blocks_travel(fleet: Fleet, tmp_path: Path) -> None:
     """The decode engine that loses a rank exits. The other one has another layout, and computes the prompts."""
-    model = str(write_speaking_model(tmp_path / "model"))
+    model = speaking_model(tmp_path)
     pool = SplitPool(fleet, 1, *MODEL_OPTIONS, "--model", model)
     for name, role in ((PREFILL[0], "prefill"), (DECODE[0], "decode")):
         ranked = ("--role", role, "--tensor-parallel", "2")

@@ -17,7 +17,7 @@ from megatron_runtime.cli.processes import free_ports
 from megatron_runtime.protocol.headers import ErrorCode, Header
 from megatron_runtime.transport.control_calls import ControlRejectedError
 
-STREAMS = size(100, soak=1000)
+STREAMS = size(40, soak=1000)
 ENGINE_OPTIONS = ("--max-requests", "600", "--echo-step-seconds", "0.05", "--kv-cache-memory", "16Mi")
 HOSTS = ("127.0.0.1", "127.0.0.2")
 """Both coordinators have the same ports. Engines and clients know the first one only."""
