@@ -77,6 +77,7 @@ def test_every_step_runs_dry(step: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert not [row for row in rows if "equal" in row and row["equal"] is not True and not all(row["equal"])]
 
 
+@pytest.mark.skipif(not SOAK, reason="compresses a checkout and starts four interpreters: run by make soak")
 def test_bundles_carry_the_campaign_whose_steps_have_time_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
