@@ -44,7 +44,6 @@ def test_all_modes_give_the_same_tokens_and_log_probs(tmp_path: Path) -> None:
         asyncio.run(on_a_loop(model, False)),
     )
     assert len({str(request.generated_tokens) for answers in expected for request in answers}) > 1
-    assert all(request.generated_text for answers in expected for request in answers)
     for found in others:
         for mine, theirs in zip(expected, found, strict=True):
             assert [request.generated_tokens for request in theirs] == [request.generated_tokens for request in mine]
