@@ -84,10 +84,10 @@ cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 
 # Seven groups in parallel keep two cores busy. Tests of clusters, nodes and lost processes wait for most of their time. The
 # tests of the other groups compute: they have a lower priority (NICE), use what the others leave, and are the last to
-# end. On two cores each is one process, because every process of pytest-xdist collects all tests of its group. Each
+# end. On two cores each has one process, because every process of pytest-xdist collects all tests of its group. Each
 # group prints its output when it is done.
 test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -k -j 7 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 2 : 0)) \
+	@$(MAKE) --no-print-directory --output-sync=target -k -j 7 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 2 : 1)) \
 		test-e2e test-cluster test-survival test-models test-kernels test-operator test-unit lint test-pages
 
 # Go programs, such as API servers, collect garbage less often, which saves a quarter of their CPU time, unless they use
