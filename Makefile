@@ -23,7 +23,6 @@ DOCKER ?= docker
 GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 # Tests often wait, so there is one worker more than CPUs. Each loads the models of its tests: at most four.
 WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4)))
-MODEL_WORKERS ?= $(WORKERS)
 # The output of `make test` shows the start time of each part.
 BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
@@ -31,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # uv installs into .venv, also if the caller has activated another environment.
 unexport VIRTUAL_ENV
 
-.PHONY: gpu-campaign gpu-carry plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-models test-pages screenshots test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
+.PHONY: gpu-campaign gpu-carry plugin test-clients test-vllm docs docs-serve requirements release-images help setup demo demo-down test test-fast test-unit test-operator test-models test-kernels test-pages screenshots test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint lint-chart generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -83,12 +82,13 @@ cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build
 cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 	@$(PY) -m localcluster down
 
-# Five groups in parallel keep two cores busy. Tests of clusters, nodes and lost processes wait for most of their time. The
-# tests of units and models compute: they have a lower priority (NICE), use what the others leave, and are the last to
-# end, with two processes each. Each group prints its output when it is done.
+# Seven groups in parallel keep two cores busy. Tests of clusters, nodes and lost processes wait for most of their time. The
+# tests of the other groups compute: they have a lower priority (NICE), use what the others leave, and are the last to
+# end. On two cores each has one process, because every process of pytest-xdist collects all tests of its group. Each
+# group prints its output when it is done.
 test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -k -j 5 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 4 : 2)) MODEL_WORKERS=2 \
-		test-e2e test-cluster test-survival test-models test-unit lint test-pages
+	@$(MAKE) --no-print-directory --output-sync=target -k -j 7 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 2 : 1)) \
+		test-e2e test-cluster test-survival test-models test-kernels test-operator test-unit lint test-pages
 
 # Go programs, such as API servers, collect garbage less often, which saves a quarter of their CPU time, unless they use
 # GOMEMLIMIT.
@@ -96,11 +96,13 @@ test test-cluster test-e2e soak-cluster soak-e2e: export GOGC ?= 400
 test test-cluster test-e2e soak-cluster soak-e2e: export GOMEMLIMIT ?= 600MiB
 
 # Threads of OpenMP that wait for others sleep, because other tests need the CPU.
-test test-unit test-models test-survival: export OMP_WAIT_POLICY ?= PASSIVE
+test test-unit test-models test-kernels test-survival: export OMP_WAIT_POLICY ?= PASSIVE
 
-# Folders of unit tests that import torch, Triton or Megatron-Core. Each process of pytest-xdist imports and collects all
-# of its tests, so they are a group of their own.
-MODELS := bench cpu_kernels engine examples gpu in_process kernels loading megatron megatron_core models parallel preflight requests sampling trainer
+# Folders of unit tests. Each process of pytest-xdist imports and collects all tests of its group: MODELS import
+# transformers or Megatron-Core, KERNELS torch or Triton, and OPERATOR the client of Kubernetes.
+MODELS := engine examples loading megatron megatron_core models requests trainer
+KERNELS := bench cpu_kernels gpu in_process kernels parallel preflight sampling
+OPERATOR := kubectl operator operator_io
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client coordinator engine_core sampling localcluster
@@ -108,13 +110,23 @@ FAST := operator operator_io wire client coordinator engine_core sampling localc
 test-fast: setup ## tests to run after an edit: no cluster, no model, under 90 s on two cores
 	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+UNIT_OPTIONS = -m "not page" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+
 test-unit: setup build/test-weights.stamp build/chat-templates.stamp
 	@$(BEGIN)
-	$(NICE) $(PYTEST) tests/unit tests/fuzz $(addprefix --ignore=tests/unit/,$(MODELS)) -m "not page" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(NICE) $(PYTEST) tests/unit tests/fuzz $(addprefix --ignore=tests/unit/,$(MODELS) $(KERNELS) $(OPERATOR)) $(UNIT_OPTIONS)
+
+test-operator: setup
+	@$(BEGIN)
+	$(NICE) $(PYTEST) --record=operator $(addprefix tests/unit/,$(OPERATOR)) $(UNIT_OPTIONS)
 
 test-models: setup build/test-weights.stamp
 	@$(BEGIN)
-	$(NICE) $(PYTEST) --record=models $(addprefix tests/unit/,$(MODELS)) -n $(MODEL_WORKERS) --dist loadfile --no-loadscope-reorder
+	$(NICE) $(PYTEST) --record=models $(addprefix tests/unit/,$(MODELS)) $(UNIT_OPTIONS)
+
+test-kernels: setup build/test-weights.stamp
+	@$(BEGIN)
+	$(NICE) $(PYTEST) --record=kernels $(addprefix tests/unit/,$(KERNELS)) $(UNIT_OPTIONS)
 
 # All that need Chromium, and nothing else does. The page on a real node is in `make soak-e2e`. One process with one
 # event loop runs the tests, so they share the browser and its driver. Other files are not read, because their imports

@@ -20,7 +20,9 @@ PAGE = RECORDS.with_suffix(".md")
 ISA = "CPU instruction set"
 GROUPS = {
     "unit": "units",
-    "models": "kernels and models, and answers against transformers",
+    "operator": "the operator's decisions and tasks, and the kubectl plugin",
+    "models": "checkpoints and models, and answers against transformers",
+    "kernels": "kernels, ranks, samplers and benchmarks",
     "pages": "the web pages in Chromium",
     "fuzz": "parsers of untrusted bytes",
     "survival": "processes that are killed, frozen and restarted",
@@ -32,7 +34,7 @@ GROUPS = {
     "gpu": "kernels and engine on a CUDA device",
 }
 """What each group of tests shows. A group is a folder below tests/ or, for MAKE_GROUPS, the tests of a make target."""
-MAKE_GROUPS = ("models", "pages")
+MAKE_GROUPS = ("operator", "models", "kernels", "pages")
 
 Record = dict[str, Any]
 

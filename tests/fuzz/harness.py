@@ -38,7 +38,7 @@ _LARGEST = 1 << 20
 """Bytes of an input that a report contains."""
 _HEAD = struct.Struct("<QQ")
 _BATCH = 100
-MIN_INPUTS = 20
+MIN_INPUTS = 10
 """New inputs that are run whatever time they take: a loaded machine may use up the time before the first."""
 
 

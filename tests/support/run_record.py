@@ -3,8 +3,8 @@
 `tests/conftest.py` registers `RunRecorder`. At the end of a run of whole folders, such as `pytest tests/e2e`, it writes
 build/test-records/GROUP.json for each. `make tested` adds these files to docs/measurements/test-runs.json, from which
 docs/measurements/test-runs.md is generated. With `--record GROUP`, as in `make test-models` and `make test-pages`, it
-writes the record of this group, and `make test-unit` records `unit` without these tests. A run of single files, with -k
-or another -m, writes nothing, and neither does an interrupted run.
+writes the record of this group, and `make test-unit` records `unit` without the tests of the other groups. A run of
+single files, with -k or another -m, writes nothing, and neither does an interrupted run.
 """
 
 from __future__ import annotations

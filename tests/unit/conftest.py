@@ -59,9 +59,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """No later collection of garbage visits the modules and tests: many tests ask for one."""
+    """No later collection of garbage visits the modules and tests: many tests ask for one. The others are rare."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,21 +3,19 @@
 import asyncio
 import json
 import math
-import sys
 from pathlib import Path
 
-import echo_serve
-import httpx
 import pytest
 from click.testing import CliRunner
 from coordinator_core import main as measure_core
 from coordinator_latency import main as measure_latency
-from eventually import LONG_SECONDS, eventually
 from fleet import free_ports
 from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.cli import main
 from megatron_runtime.cli.bench.report import percentiles
+
+from .test_serve_load import server
 
 COORDINATOR_FIGURES = {
     "start_seconds",
@@ -63,7 +61,7 @@ def routing_figures(path: Path, *arguments: str) -> dict[str, dict[str, list[flo
 
 
 def test_routing_compares_policies_on_a_shape(tmp_path: Path) -> None:
-    options = ("--engines", "2", "--requests", "20", "--seeds", "2", "--policy", "FirstCome", "--policy", "LeastCost")
+    options = ("--engines", "2", "--requests", "10", "--seeds", "2", "--policy", "FirstCome", "--policy", "LeastCost")
     figures = routing_figures(tmp_path / "figures.json", *options)
     assert set(figures) == {f"{name}_{chunk}" for name in ("FirstCome", "LeastCost") for chunk in (512, 2048, 8192)}
     for values in figures.values():
@@ -173,25 +171,11 @@ def test_a_batch_that_is_not_a_list_of_numbers_is_rejected(batch: str) -> None:
 
 
 async def test_serve(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    server = await asyncio.create_subprocess_exec(*(sys.executable, echo_serve.PROGRAM, "serve", "--port", str(port)))
-    try:
-
-        async def ready() -> bool:
-            async with httpx.AsyncClient(timeout=LONG_SECONDS) as http:
-                try:
-                    return (await http.get(f"{url}/v1/models")).status_code == 200
-                except httpx.TransportError:
-                    return False
-
-        await eventually(ready, what="the server answers")
-        path = tmp_path / "figures.json"
-        sizes = ("--concurrency", "1,3", "--requests", "4", "--new-tokens", "6")
-        await asyncio.to_thread(bench, "serve", "--url", url, *sizes, "--json", str(path))
-    finally:
-        server.terminate()
-        await server.wait()
+    """The step `bench_serve` of test_gpu_campaign.py measures `megatron serve`."""
+    path = tmp_path / "figures.json"
+    sizes = ("--concurrency", "1,3", "--requests", "4", "--new-tokens", "2")
+    async with server() as (url, _):
+        await asyncio.to_thread(bench, "serve", "--url", url, "--model", "m", *sizes, "--json", str(path))
     figures = figures_of(path, "serve")
     names = {"tokens_per_s", "retries", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"}
     assert set(figures) == {f"c{clients}_{name}" for clients in (1, 3) for name in names}

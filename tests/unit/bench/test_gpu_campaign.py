@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from soak import SOAK
 from warm_python import WarmProcess
 
 from bench.gpu import carry, page, server_steps
@@ -53,6 +54,8 @@ RESULTS = {
     "vllm_serve": ("vLLM is not installed",),
 }
 """Results that each step must have."""
+LONG_STEPS = ("tests", "server")
+"""Steps that take as long as the others together: run by make soak."""
 
 
 def start_warm(command: Sequence[str], environment: Mapping[str, str], log: Path) -> WarmProcess:
@@ -61,7 +64,7 @@ def start_warm(command: Sequence[str], environment: Mapping[str, str], log: Path
     )  # the fork server imports no module of its folder
 
 
-@pytest.mark.parametrize("step", BOXES)
+@pytest.mark.parametrize("step", [step for step in BOXES if SOAK or step not in LONG_STEPS])
 @pytest.mark.long
 def test_every_step_runs_dry(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_steps, "start_process", start_warm)
@@ -74,6 +77,7 @@ def test_every_step_runs_dry(step: str, tmp_path: Path, monkeypatch: pytest.Monk
     assert not [row for row in rows if "equal" in row and row["equal"] is not True and not all(row["equal"])]
 
 
+@pytest.mark.skipif(not SOAK, reason="compresses a checkout and starts four interpreters: run by make soak")
 def test_bundles_carry_the_campaign_whose_steps_have_time_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -59,49 +60,37 @@ async def test_status_shows_servers_and_engines_until_they_end(server: asyncio.s
     assert header.split() == ["ADDRESS", "MODEL", "PID", "AGE", "ENGINES"]
     assert line.startswith(f"{shown['url']}   smollm2-135m   {server.pid} ")
     assert line.endswith("engine-0 RUNNING, engine-1 RUNNING")
+    children = psutil.Process(server.pid).children()
+    assert len(children) == 4
     server.send_signal(signal.SIGKILL)
     await server.wait()
+    _, alive = await asyncio.to_thread(psutil.wait_procs, children, timeout=LONG_SECONDS)
+    assert alive == []
     assert running_servers() == []
     result = await asyncio.to_thread(megatron, "status")
     assert "no server runs: start one with 'megatron serve MODEL'" in result.stderr
 
 
-async def test_a_server_starts_where_it_cannot_be_listed(cache: Path) -> None:
+async def test_a_server_that_cannot_be_listed_drains_at_a_sigterm_to_all_processes(cache: Path) -> None:
+    """A service manager such as systemd sends the signal to every process of the group at once."""
     (cache / "megatron").touch()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
-        *("--kv-cache-memory", "16Mi"),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    while b"ready in" not in (line := await process.stdout.readline()):
-        assert line, "it ended before it was ready"
-    process.terminate()
-    _, errors = await process.communicate()
-    assert process.returncode == 0
-    assert b"'megatron status' does not show this server" in errors
-
-
-async def test_sigterm_to_all_processes_drains_as_to_the_parent(cache: Path) -> None:
-    """A service manager such as systemd sends it to every process of the group at once."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, echo_serve.PROGRAM, "serve", "--port", "0"),
-        *("--kv-cache-memory", "16Mi", "--engines", "2", "--drain-seconds", str(LONG_SECONDS)),
+        *("--kv-cache-memory", "16Mi", "--drain-seconds", str(LONG_SECONDS)),
         env={**os.environ, "ECHO_STEP_SECONDS": "0.05"},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
-    while b"ready in" not in (line := await process.stdout.readline()):
+    while (ready := re.search(rb"ready in .* at (http://\S+)/v1", line := await process.stdout.readline())) is None:
         assert line, "it ended before it was ready"
-    (server,) = running_servers()
+    assert running_servers() == []
     body = {"prompt": "Hello", "max_tokens": 40, "stream": True, "ignore_eos": True}
     tree = psutil.Process(process.pid)
     lines: list[str] = []
     async with (
         httpx.AsyncClient(timeout=LONG_SECONDS) as http,
-        http.stream("POST", f"{server.url}/v1/completions", json=body) as answer,
+        http.stream("POST", f"{ready[1].decode()}/v1/completions", json=body) as answer,
     ):
         async for text in answer.aiter_lines():
             if text and not lines:
@@ -112,4 +101,5 @@ async def test_sigterm_to_all_processes_drains_as_to_the_parent(cache: Path) -> 
     assert len(lines) > 40
     _, errors = await process.communicate()
     assert process.returncode == 0
+    assert "'megatron status' does not show this server" in errors.decode()
     assert errors.decode().splitlines()[-1] == "megatron: stopping; press Ctrl-C again to stop immediately"

@@ -8,6 +8,7 @@ from types import ModuleType
 import pytest
 from coordinator_tables import check_tables
 from echo_executor import echo_answer
+from soak import size
 
 from megatron_runtime.client.rejection import RequestRejectedError
 from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
@@ -179,7 +180,7 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
     assert len(week.core.dispatcher.tenants) == 0
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(size(2, soak=6)))
 async def test_tables_and_shares_are_consistent_whatever_tenants_send(seed: int) -> None:
     """Requests of five tenants come, end and are aborted at random; engines come back. After each event no tenant waits
     that has two requests fewer at engines than another whose requests may make room.

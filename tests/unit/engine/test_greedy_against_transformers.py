@@ -15,7 +15,7 @@ from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.tokenization import load_tokenizer
 
-PROMPTS = [
+PROMPTS: list[str] = [
     "The capital of France is",
     "Once upon a time, in a small village by the sea,",
     "def fibonacci(n):\n    ",
@@ -36,8 +36,8 @@ PROMPTS = [
     "import numpy as np\n\n",
     "Gravity is a force that " + "pulls everything that has mass towards everything else. " * 8,
     "Translate to Spanish: good morning ->",
-]
-NEW_TOKENS = size(32, soak=64)
+][:: size(3, soak=1)]
+NEW_TOKENS = size(16, soak=64)
 
 Generate = Callable[..., dict[int, list[int]]]
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
@@ -67,7 +67,7 @@ def together(smollm: CpuExecutor, generate: Generate, prompts: list[list[int]]) 
     return generate(smollm, prompts, NEW_TOKENS, temperature=0.0)
 
 
-@pytest.mark.parametrize("index", range(0, len(PROMPTS), size(5, soak=1)))
+@pytest.mark.parametrize("index", range(0, len(PROMPTS), size(2, soak=1)))
 def test_builtin_model_in_a_batch(
     together: dict[int, list[int]], smollm_reference: nn.Module, prompts: list[list[int]], index: int
 ) -> None:
@@ -75,7 +75,7 @@ def test_builtin_model_in_a_batch(
     assert_greedy(smollm_reference, prompts[index], together[index])
 
 
-@pytest.mark.parametrize("index", size([6, 12, 18], soak=[*range(len(PROMPTS))]))
+@pytest.mark.parametrize("index", range(0, len(PROMPTS), size(3, soak=1)))
 def test_builtin_model_alone(
     smollm: CpuExecutor, generate: Generate, prompts: list[list[int]], together: dict[int, list[int]], index: int
 ) -> None:

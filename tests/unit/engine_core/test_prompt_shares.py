@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from soak import SOAK
+from soak import size
 
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
@@ -55,7 +55,7 @@ def test_what_one_half_leaves_goes_to_the_other() -> None:
     assert plan.query_lengths.tolist() == [4, 12]
 
 
-@pytest.mark.parametrize("seed", range(30 if SOAK else 6))
+@pytest.mark.parametrize("seed", range(size(2, soak=30)))
 def test_adversarial_arrivals_starve_no_request(seed: int) -> None:
     """Each step as many short prompts arrive as the step computes. A request gets its first token after at most the
     steps that half of the tokens takes for it and for the prompts that were there before it.

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from fleet import Fleet
 from random_checkpoint import write_speaking_model
 from soak import SOAK, size
+from warm_python import WarmProgram
 
 from megatron_runtime.cli import main
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -38,22 +39,21 @@ async def test_a_trainer_updates_two_engines(tmp_path: Path) -> None:
     else:
         write_speaking_model(Path(model))
     fleet = Fleet(tmp_path)
+    trainer: WarmProgram | None = None
     try:
         options = ("--backend", "native", "--model", model, "--dtype", "float32", "--kv-cache-memory", "256Mi")
         await fleet.serve(2, *options, "--threads", "1")
         ports = ("--clients", f"127.0.0.1:{fleet.client_port}", "--admin", f"127.0.0.1:{fleet.admin_port}")
         gaps: list[float] = []
         options = ("--model", model, "--steps", str(count), "--keys", str(fleet.keys_dir))
-        trainer = await fleet.run_python(EXAMPLE, *options, *ports)
-        assert trainer.stdout is not None
-        first = await trainer.stdout.readline()  # the model is loaded, and each part of the loop has run once
+        trainer = WarmProgram(EXAMPLE, *options, *ports)
+        # The model is loaded, and each part of the loop has run once.
+        first = await asyncio.to_thread(trainer.stdout.readline)
         streams = [asyncio.create_task(_measure(fleet, gaps)) for _ in range(size(0, soak=2))]
-        rest, _ = await trainer.communicate()
-        output = first + rest
+        output = first + await asyncio.to_thread(trainer.finish)
         for stream in streams:
             stream.cancel()
-        assert trainer.returncode == 0
-        steps = [LINE.fullmatch(line) for line in output.decode().splitlines()]
+        steps = [LINE.fullmatch(line) for line in output.splitlines()]
         wanted = [(str(step), str(step - 1)) for step in range(1, count + 1)]
         assert [(step[1], step[2]) for step in steps if step] == wanted, output
         differences = [float(step[3]) for step in steps if step]
@@ -61,6 +61,8 @@ async def test_a_trainer_updates_two_engines(tmp_path: Path) -> None:
         print(f"{count} updates, {len(gaps)} steps, longest {longest} s, log-probs within {max(differences):.1e}")
         assert max(differences) < 1e-4, output
     finally:
+        if trainer is not None:
+            trainer.close()
         await fleet.close()
 
 

@@ -20,6 +20,7 @@ import torch
 from fake_cuda import FakeCuda
 from sm90_compiler import BACKEND
 from small_engine import CPU, GEMMA, MIXTURE, SMALL
+from soak import size
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from bench.random_model import RandomCheckpoint
@@ -35,7 +36,7 @@ from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 MULTIPROCESSORS = 132
-REQUESTS = 60
+REQUESTS = size(20, soak=60)
 MANY_EXPERTS = MoEConfig(num_experts=20, experts_per_token=1, intermediate_size=32, normalize=True)
 
 

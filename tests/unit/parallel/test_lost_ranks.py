@@ -112,8 +112,8 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
     ("rank", "how", "after"),
     [
         (1, "blocks", FIRST_STEP - 1),
-        (0, "loops", 9),
-        *size([], soak=[(1, "blocks", 9), (1, "loops", FIRST_STEP - 1), (1, "computes for ever", 9)]),
+        (0, "blocks", 9),
+        *size([], soak=[(0, "loops", 9), (1, "blocks", 9), (1, "loops", FIRST_STEP - 1), (1, "computes for ever", 9)]),
     ],
 )
 def test_a_rank_that_hangs_in_a_step_ends_the_engine_which_names_it(

@@ -108,6 +108,6 @@ def test_the_page_claims_what_a_record_shows_only() -> None:
 
 
 def test_each_group_of_tests_is_known() -> None:
-    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} | {"unit", "models", "pages"}
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")} | {"unit", *tested.MAKE_GROUPS}
     assert folders == set(tested.GROUPS)
     assert json.loads(tested.RECORDS.read_text()) == tested.merged(json.loads(tested.RECORDS.read_text()), [])

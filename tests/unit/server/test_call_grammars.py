@@ -9,7 +9,6 @@ import jsonschema
 import llguidance
 import numpy as np
 import pytest
-from chat_templates import chat_templates
 from soak import size
 
 from megatron_runtime.protocol import strict_json as json
@@ -18,9 +17,8 @@ from megatron_runtime.server.formats.call_grammars import written_with
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin
 from megatron_runtime.server.formats.recognition import written_calls
 from megatron_runtime.server.formats.table import PARSERS, ToolFormat
-from megatron_runtime.tokenization import ChatTemplate
 
-from .test_chat_templates import ONE_OF_EACH_FORMAT, RECOGNISED, SINGLE
+from .test_chat_templates import ONE_OF_EACH_FORMAT, RECOGNISED, SINGLE, template_of
 
 PROPERTIES: dict[str, Any] = {
     "place": {"type": "string"},
@@ -69,13 +67,14 @@ def calls_in(format_: ToolFormat, text: str, tools: Any) -> list[tuple[str, Any]
 @pytest.mark.parametrize("name", ONE_OF_EACH_FORMAT)
 def test_the_grammar_allows_what_the_template_writes(name: str) -> None:
     format_ = PARSERS[RECOGNISED[name]]
-    template = ChatTemplate(chat_templates()[name], special={"bos_token": "<s>", "eos_token": "</s>"})
     tools = [
         {"type": "function", "function": {"name": key, "description": "Tells.", "parameters": described(TOOLS[key])}}
         for key in TOOLS
     ]
     for number in (1,) if name in SINGLE or name in ONE_GROUP else (1, 2):
-        answers = [text for text in written_calls(template, CALLS[:number], tools=tools) if '\\\\\\"old' not in text]
+        answers = [
+            text for text in written_calls(template_of(name), CALLS[:number], tools=tools) if '\\\\\\"old' not in text
+        ]
         assert answers
         allowed = [allowed_of(format_, answer) for answer in answers]
         assert CALLS[:number] in [calls_in(format_, text, TOOLS) for text in allowed], answers
