@@ -38,6 +38,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
     "tokenizer.model",
     "vocab.json",

@@ -42,11 +42,14 @@ MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
 A parsed element takes up to 100 bytes.
 """
 MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
+NO_TOKEN = -1
+"""The id with which some files say that a model has no such token."""
 MAX_AXES, _MAX_EXTENT = 16, 1 << 63
 _MAX_END_TOKENS = 1024
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _OPENED = Path("/proc/self/fd")
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class ModelFileError(ValueError):
@@ -129,6 +132,11 @@ class ModelFile:
             # A directory on the path may have become a link after it was resolved.
             if self.root is not None and _OPENED.is_dir():
                 self._require_inside(os.readlink(_OPENED / str(opened)).removesuffix(" (deleted)"))
+            if os.pread(opened, len(_LFS_POINTER), 0) == _LFS_POINTER:
+                raise ModelFileError(
+                    f"{self.path} is a Git LFS pointer instead of the file: run `git lfs pull` in its repository, or "
+                    "download the file"
+                )
         except BaseException:
             os.close(opened)
             raise
@@ -233,6 +241,12 @@ class ModelDirectory:
         return [file for name in named if (file := self.file(name)) is not None]
 
 
+def text_part(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json that describe the text model: `text_config` of a multimodal model."""
+    text = values.get("text_config")
+    return text if isinstance(text, dict) else values
+
+
 def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
     """Return the tokens that end an answer, from generation_config.json and config.json.
 
@@ -240,8 +254,9 @@ def end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, 
     """
     file = directory.file("generation_config.json")
     generation = file.read_json() if file is not None else {}
-    eos = generation.get("eos_token_id", values.get("eos_token_id"))
-    ends = [] if eos is None else eos if isinstance(eos, list) else [eos]
+    parts = (generation, values, text_part(values))
+    eos = next((value for part in parts if (value := part.get("eos_token_id")) is not None), None)
+    ends = [] if eos in (None, NO_TOKEN) else eos if isinstance(eos, list) else [eos]
     if len(ends) > _MAX_END_TOKENS or not all(_is_token_id(end) for end in ends):
         raise ModelFileError(
             f"{directory.path} has eos_token_id {shown(eos)}: want a token id, or a list of at most {_MAX_END_TOKENS}"

@@ -49,15 +49,12 @@ _TEXT_PREFIXES = ("model.", "", "language_model.model.", "model.language_model."
 """Prefixes of the text model's tensors.
 
 They are for a causal model of transformers, for a model without a head, and for the text part of a multimodal model.
+Another prefix is used if only one tensor has the name of an embedding.
 """
 _IGNORED = re.compile(
     r".*rotary_emb\.(inv_freq|cos_cached|sin_cached)|.*\.(attn|attention)\.(masked_)?bias|.*\.[kv]_scale|mtp\..*"
 )
 """Names of tensors that a decoder computes itself or does not use."""
-_OTHER_PARTS = re.compile(
-    r"(model\.)?(vision|audio|visual|image|multi_modal|mm_|connector|embed_vision|embed_audio)\w*\..*"
-)
-"""Names of tensors of a multimodal model that its text model does not use."""
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FILE_BYTES = 4 << 30
 _ALIGNMENT = 64
@@ -91,12 +88,13 @@ class SafetensorsCheckpoint(Checkpoint):
                 stored[name] = mapped, entry
         self._entries: dict[str, tuple[MappedFile, StoredTensor]] = {}
         self.kinds: dict[str, TensorKind] = {}
-        for own_name, name in _names(stored).items():
+        self.config, values = read_config(directory), _config_json(directory)
+        has_other_parts = "text_config" in values.values
+        for own_name, name in _names(stored, has_other_parts=has_other_parts).items():
             if name in self._entries:
                 raise ModelFileError(f"{directory} has two tensors for {shown(name)}: remove {shown(own_name)}")
             mapped, entry = stored[own_name]
             self._entries[name], self.kinds[name] = (mapped, entry), entry.kind
-        self.config, values = read_config(directory), _config_json(directory)
         self._scaled, parts = scaled_matrices(self.kinds, values.below("quantization_config"), self._stored)
         held = {name: kind for name, kind in self.kinds.items() if name not in parts}
         for name, kind in held.items():
@@ -110,6 +108,16 @@ class SafetensorsCheckpoint(Checkpoint):
         if _HEAD not in self.kinds and not self.config.tie_embeddings and not is_untied:
             _log.warning("%s has no %s: logits are computed with the embedding", directory, _HEAD)
             self.config = replace(self.config, tie_embeddings=True)
+        elif self.config.tie_embeddings and self._has_own_head():
+            _log.warning("%s has a %s that differs from the embedding: logits are computed with it", directory, _HEAD)
+            self.config = replace(self.config, tie_embeddings=False)
+
+    def _has_own_head(self) -> bool:
+        """Return whether the files have an output head that differs from the embedding, as some merged adapters do."""
+        head, embedding = self.kinds.get(_HEAD), self.kinds.get(f"model.{_EMBEDDING}")
+        if head is None or embedding is None or head.shape != embedding.shape:
+            return False
+        return not torch.equal(self.read(_HEAD), self.read(f"model.{_EMBEDDING}").to(head.dtype))
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         """Return a tensor, or a part of it, as a view of the file in the stored type.
@@ -149,10 +157,16 @@ def _config_json(directory: Path) -> Fields:
     return Fields(file.read_json(), where=str(path))
 
 
-def _names(stored: Collection[str]) -> dict[str, str]:
-    """Return a map from names in the files to the names that transformers uses, for all tensors of the text model."""
+def _names(stored: Collection[str], *, has_other_parts: bool) -> dict[str, str]:
+    """Return a map from names in the files to the names that transformers uses, for all tensors of the text model.
+
+    has_other_parts: whether the model is multimodal, so that tensors without the text model's prefix are of its other
+                     parts, such as the encoder of images.
+    """
     prefixes = [prefix for prefix in _TEXT_PREFIXES if prefix + _EMBEDDING in stored]
-    prefix = prefixes[0] if prefixes else "model."
+    prefixes += [name.removesuffix(_EMBEDDING) for name in stored if name.endswith(f".{_EMBEDDING}")]
+    is_clear = prefixes and (prefixes[0] in _TEXT_PREFIXES or len(prefixes) == 1)
+    prefix = prefixes[0] if is_clear else "model."
     names = {}
     for name in stored:
         if _IGNORED.fullmatch(name):
@@ -161,7 +175,7 @@ def _names(stored: Collection[str]) -> dict[str, str]:
             names[name] = _HEAD
         elif name.startswith(prefix):
             names[name] = "model." + name.removeprefix(prefix)
-        elif not _OTHER_PARTS.fullmatch(name):
+        elif not has_other_parts:
             names[name] = name
     return names
 
@@ -172,15 +186,16 @@ def _says_untied(values: Fields) -> bool:
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
-    """Return the files that the index lists.
+    """Return model.safetensors, as transformers does, because the directory may have other formats of the same weights.
 
-    If the directory has no index, return model.safetensors or, if that is missing too, all .safetensors files.
+    If the directory has no such file, return the files that the index lists or, without an index, all .safetensors
+    files.
     """
-    index = directory.file(INDEX_FILE)
+    single, index = directory.file(_SINGLE_FILE), directory.file(INDEX_FILE)
+    if single is not None:
+        return [single]
     if index is None:
-        # Prefer this file, because the directory may have other formats of the same weights.
-        single = directory.file(_SINGLE_FILE)
-        return directory.files(".safetensors") if single is None else [single]
+        return directory.files(".safetensors")
     data = index.read_bytes(MAX_INDEX_BYTES)
     listed = parse_json(data, where=str(index.path), elements=MAX_INDEX_ELEMENTS).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):

@@ -29,7 +29,7 @@ STORED_DTYPES = {"F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.
 _FP8, _COMPRESSED = "fp8", "compressed-tensors"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 _VALUES, _PACKED = ".weight", ".weight_packed"
-_IGNORED = (".input_scale", ".weight_shape", ".input_zero_point", ".output_scale")
+_IGNORED = (".input_scale", ".activation_scale", ".weight_shape", ".input_zero_point", ".output_scale")
 _WORD_BITS = 32
 
 
@@ -111,6 +111,9 @@ def scaled_matrices(
             f"{quantization.where} has format {shown(written)}: supported are {', '.join(map(repr, _FORMATS))}; "
             f"{OTHERS}"
         )
+    # Its layers multiply their inputs by matrices that are not in the files.
+    quantization.only("transform_config")
+    quantization.below("sparsity_config").only("format", "dense")
     block = quantization.values.get("weight_block_size")
     matrices: dict[str, ScaledMatrix] = {}
     parts = {name for name in kinds if name.endswith(_IGNORED)}

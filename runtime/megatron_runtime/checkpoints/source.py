@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from megatron_runtime.checkpoints.adapters import CONFIG_FILE as ADAPTER_CONFIG_FILE
 from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
 from megatron_runtime.checkpoints.gguf_metadata import gguf_parts
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
@@ -164,10 +165,16 @@ def resolve(model: str) -> StoredModel:
     has_weights = bool(directory.files(".safetensors"))
     if has_config and has_weights:
         return StoredModel("SafeTensors", path)
-    if has_config or has_weights:
+    # A projector of images is a file of its own, whose name contains "mmproj".
+    files = [file.path for file in directory.files(".gguf") if "mmproj" not in file.path.name.lower()]
+    if (has_config or has_weights) and not files:
         missing = "*.safetensors files" if has_config else "config.json"
-        raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
-    files = [file.path for file in directory.files(".gguf")]
+        remedy = "complete the directory"
+        if directory.file(ADAPTER_CONFIG_FILE) is not None:
+            remedy = "it holds an adapter, name the directory of its base model or of both merged"
+        elif directory.files(".bin"):
+            remedy = "*.bin files are pickles and are not read, save the model as safetensors"
+        raise ModelSourceError(f"model {model!r} has no {missing} in {path}: {remedy}")
     models = {gguf_parts(file)[0] for file in files}
     if len(models) != 1:
         raise ModelSourceError(

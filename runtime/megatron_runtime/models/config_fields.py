@@ -37,6 +37,7 @@ MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
 Each needs Python objects before tensors are read.
 """
 MAX_SIZE = (1 << 31) - 1
+_NO_TOKEN = (-1, (1 << 32) - 1)
 _LARGEST_CONSTANT = 1e18
 _MAX_LISTED = 1 << 12
 _TOLERANCE = 1e-3  # tolerance for rotary factors that were computed in float32
@@ -91,9 +92,9 @@ class Fields:
         return value
 
     def token(self, key: str) -> int | None:
-        """Return a token id, or None if the field is absent or null."""
+        """Return a token id, or None if the field is absent, null or -1, which in GGUF files has 32 bits."""
         value = self.get(key)
-        if value is None:
+        if value is None or (_is_whole(value) and value in _NO_TOKEN):
             return None
         if not _is_whole(value) or not 0 <= value <= MAX_SIZE:
             raise self._wrong(key, value, "want a token id")
@@ -139,6 +140,11 @@ class Fields:
         if value and value not in allowed:
             supported = f"supported: {', '.join(map(repr, allowed))}" if allowed else "supported without it"
             raise self._wrong(key, value, f"{supported}; {OTHERS}")
+
+    def require_causal(self, key: str, *, remedy: str) -> None:
+        """Raise an error if a field says that tokens attend to later tokens, as in some embedding models."""
+        if not self.flag(key, True):
+            raise self._wrong(key, False, f"supported: True; {remedy}")
 
     def _wrong(self, key: str, value: object, wanted: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.where} has {key} {shown(value)}: {wanted}")
@@ -223,6 +229,7 @@ def rope_of_hf(fields: Fields, *, theta: float) -> Traits:
     values = fields.below("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
     if "full_attention" in values.values:
         values = values.below("full_attention")
+    values.only("partial_rotary_factor", 1.0)
     base = values if values.get("rope_theta") else fields
     return {"rope_theta": base.constant("rope_theta", theta), "rope_scaling": _scaling(values, fields)}
 
@@ -243,11 +250,12 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> Traits:
     """Return the rotary base and scaling from the metadata of a GGUF file. theta: the base if the file states no
     base.
     """
-    kind = fields.get("rope.scaling.type", "none")
+    kind = fields.get("rope.scaling.type", "linear")
     base = fields.constant("rope.freq_base", theta)
     scaling: RopeScaling | None = None
-    if kind == "linear":
-        scaling = LinearScaling(factor=fields.constant("rope.scaling.factor"))
+    if kind == "linear":  # older files have the factor in rope.scale_linear
+        factor = fields.constant("rope.scaling.factor", fields.constant("rope.scale_linear", 1.0))
+        scaling = LinearScaling(factor=factor) if factor != 1 else None
     elif kind == "yarn":
         factor = fields.constant("rope.scaling.factor")
         scaling = YarnScaling(

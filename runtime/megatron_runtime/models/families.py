@@ -47,7 +47,8 @@ class Family:
     unsupported:       fields of config.json that must be absent, null or false.
     traits:            fields of ModelConfig that have the same value in all models of the family.
     from_hf, to_hf:    functions that read other fields of ModelConfig from config.json, and that write these fields.
-    text_defaults:     values for fields that config.json of a multimodal model leaves out in its text part.
+    text_defaults:     values of the configuration class in transformers. config.json of a multimodal model can leave
+                       out the fields of its text part that have these values.
     from_gguf:         function that reads other fields of ModelConfig from the metadata of a GGUF file. The keys have
                        no architecture prefix.
     tied:              whether the output head shares the embedding table if config.json does not state this.
@@ -73,6 +74,11 @@ class Family:
     pairs_rotary_rows: bool = False
     expert_fields: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
+    @property
+    def base_architecture(self) -> str:
+        """Name of the model class without a head in transformers, as embedding models have it."""
+        return self.architecture.replace("ForCausalLM", "Model")
+
     def hf_name(self, name: str) -> str:
         """Return the transformers name of the tensor with the short name `name`."""
         if name in _GLOBAL_NAMES:
@@ -87,6 +93,7 @@ class Family:
 
 # --- Llama, Mistral, Mixtral ------------------------------------------------------------------------------------------
 
+_DEFAULTS = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
 _LLAMA_NAMES = {
     "attention_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
@@ -118,6 +125,7 @@ _LLAMA = Family(
     gguf_architecture="llama",
     layer_names=_LLAMA_NAMES,
     unsupported=("attention_bias", "mlp_bias"),
+    text_defaults={**_DEFAULTS, "vocab_size": 32_000, "intermediate_size": 11_008, "max_position_embeddings": 2048},
     pairs_rotary_rows=True,
 )
 # A Llama with a sliding window.
@@ -125,8 +133,16 @@ _MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     layer_names=_LLAMA_NAMES,
-    from_hf=window_everywhere,
+    # Without the field, transformers uses this window. null means no window.
+    from_hf=lambda fields: window_everywhere(Fields({"sliding_window": 4096, **fields.values}, where=fields.where)),
     to_hf=layer_types,
+    text_defaults={
+        **_DEFAULTS,
+        "vocab_size": 32_000,
+        "intermediate_size": 14_336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
 )
 # A Mistral whose feed-forward is a mixture of experts (Jiang et al. 2024, arXiv:2401.04088).
 _MIXTRAL = Family(
@@ -144,6 +160,13 @@ _MIXTRAL = Family(
 # --- Qwen -------------------------------------------------------------------------------------------------------------
 
 _QK_NORM_NAMES = {"q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight"}
+_QWEN_DEFAULTS = {
+    **_DEFAULTS,
+    "vocab_size": 151_936,
+    "intermediate_size": 22_016,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+}
 _QWEN_EXPERT_FIELDS = {
     "num_experts": ("num_experts", "expert_count"),
     "experts_per_token": ("num_experts_per_tok", "expert_used_count"),
@@ -209,6 +232,7 @@ _QWEN2 = Family(
     traits={"qkv_bias": True},
     from_hf=_qwen_window,
     to_hf=_qwen_window_to_hf,
+    text_defaults=_QWEN_DEFAULTS,
 )
 # arXiv:2505.09388. It has norms of q and k.
 _QWEN3 = Family(
@@ -220,6 +244,7 @@ _QWEN3 = Family(
     traits={"qk_norm": True},
     from_hf=_qwen_window,
     to_hf=_qwen_window_to_hf,
+    text_defaults={**_QWEN_DEFAULTS, "head_dim": 128},
 )
 _QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -322,7 +347,6 @@ _GEMMA3 = Family(
     traits={"qk_norm": True, "output_norms": True, "norm_weight_offset": 1.0, "activation": "gelu_tanh"},
     from_hf=_gemma_of_hf,
     to_hf=_gemma_to_hf,
-    # Defaults of Gemma3TextConfig in transformers; the files of models with images leave these fields out.
     text_defaults={
         "vocab_size": 262_208,
         "num_attention_heads": 8,
@@ -555,6 +579,7 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
     """
     family, fields = _family_of_hf(Fields(values, where=where))
     fields.only("partial_rotary_factor", 1.0)
+    fields.require_causal("is_causal", remedy=OTHERS)
     fields.only(*family.activation_field)
     for name in family.unsupported:
         fields.only(name)
@@ -575,14 +600,15 @@ def _family_of_hf(fields: Fields) -> tuple[Family, Fields]:
     """Return the family and the fields of the text model. Of a multimodal model, only the text model runs."""
     architectures = fields.listed("architectures", str)
     for family in FAMILIES.values():
-        if family.architecture in architectures:
+        is_base = family.base_architecture in architectures or not architectures
+        if family.architecture in architectures or (is_base and family.name == fields.get("model_type")):
             return family, fields
     text = fields.below("text_config")
-    of_text = FAMILIES.get(str(text.get("model_type")))
-    if of_text is not None:
-        shared = ("tie_word_embeddings", "bos_token_id")
-        whole = {key: fields.get(key) for key in shared if fields.get(key) is not None}
-        return of_text, Fields({**of_text.text_defaults, **whole, **text.values}, where=text.where)
+    for family in FAMILIES.values():
+        if family.name == text.get("model_type") or family.architecture in text.listed("architectures", str):
+            shared = ("tie_word_embeddings", "bos_token_id")
+            whole = {key: fields.get(key) for key in shared if fields.get(key) is not None}
+            return family, Fields({**family.text_defaults, **whole, **text.values}, where=text.where)
     supported = ", ".join(one.architecture for one in FAMILIES.values())
     named = ", ".join(map(shown, architectures[:4]))
     raise UnsupportedModelError(f"{fields.where} has architectures [{named}]: supported are {supported}; {OTHERS}")
@@ -636,6 +662,7 @@ def config_from_gguf(
 
     Raises UnsupportedModelError if a value is not supported.
     """
+    fields.require_causal("attention.causal", remedy=GGUF_OTHERS)
     traits = rope_of_gguf(fields, theta=family.rope_theta) | family.from_gguf(fields)
     if family.expert_fields:
         # The GGUF converter rejects models with dense layers, and every released model normalizes its weights.

@@ -51,6 +51,8 @@ _LIMITS = {
 }
 
 
+_SEPARATE = "\x02"
+"""A character that vocabularies have as a token of its own, or as the unknown token."""
 _ERROR = re.compile(r"(?m)^error: (.+)")
 _PLACE = re.compile(r"^at \d+\(\d+\): (?:invalid regex .*?\(in regex\): )?")
 _KEYWORDS = re.compile(r"^Unimplemented keys: \[(.*)\]")
@@ -96,7 +98,22 @@ class VocabularyTable:
         return self.eos_token_ids[0]
 
     def __call__(self, text: bytes | str) -> list[int]:
-        return list(self.encode(text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text))
+        """Return tokens whose bytes are exactly `text`, which continues an answer, if the vocabulary has such tokens.
+
+        SentencePiece vocabularies begin a text with a space. The tokens after the space, or after a character that no
+        token joins with others, continue an answer.
+        """
+        text = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
+        data = text.encode("utf-8", errors="replace")
+        for before in ("", _SEPARATE):
+            ids = list(self.encode(before + text))
+            at, size = len(ids), 0
+            while at and size < len(data):
+                at -= 1
+                size += len(self.tokens[ids[at]])
+            if b"".join(self.tokens[id_] for id_ in ids[at:]) == data:
+                return ids[at:]
+        return ids
 
     def tokenizer(self) -> llguidance.LLTokenizer:
         wrapper = llguidance.TokenizerWrapper(self)

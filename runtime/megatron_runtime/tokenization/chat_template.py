@@ -15,6 +15,7 @@ import os
 import queue
 import time
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Self
 
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
@@ -36,6 +37,8 @@ _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
 """Seconds for which a template is not tried again after a failure to render even a trivial conversation."""
 _TRIVIAL = ({"role": "user", "content": "Hello"},)
+_PROBE = "probe 4821"
+"""A text that no template writes itself."""
 _RESERVED = frozenset({"messages", "tools"})
 
 
@@ -118,14 +121,28 @@ class ChatTemplate:
                 f"chat template variable {name!r} is set by the request itself: remove it",
                 variable=f"chat_template_kwargs.{name}",
             )
+        written = list(map(_in_parts, messages)) if self.needs_parts else list(messages)
         try:
-            return self._rendered({"messages": list(messages), "tools": tools, **given})
+            return self._rendered({"messages": written, "tools": tools, **given})
         except ProcessLostError as error:
             self._check_usable()
             hint = " or leave chat_template_kwargs out" if given else ""
             raise ChatTemplateError(
                 f"the chat template cannot render these messages: {_lost(error)}; shorten them{hint}"
             ) from error
+
+    @cached_property
+    def needs_parts(self) -> bool:
+        """Whether the template drops the text of a message unless the content is a list of parts.
+
+        Some templates of multimodal models do. The value comes from renderings of a short message.
+        """
+        message = {"role": "user", "content": _PROBE}
+        for written in (message, _in_parts(message)):
+            with contextlib.suppress(ChatTemplateRejectedError, ProcessLostError):
+                if _PROBE in self._rendered({"messages": [written], "tools": None}):
+                    return written is not message
+        return False
 
     def _rendered(self, scope: Mapping[str, Any]) -> str:
         base = {"add_generation_prompt": True, "documents": None, **self.special}
@@ -159,6 +176,12 @@ class ChatTemplate:
         except ProcessLostError as error:
             raise ChatTemplateUnusableError(f"the model's chat template cannot be compiled: {_lost(error)}") from error
         return variables
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the message with its text as a list of one part."""
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
 
 
 def _run(request: Mapping[str, Any]) -> dict[str, Any]:

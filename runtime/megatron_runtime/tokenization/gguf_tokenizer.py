@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_header
+from megatron_runtime.models.config_fields import Fields, longest_sequence, rope_of_gguf
 from megatron_runtime.tokenization.chat_template import DEFAULT_TEMPLATE, TOOL_TEMPLATE, ChatTemplate
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import WORD_START, contained
@@ -21,6 +22,13 @@ from megatron_runtime.tokenization.word_rules import DEFAULT_RULE, WORD_RULES
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
+_SAMPLING_PREFIX = "general.sampling."
+_SAMPLING = {
+    **{name: name for name in ("top_k", "top_p", "min_p")},
+    "temperature": "temp",
+    "repetition_penalty": "penalty_repeat",
+}
+"""Keys of default sampling parameters in the metadata, by their names in generation_config.json."""
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
 """The value of `tokenizer.ggml.model` for SentencePiece."""
@@ -76,7 +84,10 @@ class _TokenizerFields:
             DEFAULT_TEMPLATE: self._value(_TEMPLATE, str),
             TOOL_TEMPLATE: self._value(f"{_TEMPLATE}.{TOOL_TEMPLATE}", str),
         }
-        self.context_length = self._value(f"{self._metadata.get('general.architecture')}.context_length", int)
+        self.context_length = self._context_length()
+        self.generation_config = {
+            name: self._metadata.get(f"{_SAMPLING_PREFIX}{key}") for name, key in _SAMPLING.items()
+        }
         defaults = _SENTENCEPIECE_IDS if self.is_sentencepiece else {}
         self.ids = {
             name: id_
@@ -92,6 +103,15 @@ class _TokenizerFields:
             )
         if self.is_sentencepiece and len(self.scores) < len(self.pieces):
             raise ValueError(f"{path}: {_PREFIX}scores has {len(self.scores)} numbers for {len(self.pieces)} tokens")
+
+    def _context_length(self) -> int | None:
+        """Return the maximum sequence length, as the engine does; None if the file has no length."""
+        prefix = f"{self._metadata.get('general.architecture')}."
+        length: int | None = self._value(f"{prefix}context_length", int)
+        if length is None:
+            return None
+        values = {key.removeprefix(prefix): value for key, value in self._metadata.items() if key.startswith(prefix)}
+        return longest_sequence(length, rope_of_gguf(Fields(values, where=str(self._path)), theta=1.0)["rope_scaling"])
 
     def _value(self, key: str, kind: type, *, default: Any = None) -> Any:
         value = self._metadata.get(key)
@@ -152,6 +172,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
         tool_template=ChatTemplate.of(templates, TOOL_TEMPLATE, special=special),
         context_length=fields.context_length,
         logits=len(fields.pieces),
+        generation_config=fields.generation_config,
     )
 
 

@@ -7,6 +7,7 @@ limits first loads the file and encodes some texts. This process loads the file 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import subprocess
 from collections.abc import Mapping
@@ -17,17 +18,27 @@ import tokenizers
 
 from megatron_runtime.checkpoints.model_files import (
     MAX_TOKENIZER_BYTES,
+    NO_TOKEN,
     OTHER_VOCABULARIES,
     TOKENIZER_FILE,
     ModelDirectory,
+    text_part,
 )
 from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
+from megatron_runtime.models.config import UnsupportedModelError
+from megatron_runtime.models.config_fields import Fields, longest_sequence, rope_of_hf
 from megatron_runtime.process.children import child_environment, module_command
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.tokenization.chat_template import DEFAULT_TEMPLATE, TOOL_TEMPLATE, ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
+from megatron_runtime.tokenization.special_tokens import (
+    SETTINGS_FILE,
+    read_settings,
+    token_texts,
+    with_declared_tokens,
+)
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 from megatron_runtime.tokenization.vocabulary import contained, load_vocabulary
 
@@ -46,7 +57,7 @@ VLLM_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_TARGET_DEVICE": "cpu",
 }
 """Environment of child processes that use vLLM without an engine. They get no GPU and no network access."""
-SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+TEMPLATE_FILE, OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 TOOL_TEMPLATE_FILE = f"additional_chat_templates/{TOOL_TEMPLATE}.jinja"
 MAX_TOKEN_ID = (1 << 31) - 1
 
@@ -108,29 +119,28 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
 
     If the directory has no tokenizer.json, vLLM reads its vocabulary.
 
-    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja. generation_config.json
-    adds end-of-answer tokens and default sampling parameters. config.json contains the context length. Each of these
-    files can be absent.
+    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, or from the files in
+    which earlier releases of transformers wrote them. generation_config.json adds end-of-answer tokens and default
+    sampling parameters. config.json contains the context length. Each of these files can be absent.
 
     Raises ValueError if a file is invalid. The message names the file.
     """
     file = ModelDirectory(directory).file(TOKENIZER_FILE)
     vllms: dict[str, Any] = {}
     if file is not None:
-        backend = backend_from_json(file.read_bytes(MAX_TOKENIZER_BYTES), name=str(file.path))
+        content, name = file.read_bytes(MAX_TOKENIZER_BYTES), str(file.path)
     else:
         vllms = _vllm_tokenizer(directory)
-        backend = backend_from_json(vllms["tokenizer"].encode(), name=f"vLLM's tokenizer of {directory}")
-    config = {**vllms.get("special", {}), **_read_json(directory / SETTINGS_FILE)}
-    special = {
-        name: text
-        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (text := _token_text(config, name)) is not None
-    }
+        content, name = vllms["tokenizer"].encode(), f"vLLM's tokenizer of {directory}"
+    backend = backend_from_json(content, name=name)
+    config = {**vllms.get("special", {}), **read_settings(directory)}
+    length, logits = _limits(directory / "config.json")
+    if (completed := with_declared_tokens(content, config, backend, logits=logits)) is not None:
+        backend = backend_from_json(completed, name=f"{name} with the added tokens of {SETTINGS_FILE}")
+    special = token_texts(config)
     templates = _template_sources(directory, config) if renders_chat else {}
     if renders_chat and not templates and vllms.get("chat_template") is not None:
         templates = {DEFAULT_TEMPLATE: vllms["chat_template"]}
-    length, logits = (_positive(directory / "config.json", name) for name in ("max_position_embeddings", "vocab_size"))
     return Tokenizer(
         backend,
         bos_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
@@ -231,8 +241,9 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
     own = backend.token_to_id(eos_text) if eos_text is not None else None
     ids = [] if own is None else [own]
     for name in ("generation_config.json", "config.json"):
-        listed = _read_json(directory / name).get("eos_token_id")
-        listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        values = _read_json(directory / name)
+        listed = values.get("eos_token_id", text_part(values).get("eos_token_id"))
+        listed = listed if isinstance(listed, list) else [] if listed in (None, NO_TOKEN) else [listed]
         wrong = next((id_ for id_ in listed if type(id_) is not int or not 0 <= id_ <= MAX_TOKEN_ID), None)
         if wrong is not None:
             raise ValueError(f"{directory / name}: eos_token_id has {wrong!r:.80}: want integers in 0..{MAX_TOKEN_ID}")
@@ -249,32 +260,36 @@ def _template_sources(directory: Path, config: dict[str, Any]) -> dict[str, str]
     if templates:
         return {name: file.read_text() for name, file in templates.items()}
     listed = config.get("chat_template")
+    if listed is None:  # earlier releases wrote the template of a multimodal model into a file of its own
+        listed = _read_json(directory / OLD_TEMPLATE_FILE).get("chat_template")
     if listed is None or isinstance(listed, str):
         return {} if listed is None else {DEFAULT_TEMPLATE: listed}
+    if isinstance(listed, dict) and "template" not in listed:
+        listed = [{"name": name, "template": template} for name, template in listed.items()]
     entries = listed if isinstance(listed, list) else [listed]
     if not all(
         isinstance(entry, dict) and type(entry.get("name")) is type(entry.get("template")) is str for entry in entries
     ):
         raise ValueError(
             f"{directory / SETTINGS_FILE}: chat_template is {type(listed).__name__}: want a string, or a list of "
-            "{name, template}"
+            "{name, template}, or templates by name"
         )
     return {entry["name"]: entry["template"] for entry in entries}
 
 
-def _positive(path: Path, name: str) -> int | None:
-    number = _read_json(path).get(name)
-    if number is not None and (type(number) is not int or number < 1):
-        raise ValueError(f"{path}: {name} is {number!r:.80}: want a positive integer")
-    return number
-
-
-def _token_text(config: dict[str, Any], name: str) -> str | None:
-    value = config.get(name)
-    text = value.get("content") if isinstance(value, dict) else value
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"{SETTINGS_FILE}: {name} is {value!r:.80}: want a string, or an object with `content`")
-    return text
+def _limits(path: Path) -> tuple[int | None, int | None]:
+    """Return the maximum sequence length and the number of logits per token from config.json; None if it has none."""
+    fields = text_part(_read_json(path))
+    numbers = {name: fields.get(name) for name in ("max_position_embeddings", "vocab_size")}
+    for name, number in numbers.items():
+        if number is not None and (type(number) is not int or number < 1):
+            raise ValueError(f"{path}: {name} is {number!r:.80}: want a positive integer")
+    length, logits = numbers.values()
+    if length is not None:
+        with contextlib.suppress(UnsupportedModelError):  # vLLM runs models with other rope scalings
+            scaling = rope_of_hf(Fields(fields, where=str(path)), theta=1.0)["rope_scaling"]
+            length = longest_sequence(length, scaling)
+    return length, logits
 
 
 def _read_json(path: Path) -> dict[str, Any]:

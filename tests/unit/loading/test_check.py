@@ -143,7 +143,8 @@ def test_an_error_names_the_repository_and_not_the_directory_of_its_metadata(hub
 
 
 def test_every_file_of_the_index_must_be_in_the_repository(hub: FakeHub) -> None:
-    files = {"a": WEIGHTS, "b": "model-2.safetensors"}
+    hub.files["model-1.safetensors"] = hub.files.pop(WEIGHTS)
+    files = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     hub.files[INDEX_FILE] = json.dumps({"weight_map": files}).encode()
     with pytest.raises(ValueError, match=r"1 are missing, the first is model-2\.safetensors"):
         check_backend(settings("hf:org/name"))

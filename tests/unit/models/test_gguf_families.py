@@ -78,6 +78,7 @@ def write(
     *,
     factors: dict[str, torch.Tensor] | None = None,
     tensors_per_file: int = 0,
+    keys: dict[str, float | bool] | None = None,
     **more: Any,
 ) -> None:
     config, architecture = CONFIGS[family], FAMILIES[family].gguf_architecture
@@ -101,6 +102,8 @@ def write(
         writer.add_expert_feed_forward_length(config.moe.intermediate_size)
     for key, value in {**GGUF_METADATA.get(family, {}), **more}.items():
         getattr(writer, key)(value)
+    for key, value in (keys or {}).items():
+        (writer.add_bool if isinstance(value, bool) else writer.add_float32)(key, value)
     for name, tensor in as_in_file(family, model):
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert own is not None, name
@@ -151,6 +154,9 @@ def test_linear_rope_scaling_is_read_and_other_kinds_are_rejected(tmp_path: Path
     linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0}
     write("gemma3_text", model, tmp_path / "linear.gguf", **linear)
     assert GGUFCheckpoint(tmp_path / "linear.gguf").config.rope_scaling == LinearScaling(factor=8.0)
+    for name, keys in {"old": {"qwen2.rope.scale_linear": 8.0}, "bare": {"qwen2.rope.scaling.factor": 8.0}}.items():
+        write("qwen2", make("qwen2"), tmp_path / f"{name}.gguf", keys=keys)
+        assert GGUFCheckpoint(tmp_path / f"{name}.gguf").config.rope_scaling == LinearScaling(factor=8.0)
     other = SimpleNamespace(value="dynamic")
     write("gemma3_text", model, tmp_path / "other.gguf", add_rope_scaling_type=other)
     with pytest.raises(UnsupportedModelError, match=r"'dynamic'.*'linear'"):
@@ -241,6 +247,18 @@ def test_yarn_is_read_with_the_magnitude_that_llama_cpp_computes(tmp_path: Path)
         factor=4.0, original_max_position_embeddings=128, attention_factor=0.1 * math.log(4.0) + 1.0
     )
     assert config.max_position_embeddings == 512
+
+
+def test_a_model_that_attends_to_later_tokens_is_rejected(tmp_path: Path) -> None:
+    write("qwen2", make("qwen2"), tmp_path / "m.gguf", keys={"qwen2.attention.causal": False})
+    with pytest.raises(UnsupportedModelError, match=r"attention\.causal False"):
+        GGUFCheckpoint(tmp_path / "m.gguf")
+
+
+def test_a_token_id_of_minus_one_means_no_token(tmp_path: Path) -> None:
+    write("qwen2", make("qwen2"), tmp_path / "m.gguf", add_bos_token_id=0xFFFFFFFF, add_eos_token_id=0xFFFFFFFF)
+    config = GGUFCheckpoint(tmp_path / "m.gguf").config
+    assert (config.bos_token_id, config.eos_token_ids) == (None, ())
 
 
 @pytest.fixture(scope="module")

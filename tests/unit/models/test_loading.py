@@ -196,6 +196,8 @@ def test_an_exported_model_reads_back_unchanged(exported: Path) -> None:
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"is_causal": False}, "is_causal False"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, r"partial_rotary_factor 0\.5"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": "4"}}, "rope_scaling has factor '4'"),
         ({"hidden_size": None}, "hidden_size"),
@@ -237,6 +239,10 @@ def test_references_resolve_to_formats_and_paths(exported: Path, tmp_path: Path)
     assert resolve(str(exported)) == StoredModel("SafeTensors", exported)
     write_gguf(tmp_path / "only.gguf")
     assert resolve(str(tmp_path)) == StoredModel("GGUF", tmp_path / "only.gguf")
+    # Repositories of GGUF files also have the configuration, and a projector of images.
+    write_gguf(tmp_path / "mmproj-F16.gguf")
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(str(tmp_path)) == StoredModel("GGUF", tmp_path / "only.gguf")
 
 
 def test_an_invalid_reference_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +254,11 @@ def test_an_invalid_reference_names_the_remedy(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(ModelSourceError, match="safetensors"):
         resolve(str(tmp_path))
     (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(ModelSourceError, match="save the model as safetensors"):
+        resolve(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelSourceError, match="it holds an adapter"):
+        resolve(str(tmp_path))
     with pytest.raises(ModelSourceError, match=r"\.gguf"):
         resolve(str(tmp_path / "weights.bin"))
     monkeypatch.setattr(builtin, "find_spec", lambda _name: None)

@@ -1,8 +1,10 @@
 """Directories of safetensors: several files, parts, types; errors are raised before any tensor is read."""
 
 import json
+import shutil
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +204,15 @@ def test_a_model_that_says_it_has_a_head_and_lacks_it_is_rejected(model: Path, t
         load_weights(found, torch.float32)
 
 
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_stored_head_is_used_if_it_differs_from_the_embedding(factor: float, model: Path, tmp_path: Path) -> None:
+    """As in transformers, although config.json ties the two."""
+    copy(model, tmp_path, lambda held: held.update({"lm_head.weight": factor * held["model.embed_tokens.weight"]}))
+    values = json.loads((model / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert SafetensorsCheckpoint(tmp_path).config.tie_embeddings == (factor == 1)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -216,22 +227,22 @@ def test_tensors_that_a_decoder_does_not_use_are_ignored(name: str, model: Path,
     assert values_of(tmp_path).keys() == values_of(model).keys()
 
 
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model.text_model.", "llm."])
 def test_the_text_part_of_a_multimodal_model_is_read(prefix: str, model: Path, tmp_path: Path) -> None:
     def embed(held: Tensors) -> None:
         for name in list(held):
             stored = name.replace("model.", prefix, 1) if name.startswith("model.") else f"language_model.{name}"
             held[stored] = held.pop(name)
-        held["vision_tower.encoder.layers.0.weight"] = torch.ones(3)
-        held["multi_modal_projector.linear.weight"] = torch.ones(3)
+        for name in ("vision_tower.encoder.layers.0.weight", "encoder.layers.0.weight", "image_newline"):
+            held[name] = torch.ones(3)
 
     copy(model, tmp_path, embed)
-    text = json.loads((model / "config.json").read_text())
+    text = json.loads((model / "config.json").read_text()) | {"eos_token_id": [3, 5]}
     whole = {"architectures": ["SomeForConditionalGeneration"], "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(whole))
     expected = values_of(model)
     found = SafetensorsCheckpoint(tmp_path)
-    assert found.config == SafetensorsCheckpoint(model).config
+    assert found.config == replace(SafetensorsCheckpoint(model).config, eos_token_ids=(3, 5))
     assert found.kinds.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found.read(name), tensor)
@@ -255,6 +266,49 @@ def test_a_text_part_has_the_defaults_of_its_family(tmp_path: Path) -> None:
     assert config.sliding.window == expected.sliding_window
     assert config.bos_token_id == expected.bos_token_id
     assert config.tie_embeddings
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_size_of_a_text_part_has_the_default_of_transformers(kind: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    whole = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": kind}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config, expected = read_config(tmp_path), AutoConfig.for_model(kind)
+    assert (config.vocab_size, config.hidden_size) == (expected.vocab_size, expected.hidden_size)
+    assert (config.intermediate_size, config.num_layers) == (expected.intermediate_size, expected.num_hidden_layers)
+    assert (config.num_heads, config.num_kv_heads) == (expected.num_attention_heads, expected.num_key_value_heads)
+    assert config.head_dim == (getattr(expected, "head_dim", None) or config.hidden_size // config.num_heads)
+    assert config.rms_norm_eps == expected.rms_norm_eps
+    assert config.max_position_embeddings == expected.max_position_embeddings
+
+
+@pytest.mark.parametrize("architectures", [None, [], ["Qwen2Model"]])
+def test_a_model_without_its_own_architecture_is_identified_by_its_type(
+    architectures: list[str] | None, model: Path, tmp_path: Path
+) -> None:
+    copy(model, tmp_path, lambda held: None)
+    values = json.loads((model / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": architectures, "bos_token_id": -1}))
+    assert SafetensorsCheckpoint(tmp_path).config == SafetensorsCheckpoint(model).config
+    (tmp_path / "config.json").write_text(json.dumps({**values, "architectures": ["Qwen2ForTokenClassification"]}))
+    with pytest.raises(UnsupportedModelError, match="Qwen2ForTokenClassification"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_one_file_is_preferred_to_an_index(model: Path, tmp_path: Path) -> None:
+    """As in transformers. The index can be a leftover."""
+    copy(model, tmp_path, lambda held: None)
+    shutil.copy(model / INDEX_FILE, tmp_path)
+    assert values_of(tmp_path).keys() == values_of(model).keys()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pointer_of_git_lfs_is_rejected_with_the_remedy(name: str, model: Path, tmp_path: Path) -> None:
+    copy(model, tmp_path, lambda held: None)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(ModelFileError, match=rf"{name} is a Git LFS pointer.*git lfs pull"):
+        SafetensorsCheckpoint(tmp_path)
 
 
 def test_two_tensors_for_one_name_are_rejected(model: Path, tmp_path: Path) -> None:

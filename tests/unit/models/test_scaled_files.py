@@ -141,6 +141,8 @@ def test_scaled_matrices_read_as_their_values(case: str, tmp_path: Path) -> None
     [
         ({"quant_method": "gptq"}, "'gptq'.*'fp8' and 'compressed-tensors'.*backend: VLLM"),
         ({**COMPRESSED, "format": "nvfp4-pack-quantized"}, "'nvfp4-pack-quantized'.*'pack-quantized'"),
+        ({**COMPRESSED, "transform_config": {"config_groups": {"R4": {}}}}, "transform_config"),
+        ({**COMPRESSED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config.*'sparse-24-bitmask'"),
         ({}, "weight.*float8_e4m3fn.*quantization_config"),
         ({"quant_method": "fp8", "weight_block_size": [BLOCK, 2 * BLOCK]}, "weight_scale_inv.*does not fit"),
     ],

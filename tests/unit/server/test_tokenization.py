@@ -257,3 +257,19 @@ def test_vllm_reads_a_model_without_tokenizer_json(
 def test_tokenization_needs_no_torch() -> None:
     program = "import sys; import megatron_runtime.tokenization; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("source", [PARTS, "{{ raise_exception('x') if messages[0].content is string }}" + PARTS])
+def test_a_template_that_reads_only_parts_gets_the_text_as_a_part(source: str) -> None:
+    """As templates of multimodal models, whose text part runs here. They drop a plain text silently."""
+    template = ChatTemplate(source, special={})
+    system, user = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}
+    assert template.render([system, user]) == "<system>Be brief.<user>Hello"
+    plain = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", special={})
+    assert plain.render([system, user]) == "Be brief.Hello"

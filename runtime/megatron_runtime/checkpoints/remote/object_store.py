@@ -57,7 +57,8 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _HTTP_FILES = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("tokenizer.model", "chat_template.jinja", "additional_chat_templates/tool_use.jinja", _INDEX),
+    *("added_tokens.json", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+    *("additional_chat_templates/tool_use.jinja", _INDEX),
 )
 """Files that are requested from an HTTPS server in addition to the weights, because it does not list its files."""
 _STATUS = re.compile(r"status code: (\d{3})")
