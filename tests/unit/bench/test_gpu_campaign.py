@@ -54,8 +54,6 @@ RESULTS = {
     "vllm_serve": ("vLLM is not installed",),
 }
 """Results that each step must have."""
-LONG_STEPS = ("tests", "server")
-"""Steps that take as long as the others together: run by make soak."""
 
 
 def start_warm(command: Sequence[str], environment: Mapping[str, str], log: Path) -> WarmProcess:
@@ -64,7 +62,7 @@ def start_warm(command: Sequence[str], environment: Mapping[str, str], log: Path
     )  # the fork server imports no module of its folder
 
 
-@pytest.mark.parametrize("step", [step for step in BOXES if SOAK or step not in LONG_STEPS])
+@pytest.mark.parametrize("step", BOXES)
 @pytest.mark.long
 def test_every_step_runs_dry(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_steps, "start_process", start_warm)
