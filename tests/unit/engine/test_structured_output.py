@@ -137,8 +137,7 @@ def test_a_budget_ends_the_reasoning_also_after_a_failover(random_model: CpuExec
 
 
 def test_a_call_fits_its_schema_from_its_marker_on_also_after_a_failover(random_model: CpuExecutor) -> None:
-    markers, grammar = PARSERS["hermes"].grammar({"meet": PERSON}, written_with({}), True)
-    structure = {"markers": markers, "grammar": grammar}
+    structure = PARSERS["hermes"].grammar({"meet": PERSON}, written_with({}), True).structure
     marker = random_model.controller.tokenizer.encode("<tool_call>", add_special=False)
     params = SamplingParams(num_tokens_to_generate=200, call_structure=structure)
     ((whole, reason),) = answers_of(random_model, [params], [marker])

@@ -45,8 +45,9 @@ def compiler() -> Iterator[GrammarCompiler]:
 
 
 def call_structure(format_: str = "hermes", *, is_single: bool = False) -> dict[str, Any]:
-    markers, grammar = PARSERS[format_].grammar(TOOLS, written_with({}), is_single)
-    return {"markers": markers, "grammar": grammar}
+    structure = PARSERS[format_].grammar(TOOLS, written_with({}), is_single).structure
+    assert structure is not None
+    return structure
 
 
 def reasoning(**fields: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from soak import size
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.sampling.grammar_limits import check_structure
 from megatron_runtime.server.formats.call_grammars import written_with
-from megatron_runtime.server.formats.parser import CallArguments, CallBegin
+from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Text
 from megatron_runtime.server.formats.recognition import written_calls
 from megatron_runtime.server.formats.table import PARSERS, ToolFormat
 
@@ -41,8 +41,11 @@ BYTES = llguidance.LLTokenizer("byte")
 
 
 def matcher_of(format_: ToolFormat, tools: Any, start: str, *, is_single: bool = False) -> llguidance.LLMatcher:
-    starts, grammar = format_.grammar(tools, written_with({}), is_single)
-    text = f"start: {starts[start]}\n{grammar}"
+    grammar = format_.grammar(tools, written_with({}), is_single)
+    return matcher(f"start: {grammar.markers[start]}\n{grammar.rules}")
+
+
+def matcher(text: str) -> llguidance.LLMatcher:
     check_structure({"type": "grammar", "value": text})
     matcher = llguidance.LLMatcher(BYTES, text)
     assert not matcher.is_error(), matcher.get_error()
@@ -50,7 +53,7 @@ def matcher_of(format_: ToolFormat, tools: Any, start: str, *, is_single: bool =
 
 
 def starts_of(format_: ToolFormat, tools: Any) -> list[str]:
-    return list(format_.grammar(tools, written_with({}), False)[0])
+    return list(format_.grammar(tools, written_with({}), False).markers)
 
 
 def calls_in(format_: ToolFormat, text: str, tools: Any) -> list[tuple[str, Any]]:
@@ -107,30 +110,100 @@ def allowed_of(format_: ToolFormat, answer: str) -> str:
 @pytest.mark.parametrize("is_single", [False, True])
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_a_grammar_allows_is_read_as_calls_that_fit(name: str, is_single: bool) -> None:
-    """A walk takes any of the allowed bytes."""
     format_, draw = PARSERS[name], random.Random(name)
-    properties = {key: value for key, value in PROPERTIES.items() if key != "place"}
-    tools = {"weather": {**WEATHER, "properties": properties, "required": ["days"]}, "now": NOW}
-    for start in starts_of(format_, tools):
+    for start in starts_of(format_, WALKED):
         for _ in range(size(2, soak=100)):
-            matcher = matcher_of(format_, tools, start, is_single=is_single)
-            text = bytearray(start.encode())
-            while not (matcher.is_stopped() or (matcher.is_accepting() and draw.random() < 0.5)):
-                bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
-                allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:256])
-                byte = int(draw.choice([each for each in allowed if each not in b" \t\r\n"] or list(allowed)))
-                assert matcher.consume_token(byte), matcher.get_error()
-                text.append(byte)
-            calls = calls_in(format_, text.decode(), tools)
-            assert len(calls) == 1 if is_single else calls, text
-            for called, arguments in calls:
-                jsonschema.validate(arguments, tools[called])
+            rest = walk(matcher_of(format_, WALKED, start, is_single=is_single), draw)
+            check_calls(calls_in(format_, start + rest, WALKED), is_single=is_single)
+
+
+WALKED = {
+    "weather": {
+        **WEATHER,
+        "properties": {key: value for key, value in PROPERTIES.items() if key != "place"},
+        "required": ["days"],
+    },
+    "now": NOW,
+}
+
+
+def walk(matcher: llguidance.LLMatcher, draw: random.Random) -> str:
+    """Return a text that the grammar allows. Each byte is any of the allowed bytes."""
+    text = bytearray()
+    while not (matcher.is_stopped() or (matcher.is_accepting() and draw.random() < 0.5)):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:256])
+        byte = int(draw.choice([each for each in allowed if each not in b" \t\r\n"] or list(allowed)))
+        assert matcher.consume_token(byte), matcher.get_error()
+        text.append(byte)
+    return text.decode()
+
+
+def check_calls(calls: list[tuple[str, Any]], *, is_single: bool) -> None:
+    assert len(calls) == 1 if is_single else calls
+    for called, arguments in calls:
+        jsonschema.validate(arguments, WALKED[called])
+
+
+NOTE = {
+    "type": "object",
+    "properties": {"name": {"$ref": "#/$defs/text"}, "note": {"$ref": "#/$defs/text"}},
+    "required": ["name", "note"],
+    "additionalProperties": False,
+    "$defs": {"text": {"type": "string"}},
+}
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("is_single", [False, True])
+@pytest.mark.parametrize("name", PARSERS)
+def test_an_answer_is_calls_or_json_of_a_schema(name: str, is_single: bool) -> None:
+    format_, draw = PARSERS[name], random.Random(name)
+    grammar = format_.grammar(WALKED, written_with({}), is_single)
+    thought, before = (THOUGHT, f"{THOUGHT}<|channel|>final<|message|>") if grammar.has_reasoning else ("", "")
+    for start in grammar.markers:
+        if grammar.has_reasoning and start.startswith("<|start|>"):
+            continue  # the thought ends with these texts
+        answer = matcher(grammar.or_json(NOTE))
+        begin = f"{thought}{start}"
+        assert answer.consume_tokens(BYTES.tokenize_bytes(begin.encode()))
+        rest = walk(answer, draw)
+        if not (name == "llama3_json" and '"note"' in rest):  # any object can follow its marker
+            events = read_calls_or_json(format_, begin + rest)
+            check_calls([event for event in events if isinstance(event, tuple)], is_single=is_single)
+    # A name or a marker of a call in a string of the JSON is no call.
+    marker = "" if grammar.has_reasoning else "".join(format_.starts[:1])
+    note = json.dumps({"name": "weather", "note": f'{marker}[now()]{{"name":"now"}}'}, ensure_ascii=False)
+    answer = matcher(grammar.or_json(NOTE))
+    assert answer.consume_tokens(BYTES.tokenize_bytes((before + note).encode()))
+    assert answer.is_accepting()
+    assert read_calls_or_json(format_, before + note) == [note]
+    for other in ("Hello", '{"name":5', '{"nom"', "{}", "[1]"):
+        answer = matcher(grammar.or_json(NOTE))
+        assert answer.validate_tokens(BYTES.tokenize_bytes((before + other).encode())) < len((before + other).encode())
+
+
+def read_calls_or_json(format_: ToolFormat, text: str) -> list[str | tuple[str, Any]]:
+    """Return the texts and calls of an answer that arrives in single characters."""
+    parser = format_.calls_or_json(WALKED)
+    items: list[Any] = []
+    for event in (*(event for character in text for event in parser.feed(character)), *parser.finish()):
+        if isinstance(event, CallBegin):
+            items.append((event.name, ""))
+        elif isinstance(event, CallArguments):
+            items[-1] = (items[-1][0], items[-1][1] + event.text)
+        elif isinstance(event, Text):
+            if items and isinstance(items[-1], str):
+                items[-1] += event.text
+            else:
+                items.append(event.text)
+    return [item if isinstance(item, str) else (item[0], json.loads(item[1])) for item in items]
 
 
 @pytest.mark.parametrize("name", PARSERS)
 def test_special_tokens_are_written_by_their_numbers(name: str) -> None:
     format_ = PARSERS[name]
     special = {1000 + number: text for number, text in enumerate(format_.markers)}
-    _, grammar = format_.grammar(TOOLS, written_with(special), False)
+    grammar = format_.grammar(TOOLS, written_with(special), False).or_json({"type": "object"})
     quoted = {text for text in special.values() if json.dumps(text, ensure_ascii=False) in grammar}
     assert not quoted

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.server.formats import chat_format
+from megatron_runtime.server.formats import call_grammars
 
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/name"}}, "$defs": {"name": {"type": "string"}}}
 TOOLS: list[dict[str, Any]] = [
@@ -347,7 +347,7 @@ async def test_calls_are_not_constrained_where_nothing_says_how(running: Any, mo
     ):
         await running.openai.chat.completions.create(**body)
         assert running.backend.requests[-1][1].call_structure is None
-    monkeypatch.setattr(chat_format, "MAX_GRAMMAR_BYTES", 100)
+    monkeypatch.setattr(call_grammars, "MAX_GRAMMAR_BYTES", 100)
     tool = {"type": "function", "function": {"name": "of_this_test"}}  # grammars of tools are kept
     await running.openai.chat.completions.create(**request(tools=[tool]))
     assert running.backend.requests[-1][1].call_structure is None

@@ -6,7 +6,8 @@ A grammar is built from three inputs:
 - a function that converts a literal text to Lark's notation
 - whether the answer can have only one tool call
 
-The result maps the beginning of an answer to a rule for the rest of the answer.
+The result maps the beginning of an answer to a rule for the rest of the answer. It also describes a whole answer that
+is either tool calls or JSON, for requests with tools and a JSON format.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.sampling.grammar_limits import JSON_OPTIONS
+from megatron_runtime.requests.sampling_params import MAX_MARKERS
+from megatron_runtime.sampling.grammar_limits import JSON_OPTIONS, MAX_GRAMMAR_BYTES
 from megatron_runtime.server.formats.head import Head
 
 Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 Written: TypeAlias = Callable[[str], str]
-CallGrammar: TypeAlias = tuple[dict[str, str], str]
 
 Role: TypeAlias = Literal["name", "arguments", "id"]
 Keys: TypeAlias = tuple[tuple[str, Role], ...]
@@ -40,6 +41,39 @@ _ANNOTATIONS = ("$comment", "description", "title")
 _DEFINITIONS = ("$defs", "definitions")
 
 
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """The grammar of answers with tool calls.
+
+    markers: texts with which an answer can begin its first call, each with the rule for the rest of the answer.
+    rules:   the rules in Lark's notation.
+    answer:  Lark expression of a whole answer that is either tool calls or the rule `json`, which `rules` lacks.
+    has_reasoning: whether `answer` includes the reasoning. If not, `answer` describes the text after the reasoning.
+    """
+
+    markers: Mapping[str, str]
+    rules: str
+    answer: str
+    has_reasoning: bool = False
+
+    @classmethod
+    def of(cls, markers: Mapping[str, str], written: Written, *rules: str) -> CallGrammar:
+        """Return the grammar of a format whose calls all begin with a marker."""
+        calls = [f"{written(marker)} {rule}" for marker, rule in markers.items()]
+        return cls(markers, lines(*rules, SPACE), f"SPACE? ({' | '.join([*calls, 'json'])})")
+
+    @property
+    def structure(self) -> dict[str, Any] | None:
+        """The sampling parameter `call_structure`; None if the grammar exceeds the limits of the parameter."""
+        if len(self.rules) > MAX_GRAMMAR_BYTES or len(self.markers) > MAX_MARKERS:
+            return None
+        return {"markers": dict(self.markers), "grammar": self.rules}
+
+    def or_json(self, schema: Mapping[str, Any]) -> str:
+        """Return the grammar of an answer that is either tool calls or JSON. schema: JSON schema of this JSON."""
+        return lines(f"start: {self.answer}", f"json: %json {dumped(without_annotations(schema))}", self.rules)
+
+
 def all_calls(
     openings: Sequence[str], group: str, rules: Sequence[str], written: Written, *, is_single: bool
 ) -> CallGrammar:
@@ -51,12 +85,14 @@ def all_calls(
     """
     opening = " | ".join(map(written, openings))
     more = "" if is_single else f" (SPACE? ({opening}) group)*"
-    return dict.fromkeys(openings, "calls"), lines(f"calls: group{more}", f"group: {group}", *rules, SPACE)
+    markers = dict.fromkeys(openings, "calls")
+    return CallGrammar.of(markers, written, f"calls: group{more}", f"group: {group}", *rules)
 
 
 def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
     """Return the grammar of tool calls `{"name": …, "parameters": {…}}`, separated by `;`. Other objects are text."""
-    starts = {"<|python_tag|>": "calls"}
+    tag = "<|python_tag|>"
+    starts = {tag: "calls"}
     rules = []
     more = "" if is_single else ' (SPACE? ";" SPACE? call)*'
     for place, (name, schema) in enumerate(tools.items()):
@@ -67,7 +103,9 @@ def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGramma
             f'%json {dumped(schema)} SPACE? "}}"{more}'
         )
     call = f"call: %json {dumped(any_call(tools, keys=_KEYS_OF_LLAMA))}"
-    return starts, lines(f"calls: SPACE? call{more}", call, *rules, SPACE)
+    # The marker of a call is a prefix of JSON, which the compiler would read as one lexeme. So calls are JSON here.
+    answer = f"SPACE? ({written(tag)}? calls | json)"
+    return CallGrammar(starts, lines(f"calls: SPACE? call{more}", call, *rules, SPACE), answer)
 
 
 def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
@@ -76,7 +114,8 @@ def functionary_v32(tools: Schemas, written: Written, is_single: bool) -> CallGr
     call = " | ".join(f"{quoted(start)} rest_{place}" for place, start in enumerate(starts))
     more = "" if is_single else f" (SPACE? {written('>>>')} ({call}))*"
     rest = [f"rest_{place}: %json {dumped(schema)}" for place, schema in enumerate(tools.values())]
-    return starts, lines(*(f"calls_{place}: rest_{place}{more}" for place in range(len(tools))), *rest, SPACE)
+    calls = [f"calls_{place}: rest_{place}{more}" for place in range(len(tools))]
+    return CallGrammar.of(starts, written, *calls, *rest)
 
 
 def pythonic(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
@@ -84,14 +123,14 @@ def pythonic(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
     starts = {f"[{name}(": f"calls_{place}" for place, name in enumerate(tools)}
     further, rules = _python_calls(tools, is_single=is_single)
     first = [f'calls_{place}: arguments_{place} ")"{further} "]"' for place in range(len(tools))]
-    return starts, lines(*first, *rules, SPACE)
+    return CallGrammar.of(starts, written, *first, *rules)
 
 
 def lfm2(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
     """Return the grammar of `<|tool_call_start|>[name(argument="value"), …]<|tool_call_end|>`."""
     begin, end = "<|tool_call_start|>", written("<|tool_call_end|>")
     further, rules = _python_calls(tools, is_single=is_single)
-    return {begin: "calls"}, lines(f'calls: SPACE? "[" call{further} "]" {end}', *rules, SPACE)
+    return CallGrammar.of({begin: "calls"}, written, f'calls: SPACE? "[" call{further} "]" {end}', *rules)
 
 
 def _python_calls(tools: Schemas, *, is_single: bool) -> tuple[str, list[str]]:
@@ -148,7 +187,8 @@ def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
     The call is `<|channel|>commentary to=functions.name <|constrain|>json<|message|>{…}<|call|>`.
     """
     channel, begin = "<|channel|>commentary", "<|start|>assistant"
-    starts = dict.fromkeys((f"{channel} to=functions.", f"{begin}{channel} to=functions."), "calls")
+    recipient = f"{channel} to=functions."
+    starts = dict.fromkeys((recipient, f"{begin}{recipient}"), "calls")
     starts |= dict.fromkeys(("to=functions.", f"{begin} to=functions."), "calls_of_recipient")
     kind = f'(SPACE "json" | SPACE? {written("<|constrain|>")} "json")?'
     head = f"{kind} SPACE? {written('<|message|>')}"
@@ -159,7 +199,19 @@ def gpt_oss(tools: Schemas, written: Written, is_single: bool) -> CallGrammar:
         " | ".join(f"{name} {middle}{arguments}" for name, arguments in names)
         for middle in ("", f"{written(channel)} ")
     )
-    return starts, lines(f"calls: {before}", f"calls_of_recipient: {after}", *rules, SPACE)
+    attributes, thought = until("<|end|>", written)
+    rules += [
+        f"calls: {before}",
+        f"calls_of_recipient: {after}",
+        f"thought: {written('<|channel|>analysis<|message|>')} thought_end {written(begin)}",
+        f"thought_end{attributes}: {thought}",
+    ]
+    answers = (
+        f"{written(recipient)} calls",
+        f"SPACE? {written('to=functions.')} calls_of_recipient",
+        f"{written('<|channel|>final<|message|>')} json",
+    )
+    return CallGrammar(starts, lines(*rules, SPACE), f"thought* ({' | '.join(answers)})", has_reasoning=True)
 
 
 class _Gemma4Rules:

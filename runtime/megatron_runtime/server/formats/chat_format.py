@@ -14,10 +14,8 @@ from typing import Any, Protocol
 
 from megatron_runtime.protocol import strict_json as json
 from megatron_runtime.protocol.media import Media
-from megatron_runtime.requests.sampling_params import MAX_MARKERS
 from megatron_runtime.sampling.grammar_dialects import normalised
-from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
-from megatron_runtime.server.formats.call_grammars import without_annotations, written_with
+from megatron_runtime.server.formats.call_grammars import CallGrammar, without_annotations, written_with
 from megatron_runtime.server.formats.conversation import ChatTemplateInput
 from megatron_runtime.server.formats.parser import Event, NamedParser, RequiredParser, ToolParser
 from megatron_runtime.server.formats.reasoning import AnswerParser, ReasoningFormat, ReasoningUse
@@ -48,6 +46,7 @@ class AnswerRequest:
     tools:      JSON schema of the arguments of each tool that may be called, by tool name.
     forced:     what a grammar forces the answer to be. "*": a list of tool calls; the name of a tool: the arguments of
                 this tool; None: no grammar forces a tool call.
+    is_calls_or_json: whether a grammar restricts the answer to tool calls or JSON.
     continues:  whether the answer continues the last message of the prompt.
     is_thought: whether the continued message ends within its reasoning.
     earlier_calls: number of tool calls in the conversation.
@@ -57,6 +56,7 @@ class AnswerRequest:
     prompt: Sequence[int]
     tools: Mapping[str, Mapping[str, Any]]
     forced: str | None = None
+    is_calls_or_json: bool = False
     continues: bool = False
     is_thought: bool = False
     earlier_calls: int = 0
@@ -174,10 +174,8 @@ class ChatFormat(Protocol):
         """Stop the processes that this format uses. Idempotent."""
         ...
 
-    def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `call_structure` for an answer that can call one of the tools.
-
-        Return None if the format has no grammar of tool calls, or if the grammar exceeds the limits.
+    def call_grammar(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> CallGrammar | None:
+        """Return the grammar of an answer that calls tools, or None if the format of tool calls is unknown.
 
         tools:     JSON schema of the arguments of each tool, by tool name.
         is_single: whether the answer can have only one tool call.
@@ -205,9 +203,10 @@ class NativeAnswerFormat:
 
     def parser(self) -> AnswerParser | None:
         """Return a new parser for one choice, or None if the whole answer is text."""
-        calls = self.forced_parser()
+        calls: AnswerParser | None = self.forced_parser()
         if self.calls is not None and self._may_call:
-            calls = self.calls(self.request.tools)
+            make = self.calls.calls_or_json if self.request.is_calls_or_json else self.calls
+            calls = make(self.request.tools)
         return calls if self.reasoning is None else self.reasoning.parser(calls)
 
     def forced_parser(self) -> ToolParser | None:
@@ -227,8 +226,8 @@ class NativeAnswerFormat:
         return
 
 
-_KEPT_STRUCTURES = 64
-"""Maximum number of tool lists whose grammars are cached. Each grammar has at most 64 KiB."""
+_KEPT_GRAMMARS = 64
+"""Maximum number of tool lists whose grammars are cached."""
 
 
 class NativeChatFormat:
@@ -251,7 +250,7 @@ class NativeChatFormat:
         special = {} if self._calls is None else tokenizer.special_tokens_in(self._calls.texts)
         self._written = written_with(special)
         # The grammar is cached, because an agent sends the same tools with each request.
-        self._structure = lru_cache(maxsize=_KEPT_STRUCTURES)(self._make_structure)
+        self._grammar = lru_cache(maxsize=_KEPT_GRAMMARS)(self._make_grammar)
         self.tool_format = None if formats.tools is None else formats.tools.name
         self.reasoning_format = formats.reasoning_name
         self.offers_tools = formats.offers_tools
@@ -288,15 +287,13 @@ class NativeChatFormat:
     def close(self) -> None:
         """Do nothing, because this format uses no processes."""
 
-    def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `call_structure`. See ChatFormat.call_structure()."""
-        return None if self._calls is None else self._structure(json.dumps(tools), is_single)
+    def call_grammar(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> CallGrammar | None:
+        """Return the grammar of an answer that calls tools. See ChatFormat.call_grammar()."""
+        return None if self._calls is None else self._grammar(json.dumps(tools), is_single)
 
-    def _make_structure(self, tools: str, is_single: bool) -> dict[str, Any] | None:
+    def _make_grammar(self, tools: str, is_single: bool) -> CallGrammar:
         assert self._calls is not None
         schemas = {
             name: without_annotations(normalised(schema, closes=True)[0]) for name, schema in json.loads(tools).items()
         }
-        markers, grammar = self._calls.grammar(schemas, self._written, is_single)
-        structure = {"markers": markers, "grammar": grammar}
-        return structure if len(grammar) <= MAX_GRAMMAR_BYTES and len(markers) <= MAX_MARKERS else None
+        return self._calls.grammar(schemas, self._written, is_single)

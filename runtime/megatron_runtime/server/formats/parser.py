@@ -434,6 +434,43 @@ class NamedParser(ToolParser):
         yield from self._read_text()
 
 
+class CallsOrTextParser:
+    """Parses answers that are either tool calls or text, and not text with tool calls.
+
+    A marker of tool calls in the text, such as in a string of JSON, has therefore no effect.
+
+    calls:  parser for tool calls.
+    starts: texts with which tool calls begin; empty: `calls` itself distinguishes them from text.
+    """
+
+    def __init__(self, calls: ToolParser, starts: Sequence[str]) -> None:
+        self._calls: ToolParser | None = calls
+        self._starts = tuple(starts)
+        self._is_decided = not starts
+        self._begin = ""
+
+    def feed(self, text: str) -> list[Event]:
+        """Parse the next part of the answer, and return the events that it completes."""
+        if not self._is_decided:
+            self._begin += text
+            begin = self._begin.lstrip()
+            if not begin.startswith(self._starts):
+                if any(start.startswith(begin) for start in self._starts):
+                    return []
+                self._calls = None
+            self._is_decided = True
+            text, self._begin = self._begin, ""
+        if self._calls is not None:
+            return self._calls.feed(text)
+        return [Text(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        """End the answer, and return the remaining events."""
+        if not self._is_decided:
+            return [Text(self._begin)] if self._begin else []
+        return [] if self._calls is None else self._calls.finish()
+
+
 def first_of(text: str, markers: Sequence[str], *, start: int = 0) -> tuple[int, str] | None:
     """Return the lowest index from `start` on at which `text` has a marker, and the longest marker at this index.
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megatron_runtime.protocol.answer_formats import REASONING_FORMATS
 from megatron_runtime.requests.sampling_params import MAX_MARKER_TOKENS
 from megatron_runtime.server.formats.harmony import HarmonyParser
-from megatron_runtime.server.formats.parser import Event, Reasoning, Text, ToolParser, overlap
+from megatron_runtime.server.formats.parser import Event, Reasoning, Text, overlap
 from megatron_runtime.tokenization import Tokenizer
 
 _PROMPT_TOKENS = 16
@@ -161,7 +161,7 @@ class ReasoningUse:
         ends = (at + size for at in range(len(tokens) - size + 1) if tuple(tokens[at : at + size]) == self.closing)
         return next(ends, len(tokens))
 
-    def parser(self, calls: ToolParser | None) -> AnswerParser:
+    def parser(self, calls: AnswerParser | None) -> AnswerParser:
         """Return a parser for one choice.
 
         calls: parser for the text after the reasoning; None: this text contains no tool calls.

@@ -14,7 +14,7 @@ from megatron_runtime.server.formats.call_grammars import CallGrammar, Schemas, 
 from megatron_runtime.server.formats.harmony import HarmonyParser
 from megatron_runtime.server.formats.head import Head
 from megatron_runtime.server.formats.json_calls import Functionary32Parser, JsonCalls, Llama3JsonParser
-from megatron_runtime.server.formats.parser import CallArguments, CallBegin, ToolParser
+from megatron_runtime.server.formats.parser import CallArguments, CallBegin, CallsOrTextParser, ToolParser
 from megatron_runtime.server.formats.pythonic import Lfm2Parser, PythonicParser
 from megatron_runtime.server.formats.tagged_calls import TaggedCalls
 from megatron_runtime.server.formats.whole_calls import Gemma4Parser, MiniMaxM3Parser
@@ -51,6 +51,12 @@ class ToolFormat:
 
     def __call__(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser:
         return self.make(tools)
+
+    def calls_or_json(self, tools: Mapping[str, Mapping[str, Any]]) -> ToolParser | CallsOrTextParser:
+        """Return a parser for an answer that a grammar restricts to tool calls or JSON."""
+        parser = self.make(tools)
+        # The messages of gpt-oss begin with special tokens, which JSON cannot contain.
+        return parser if isinstance(parser, HarmonyParser) else CallsOrTextParser(parser, self.starts)
 
     def reads(self, text: str, name: str, arguments: Mapping[str, Any]) -> bool:
         """Return whether the parser detects exactly one tool call in a text, with this name and these arguments."""

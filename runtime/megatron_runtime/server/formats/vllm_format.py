@@ -19,6 +19,7 @@ from typing import Any
 
 from megatron_runtime.protocol.answer_formats import REASONING_PARSERS, TOOL_CALL_PARSERS
 from megatron_runtime.protocol.media import Media, MediaItem, media_digest
+from megatron_runtime.server.formats.call_grammars import CallGrammar
 from megatron_runtime.server.formats.chat_format import (
     AnswerParserError,
     AnswerRequest,
@@ -158,6 +159,9 @@ class VllmChatFormat:
     def answer(self, request: AnswerRequest) -> NativeAnswerFormat | VllmAnswerFormat:
         """Return the structure of the answers to a request."""
         native = self._native.answer(request)
+        if self._reads and request.is_calls_or_json:
+            # vLLM's parsers of some formats hold back or drop JSON that is not a tool call.
+            return VllmAnswerFormat(request, native, None, markers=native.markers, numbers_calls=self._numbers_calls)
         may_call = bool(request.tools) and request.forced is None
         is_text = self._reasoning is None and not may_call
         if not self._reads or (is_text and request.forced is None):
@@ -171,12 +175,9 @@ class VllmChatFormat:
             numbers_calls=self._numbers_calls,
         )
 
-    def call_structure(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> dict[str, Any] | None:
-        """Return the sampling parameter `call_structure` for an answer that can be a tool call.
-
-        Return None if the format has no grammar, or if the grammar exceeds the limits.
-        """
-        return self._native.call_structure(tools, is_single=is_single)
+    def call_grammar(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> CallGrammar | None:
+        """Return the grammar of an answer that calls tools. See ChatFormat.call_grammar()."""
+        return self._native.call_grammar(tools, is_single=is_single)
 
     def close(self) -> None:
         """Stop vLLM's processes. Idempotent."""
@@ -192,7 +193,8 @@ def _name(parser: str | None) -> str | None:
 class VllmAnswerFormat:
     """The AnswerFormat of answers that vLLM's parsers parse.
 
-    If a grammar forces a tool call, the tool call is JSON, which this server's parser parses after the reasoning.
+    If a grammar forces a tool call, the tool call is JSON, which this server's parser parses after the reasoning. If a
+    grammar restricts the answer to tool calls or JSON, this server's parser parses the whole answer.
 
     processes:     vLLM's processes; None: the answer needs no vLLM parser.
     markers:       special tokens that the parsers need as text.
@@ -212,7 +214,7 @@ class VllmAnswerFormat:
 
     def parser(self) -> AnswerParser | None:
         """Return a parser for the text that vLLM's parser extracts, or None if this text needs no further parsing."""
-        return self.native.forced_parser()
+        return self.native.parser() if self.processes is None else self.native.forced_parser()
 
     def async_parser(self) -> AsyncAnswerParser | None:
         """Return a new vLLM parser for one choice, or None if the answer needs no vLLM parser."""

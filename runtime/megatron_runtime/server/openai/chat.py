@@ -12,8 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
+from megatron_runtime.sampling.grammar_limits import check_structure
 from megatron_runtime.server.errors import ApiError, invalid_value, shown
-from megatron_runtime.server.formats.call_grammars import list_of_calls
+from megatron_runtime.server.formats.call_grammars import CallGrammar, list_of_calls
 from megatron_runtime.server.formats.chat_format import ANY_CALLS, AnswerFormat, AnswerRequest, ChatFormat
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.formats.reasoning import AnswerParser
@@ -110,6 +112,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
             prompt=prompt.tokens,
             tools=tools.offered,
             forced=tools.forced,
+            is_calls_or_json=tools.is_calls_or_json,
             continues=bool(body.continue_final_message),
             is_thought=bool(last.thought and not last.content),
             earlier_calls=sum(len(message.tool_calls or ()) for message in body.messages),
@@ -120,7 +123,7 @@ async def conversation_of(service: Service, request: Request, body: ChatRequest)
         max_tokens=body.answer_limit,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
         prompt_log_probs=body.prompt_logprobs,
-        forced_format=tools.forced_format,
+        output_format=tools.output_format,
         markers=answer.markers,
         reasoning=answer.reasoning,
         reasoning_budget=_reasoning_budget(body),
@@ -198,23 +201,28 @@ class _ToolUse:
 
     offered:       schemas of the tools' arguments, by tool name; empty if no tool can be called.
     forced:        name of the tool that a grammar forces the answer to call; "*": any tools; None: no call is forced.
-    forced_format: the structured output for an answer that must be a tool call; None: the answer can be text.
+    output_format: the structured output for an answer that must be a tool call, or either a tool call or JSON; None:
+                   the answer can be any text.
     is_unread:     whether the model's tool-call format is unknown, so that its tool calls are returned as text.
     call_structure: as in SamplingParams, for an answer that can be a tool call.
     """
 
     offered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     forced: str | None = None
-    forced_format: OutputFormat | None = None
+    output_format: OutputFormat | None = None
     call_structure: dict[str, Any] | None = None
     is_unread: bool = False
+
+    @property
+    def is_calls_or_json(self) -> bool:
+        return self.output_format is not None and self.forced is None
 
 
 def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
     """Return how the choices of a request can call tools.
 
     Raises ApiError 400 for a request with tools if the server does not offer tools, or if the request also sets a
-    structured output.
+    structured output that is not JSON or that has no grammar together with the tools.
     """
     tools, choice = request.offered_tools, request.tool_choice
     if not tools:
@@ -222,26 +230,54 @@ def _tool_use(request: ChatRequest, chat_format: ChatFormat) -> _ToolUse:
     if not chat_format.offers_tools:
         message = "tools are not offered by this server: leave them out, or start it with another --tool-call-parser."
         raise ApiError(400, message, param="tools", code="invalid_value")
-    if (own := structured_output(request)) is not None:
-        problem = "it cannot be combined with tools: leave one of them out, or use tool_choice 'none'"
-        raise invalid_value(own.param, problem)
+    text_format = structured_output(request)
     offered = {tool.function.name: tool.function.parameters or _NO_PARAMETERS for tool in tools}
     if isinstance(choice, NamedTool):
         name = choice.function.name
         schema, ignored = _parameters(next(tool for tool in tools if tool.function.name == name))
-        return _ToolUse(offered=offered, forced=name, forced_format=_forced(schema, ignored))
+        return _ToolUse(offered=offered, forced=name, output_format=_forced(schema, ignored))
     if request.requires_a_call:
         schemas = {tool.function.name: _parameters(tool) for tool in tools}
         schema = list_of_calls(
             {name: schema for name, (schema, _) in schemas.items()}, is_single=request.parallel_tool_calls is False
         )
         forced = _forced(schema, sorted({keyword for _, ignored in schemas.values() for keyword in ignored}))
-        return _ToolUse(offered=offered, forced=ANY_CALLS, forced_format=forced)
-    structure = None
-    if not request.continue_final_message:
-        declared = {tool.function.name: _declared(tool) for tool in tools}
-        structure = chat_format.call_structure(declared, is_single=request.parallel_tool_calls is False)
-    return _ToolUse(offered=offered, call_structure=structure, is_unread=chat_format.tool_format is None)
+        return _ToolUse(offered=offered, forced=ANY_CALLS, output_format=forced)
+    is_unread = chat_format.tool_format is None
+    if request.continue_final_message:
+        # The answer continues a text, so a text format applies to it and a tool call would not be at its beginning.
+        return _ToolUse(offered=offered if text_format is None else {}, is_unread=is_unread)
+    declared = {tool.function.name: _declared(tool) for tool in tools}
+    grammar = chat_format.call_grammar(declared, is_single=request.parallel_tool_calls is False)
+    if text_format is not None:
+        return _ToolUse(offered=offered, output_format=_calls_or(text_format, grammar))
+    structure = None if grammar is None else grammar.structure
+    return _ToolUse(offered=offered, call_structure=structure, is_unread=is_unread)
+
+
+def _calls_or(text_format: OutputFormat, calls: CallGrammar | None) -> OutputFormat:
+    """Return the structured output of an answer that is either tool calls or has the format of the request.
+
+    calls: grammar of the tool calls; None: the format of tool calls has no grammar.
+
+    Raises ApiError 400 if there is no such grammar.
+    """
+    remedy = "leave one of them out, or use tool_choice 'none' or 'required'"
+    if not text_format.is_json:
+        kind = text_format.structure["type"]
+        raise invalid_value(text_format.param, f"a {kind} cannot be combined with tools, only JSON can: {remedy}")
+    if calls is None:
+        problem = (
+            "it cannot be combined with tools, because the format of the model's tool calls is unknown: start the "
+            f"server with another --tool-call-parser, {remedy}"
+        )
+        raise invalid_value(text_format.param, problem)
+    structure = {"type": "grammar", "value": calls.or_json(text_format.schema)}
+    try:
+        check_structure(structure)
+    except InvalidSamplingParamsError as error:
+        raise invalid_value(text_format.param, f"together with the tools, use {error.allowed}, or {remedy}") from error
+    return replace(text_format, structure=structure, has_reasoning=calls.has_reasoning)
 
 
 def _forced(schema: dict[str, Any], ignored: Sequence[str]) -> OutputFormat:
@@ -398,7 +434,7 @@ class _ChatChoice:
                 calls[-1]["function"]["arguments"] += event.text
         # The content of a forced call is "". The content of a call that the model chose to make is null, unless the
         # model wrote text.
-        no_text = None if self._tools.forced_format is None else ""
+        no_text = None if self._tools.forced is None else ""
         message = {
             "role": "assistant",
             "content": text if text or not calls else no_text,

@@ -75,11 +75,22 @@ class OutputFormat:
     structure: as in SamplingParams.
     param:     the request field that sets the format.
     ignored:   keywords in the JSON schema that are not enforced.
+    has_reasoning: whether the structure includes the reasoning. If not, it begins after the reasoning.
     """
 
     structure: dict[str, Any]
     param: str
     ignored: tuple[str, ...] = ()
+    has_reasoning: bool = False
+
+    @property
+    def is_json(self) -> bool:
+        return self.structure["type"] in ("json_object", "json_schema")
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """The JSON schema of an output format whose `is_json` is True."""
+        return {"type": "object"} if self.structure["type"] == "json_object" else dict(self.structure["value"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +117,7 @@ class Options:
     echoes_log_probs: whether to report log-probabilities of a prompt that the answer echoes.
     prompt_log_probs: number of most likely tokens to report at each position of the prompt; None: report no
                       log-probabilities of the prompt.
-    forced_format: the structured output that tool_choice requires; None: use the structured output of the request.
+    output_format: the structured output for the tools of the request; None: use the structured output of the request.
     markers:       special tokens that the answer shows as text.
     reasoning:     how the model marks its reasoning; None: the model does not mark reasoning.
     reasoning_budget: maximum number of reasoning tokens; None: no limit.
@@ -119,7 +130,7 @@ class Options:
     log_probs: int | None
     echoes_log_probs: bool = False
     prompt_log_probs: int | None = None
-    forced_format: OutputFormat | None = None
+    output_format: OutputFormat | None = None
     markers: tuple[str, ...] = ()
     reasoning: ReasoningUse | None = None
     reasoning_budget: int | None = None
@@ -174,10 +185,10 @@ def jobs_of(
     Raises ApiError 400 if a prompt is too long or a sampling parameter is invalid.
     """
     choices = request.n or 1
-    format_ = structured_output(request) or options.forced_format
+    format_ = options.output_format or structured_output(request)
     output, field = (None, "tool_choice") if format_ is None else (format_.structure, format_.param)
-    if output is not None and options.reasoning is not None and options.reasoning.is_open:
-        output = {**output, "after": list(options.reasoning.closing)}
+    if format_ is not None and not format_.has_reasoning and options.reasoning is not None and options.reasoning.is_open:
+        output = {**format_.structure, "after": list(options.reasoning.closing)}
     reasoning = None
     if options.reasoning is not None and (options.reasoning_budget is not None or options.call_structure is not None):
         reasoning = options.reasoning.parameter(options.reasoning_budget, has_tools=options.has_tools)
