@@ -81,6 +81,10 @@ def test_langchain_gets_structured_output(langchain: ChatOpenAI) -> None:
     person = langchain.with_structured_output(PERSON, method="json_schema").invoke("Describe a person.")
     assert set(person) == {"name", "age"}
     assert isinstance(person["age"], int)
+    format_ = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+    answer = langchain.bind_tools([WEATHER], response_format=format_, max_tokens=100).invoke("Describe a person.")
+    values = [call["args"] for call in answer.tool_calls] or [json.loads(str(answer.content))]
+    assert all(set(value) in ({"city"}, {"name", "age"}) for value in values)
 
 
 def test_langchain_uses_the_responses_api(url: str) -> None:

@@ -154,7 +154,14 @@ async def test_forced_calls_and_formats_become_structured_output(running: Any, c
         assert running.backend.requests[-1][1].structured_output["type"] == "json_schema"
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     running.backend.answer = '{"a": 1}'
-    reply = await messages.create(**shared, output_config={"format": {"type": "json_schema", "schema": schema}})
+    output: Any = {"format": {"type": "json_schema", "schema": schema}}
+    for answer, kind in (('{"a": 1}', "text"), (CALL, "tool_use")):
+        running.backend.answer = answer
+        reply = await messages.create(**shared, output_config=output, tools=[WEATHER])
+        assert [block.type for block in reply.content] == [kind]
+        assert running.backend.requests[-1][1].structured_output["type"] == "grammar"
+    running.backend.answer = '{"a": 1}'
+    reply = await messages.create(**shared, output_config=output)
     assert reply.content[0].text == '{"a": 1}'
     assert running.backend.requests[-1][1].structured_output == {
         "type": "json_schema",

@@ -116,7 +116,12 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
         "no function 'g' among the tools: f",
     ),
-    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format", "cannot be combined with tools"),
+    ({"tools": [TOOL], "guided_regex": "a+"}, "guided_regex", "a regex cannot be combined with tools, only JSON can"),
+    (
+        {"tools": [TOOL], "guided_json": {"type": "array", "prefixItems": [{"enum": ["a" * 65_000]}]}},
+        "guided_json",
+        "together with the tools, use at most 65536 bytes of description: shorten it",
+    ),
     ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
     ({"functions": [{"name": "f"}]}, "functions", "not offered"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "Missing"),

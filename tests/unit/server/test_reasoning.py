@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_runtime.sampling.structured_output import GrammarCompiler
+from megatron_runtime.server.formats.harmony import HarmonyParser
 from megatron_runtime.server.formats.parser import CallArguments, CallBegin, Reasoning, Text, ToolParser
 from megatron_runtime.server.formats.reasoning import FORMATS, ReasoningFormat, ReasoningUse
 from megatron_runtime.server.formats.recognition import reasoning_format_of, recognised
@@ -187,6 +189,52 @@ async def test_structured_output_begins_after_the_reasoning(start_with_template:
     message = reply.choices[0].message
     assert (message.reasoning_content, message.tool_calls[0].function.arguments) == ("Hm", "{}")
     assert running.backend.requests[1][1].structured_output["after"] == [closing]
+    for answer in ('{"a": 1}', '<tool_call>{"name": "f", "arguments": {}}</tool_call>'):
+        running.backend.answer = f"Hm</think>{answer}"
+        reply = await running.openai.chat.completions.create(
+            model="smollm2",
+            temperature=0,
+            messages=MESSAGES,
+            tools=[tool],
+            response_format={"type": "json_object"},
+        )
+        message = reply.choices[0].message
+        assert message.reasoning_content == "Hm"
+        assert (message.content == answer) == (message.tool_calls is None)
+        structure = running.backend.requests[-1][1].structured_output
+        assert (structure["type"], structure["after"]) == ("grammar", [closing])
+
+
+async def test_calls_or_json_of_gpt_oss_are_messages_after_its_reasoning(start_with_template: Any) -> None:
+    """The grammar describes the whole answer, because a call is a message without the end of the reasoning."""
+    special = [*HarmonyParser.MARKERS, "<|call|>"]
+    running = await start_with_template("<|start|><|channel|><|message|><|end|>", special=special)
+    thought = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+    for answer, content in (
+        (f'{thought}<|channel|>final<|message|>{{"a": 1}}', '{"a": 1}'),
+        (f"{thought}<|channel|>commentary to=functions.f <|constrain|>json<|message|>{{}}<|call|>", None),
+    ):
+        running.backend.answer = answer
+        reply = await running.openai.chat.completions.create(
+            model="smollm2",
+            temperature=0,
+            messages=MESSAGES,
+            tools=[{"type": "function", "function": {"name": "f"}}],
+            response_format={"type": "json_object"},
+        )
+        message = reply.choices[0].message
+        assert (message.reasoning_content, message.content) == ("Hm", content)
+        assert [call.function.name for call in message.tool_calls or ()] == ([] if content else ["f"])
+        structure = running.backend.requests[-1][1].structured_output
+        assert "after" not in structure
+        compiler = GrammarCompiler(running.tokenizer, vocab_size=running.tokenizer.vocab_size)
+        try:
+            state = compiler.begin(structure, running.tokenizer.encode(answer, add_special=False))
+            assert state.failure is None
+            end, mask = running.tokenizer.eos_ids[0], state.allowed()
+            assert state.is_complete or (mask is not None and mask[end // 32] >> (end % 32) & 1)
+        finally:
+            compiler.close()
 
 
 async def test_the_effort_reaches_a_template_that_reads_it_and_others_ignore_it(

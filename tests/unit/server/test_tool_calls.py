@@ -113,6 +113,59 @@ async def test_a_named_call_has_its_own_schema_and_ends_with_stop(running: Any) 
     }
 
 
+PERSON = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+PERSON_FORMAT = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
+
+
+@pytest.mark.parametrize("format_", [PERSON_FORMAT, {"type": "json_object"}])
+async def test_with_a_json_format_an_answer_is_calls_or_json(running: Any, format_: Any) -> None:
+    """A marker of calls in a string of the JSON is no call."""
+    for answer, names in (
+        (CALLS[CALLS.index("<tool_call>") :], ["weather", "time"]),
+        (f'{{"age": 3, "note": {json.dumps(CALLS)}}}', []),
+    ):
+        running.backend.answer = answer
+        reply = await running.openai.chat.completions.create(**request(response_format=format_, n=2))
+        for choice in reply.choices:
+            assert choice.finish_reason == ("tool_calls" if names else "stop")
+            assert choice.message.content == (None if names else answer)
+            assert [call.function.name for call in choice.message.tool_calls or ()] == names
+        text, streamed = "", []
+        async for chunk in await running.openai.chat.completions.create(
+            **request(response_format=format_), stream=True
+        ):
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            streamed += [call.function.name for call in delta.tool_calls or () if call.function.name]
+        assert (text, streamed) == ("" if names else answer, names)
+    params = running.backend.requests[-1][1]
+    assert params.call_structure is None
+    assert params.structured_output["type"] == "grammar"
+    assert '"weather"' in params.structured_output["value"]
+    assert ('"age"' in params.structured_output["value"]) == (format_ is PERSON_FORMAT)
+    many = params.structured_output["value"]
+    await running.chat(tools=TOOLS, response_format=format_, parallel_tool_calls=False)
+    one = running.backend.requests[-1][1].structured_output["value"]
+    assert "group)*" in many
+    assert "group)*" not in one
+
+
+async def test_a_forced_call_takes_precedence_over_a_json_format(running: Any) -> None:
+    running.backend.answer = '[{"name": "time", "arguments": {}}]'
+    reply = await running.chat(tools=TOOLS, tool_choice="required", response_format=PERSON_FORMAT)
+    assert reply.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "time"
+    assert running.backend.requests[-1][1].structured_output["value"]["type"] == "array"
+
+
+async def test_an_answer_that_continues_a_text_has_its_json_format_only(running: Any) -> None:
+    continued = [*MESSAGES, {"role": "assistant", "content": "I"}]
+    running.backend.answer = '{"age": 3}'
+    fields = {"continue_final_message": True, "response_format": PERSON_FORMAT}
+    reply = await running.chat(tools=TOOLS, messages=continued, **fields)
+    assert reply.json()["choices"][0]["message"]["content"] == '{"age": 3}'
+    assert running.backend.requests[-1][1].structured_output["type"] == "json_schema"
+
+
 NARROW = {"type": "object", "properties": {"n": {"type": "integer", "not": {"const": 0}}}, "uniqueItems": True}
 
 
@@ -286,6 +339,10 @@ async def test_calls_of_an_unknown_format_are_text_and_a_header_reports_it(start
     forced = await running.post("/v1/chat/completions", request(tool_choice="required"))
     assert header not in forced.headers
     assert forced.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "time"
+    both = await running.post("/v1/chat/completions", request(response_format={"type": "json_object"}))
+    error = both.json()["error"]
+    assert (both.status_code, error["param"]) == (400, "response_format")
+    assert "start the server with another --tool-call-parser, leave one of them out" in error["message"]
     (model,) = (await running.http.get("/v1/models")).json()["data"]
     assert (model["tool_call_format"], model["reasoning_format"]) == (None, None)
     assert (running.backend.formats.tool_calls, running.backend.formats.reasoning) == ("", "")

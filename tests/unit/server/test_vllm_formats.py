@@ -143,6 +143,19 @@ async def test_a_forced_call_is_read_after_its_reasoning(served: Any) -> None:
     assert re.fullmatch(VLLM_ID, answer["choices"][0]["message"]["tool_calls"][0]["id"])
 
 
+async def test_calls_or_json_are_read_by_the_parser_that_fits_the_grammar(served: Any) -> None:
+    fields = {"tools": TOOLS, "response_format": {"type": "json_object"}}
+    for answer, calls in (
+        ('{"a": "call[add]"}', []),
+        ('<tool_call>{"name": "add", "arguments": {"b": 2}}</tool_call>', [("add", '{"b": 2}')]),
+    ):
+        served.backend.answer = answer
+        whole = (await served.chat(**fields)).json()
+        assert message_of(whole) == {"text": None if calls else answer, "reasoning": None, "calls": calls}
+        assert (await streamed(served, **fields))["calls"] == calls
+    assert re.fullmatch(VLLM_ID, whole["choices"][0]["message"]["tool_calls"][0]["id"])
+
+
 async def test_calls_have_the_ids_that_vllm_gives_them(served: Any) -> None:
     """vLLM's server makes an id if the parser gives none. The ids are accepted in the next request."""
     message = (await served.chat(tools=TOOLS)).json()["choices"][0]["message"]

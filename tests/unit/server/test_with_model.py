@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import psutil
+import pydantic
 import pytest
 from eventually import LONG_SECONDS
 
@@ -111,6 +112,35 @@ def test_a_forced_call_follows_the_schema(client: openai.OpenAI, choice: Any, st
     given = json.loads(arguments)
     assert list(given) == ["city"]
     assert len(given["city"]) <= 12
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_with_tools_and_a_json_format_an_answer_is_a_call_or_json(client: openai.OpenAI, calls: bool) -> None:
+    class Weather(pydantic.BaseModel):
+        city: str = pydantic.Field(max_length=12)
+
+    class Person(pydantic.BaseModel):
+        age: int = pydantic.Field(ge=0, le=99)
+
+    # The first character decides, and the bias decides the first character.
+    begins = client.post("../tokenize", body={"model": MODEL, "prompt": "<"}, cast_to=dict)["tokens"]
+    reply = client.chat.completions.parse(
+        model=MODEL,
+        messages=QUESTION,
+        tools=[openai.pydantic_function_tool(Weather)],
+        parallel_tool_calls=False,
+        response_format=Person,
+        logit_bias={str(begins[0]): 100 if calls else -100},
+        max_tokens=120,
+        n=2,
+    )
+    for choice in reply.choices:
+        if calls:
+            (call,) = choice.message.tool_calls or ()
+            assert isinstance(call.function.parsed_arguments, Weather)
+        else:
+            assert isinstance(choice.message.parsed, Person)
+        assert choice.finish_reason == ("tool_calls" if calls else "stop")
 
 
 def test_answers_follow_the_requested_structured_output(client: openai.OpenAI) -> None:

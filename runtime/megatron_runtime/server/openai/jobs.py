@@ -187,11 +187,12 @@ def jobs_of(
     choices = request.n or 1
     format_ = options.output_format or structured_output(request)
     output, field = (None, "tool_choice") if format_ is None else (format_.structure, format_.param)
-    if format_ is not None and not format_.has_reasoning and options.reasoning is not None and options.reasoning.is_open:
-        output = {**format_.structure, "after": list(options.reasoning.closing)}
+    use = options.reasoning
+    if use is not None and use.is_open and format_ is not None and not format_.has_reasoning:
+        output = {**format_.structure, "after": list(use.closing)}
     reasoning = None
-    if options.reasoning is not None and (options.reasoning_budget is not None or options.call_structure is not None):
-        reasoning = options.reasoning.parameter(options.reasoning_budget, has_tools=options.has_tools)
+    if use is not None and (options.reasoning_budget is not None or options.call_structure is not None):
+        reasoning = use.parameter(options.reasoning_budget, has_tools=options.has_tools)
     field_names = {**_FIELD_NAMES, "structured_output": field}
     defaults = defaults or {}
     shared = _sampling_params(
