@@ -227,7 +227,8 @@ class NativeAnswerFormat:
 
 
 _KEPT_GRAMMARS = 64
-"""Maximum number of tool lists whose grammars are cached."""
+_KEPT_CHARACTERS = 256 << 10
+"""Limits of the cache of grammars: the number of tool lists, and the length of one list as JSON."""
 
 
 class NativeChatFormat:
@@ -250,7 +251,7 @@ class NativeChatFormat:
         special = {} if self._calls is None else tokenizer.special_tokens_in(self._calls.texts)
         self._written = written_with(special)
         # The grammar is cached, because an agent sends the same tools with each request.
-        self._grammar = lru_cache(maxsize=_KEPT_GRAMMARS)(self._make_grammar)
+        self._kept_grammar = lru_cache(maxsize=_KEPT_GRAMMARS)(self._grammar)
         self.tool_format = None if formats.tools is None else formats.tools.name
         self.reasoning_format = formats.reasoning_name
         self.offers_tools = formats.offers_tools
@@ -289,11 +290,14 @@ class NativeChatFormat:
 
     def call_grammar(self, tools: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> CallGrammar | None:
         """Return the grammar of an answer that calls tools. See ChatFormat.call_grammar()."""
-        return None if self._calls is None else self._grammar(json.dumps(tools), is_single)
+        if self._calls is None:
+            return None
+        text = json.dumps(tools)
+        make = self._kept_grammar if len(text) <= _KEPT_CHARACTERS else self._grammar
+        return make(self._calls, text, is_single)
 
-    def _make_grammar(self, tools: str, is_single: bool) -> CallGrammar:
-        assert self._calls is not None
+    def _grammar(self, calls: ToolFormat, tools: str, is_single: bool) -> CallGrammar:
         schemas = {
             name: without_annotations(normalised(schema, closes=True)[0]) for name, schema in json.loads(tools).items()
         }
-        return self._calls.grammar(schemas, self._written, is_single)
+        return calls.grammar(schemas, self._written, is_single)
