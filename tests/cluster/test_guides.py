@@ -176,13 +176,13 @@ def change_of(command: str) -> dict[str, Any]:
     return patch["spec"]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.stem) for page in CHANGING])
+@pytest.mark.parametrize("guide", [pytest.param(guide, id=guide.stem) for guide in CHANGING])
 async def test_kubectl_changes_what_the_page_says_and_nothing_else(
-    page: Path, run: Run, resource: Any, api: Any, namespace: str
+    guide: Path, run: Run, resource: Any, api: Any, namespace: str
 ) -> None:
     await resource.create(model={"source": {"huggingFace": {"repo": "org/model"}}})
     run("openssl req -x509 -newkey rsa:2048 -nodes -keyout tls.key -out tls.crt -days 2 -subj /CN=demo 2>&1")
-    for command in commands(page, CHANGES):
+    for command in commands(guide, CHANGES):
         before = (await resource.get())["spec"]
         await asyncio.to_thread(run, command)
         after = (await resource.get())["spec"]

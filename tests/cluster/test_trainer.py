@@ -75,6 +75,9 @@ async def test_engines_serve_what_a_trainer_publishes(
         answer = await trainer.publish(epoch)
         await resource.until(lambda status, epoch=epoch, answer=answer: _serves(status, answer, epoch))
 
+    await _lose(api, node, namespace, "demo-engine-1")
+    await resource.until(lambda status: _serves(status, answer, 2))
+
     await trainer.kill()
     await _lose(api, node, namespace, "demo-engine-1")
     await resource.until(lambda status: _serves(status, answer, 2))  # from demo-engine-0

@@ -48,20 +48,20 @@ def _named(pages: list[Path]) -> list[Any]:
     return [pytest.param(page, id=page.stem) for page in pages]
 
 
-@pytest.mark.parametrize("page", _named(PAGES))
-def test_every_shell_block_says_whether_it_runs(page: Path) -> None:
+@pytest.mark.parametrize("guide", _named(PAGES))
+def test_every_shell_block_says_whether_it_runs(guide: Path) -> None:
     wrong = [
         block.code
-        for block in blocks(page)
+        for block in blocks(guide)
         if (block.language in ("sh", "console") or block.marker) and not KINDS.fullmatch(block.marker)
     ]
-    assert not wrong, f"{page}: give these blocks a marker; {__doc__}"
+    assert not wrong, f"{guide}: give these blocks a marker; {__doc__}"
 
 
-@pytest.mark.parametrize("page", _named(PAGES))
-def test_every_resource_is_valid(page: Path) -> None:
+@pytest.mark.parametrize("guide", _named(PAGES))
+def test_every_resource_is_valid(guide: Path) -> None:
     """A block with a spec alone shows some fields of a resource."""
-    for block in blocks(page):
+    for block in blocks(guide):
         if block.language != "yaml":
             continue
         for document in yaml.safe_load_all(block.code):
@@ -70,11 +70,11 @@ def test_every_resource_is_valid(page: Path) -> None:
                 parse_spec({"model": model, **document["spec"]})
 
 
-@pytest.mark.parametrize("page", _named(PAGES))
-def test_every_program_compiles(page: Path) -> None:
-    for block in blocks(page):
+@pytest.mark.parametrize("guide", _named(PAGES))
+def test_every_program_compiles(guide: Path) -> None:
+    for block in blocks(guide):
         if block.language == "python":
-            compile(block.code, str(page), "exec")
+            compile(block.code, str(guide), "exec")
 
 
 def test_every_helm_upgrade_keeps_the_values_of_the_installation() -> None:
@@ -128,19 +128,19 @@ def background(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Background
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", _named([page for page in PAGES if any(block.runs for block in blocks(page))]))
-def test_commands_run(page: Path, tmp_path: Path, background: _Background, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("guide", _named([page for page in PAGES if any(block.runs for block in blocks(page))]))
+def test_commands_run(guide: Path, tmp_path: Path, background: _Background, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in LINKED:
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     environment = _environment()
-    for block in [block for block in blocks(page) if block.runs and (block.marker != "soak" or SOAK)]:
+    for block in [block for block in blocks(guide) if block.runs and (block.marker != "soak" or SOAK)]:
         if block.ready_text is not None:
             environment = background.environment_of(block)
         elif block.language == "python":
             for name, value in environment.items():
                 monkeypatch.setenv(name, value)
-            exec(compile(_local(block.code, environment), str(page), "exec"), {"__name__": "__main__"})
+            exec(compile(_local(block.code, environment), str(guide), "exec"), {"__name__": "__main__"})
         else:
             process = _start(block, tmp_path, environment)
             with _ended_after(process, LONG_SECONDS):
