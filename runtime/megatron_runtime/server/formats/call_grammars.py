@@ -103,7 +103,7 @@ def llama3_json(tools: Schemas, written: Written, is_single: bool) -> CallGramma
             f'%json {dumped(schema)} SPACE? "}}"{more}'
         )
     call = f"call: %json {dumped(any_call(tools, keys=_KEYS_OF_LLAMA))}"
-    # The marker of a call is a prefix of JSON, which the compiler would read as one lexeme. So calls are JSON here.
+    # With the markers of calls, which are prefixes of JSON and single lexemes, the lexer would reject other JSON.
     answer = f"SPACE? (({written(tag)})? calls | json)"
     return CallGrammar(starts, lines(f"calls: SPACE? call{more}", call, *rules, SPACE), answer)
 
