@@ -23,6 +23,7 @@ DOCKER ?= docker
 GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 # Tests often wait, so there is one worker more than CPUs. Each loads the models of its tests: at most four.
 WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 4 ? n : 4)))
+UNIT_WORKERS ?= $(WORKERS)
 # The output of `make test` shows the start time of each part.
 BEGIN = echo "$$(date +%T) make $@"
 # Write bytecode on the first import even if the caller's environment disables it.
@@ -84,10 +85,10 @@ cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 
 # Seven groups in parallel keep two cores busy. Tests of clusters, nodes and lost processes wait for most of their time. The
 # tests of the other groups compute: they have a lower priority (NICE), use what the others leave, and are the last to
-# end. On two cores each has one process, because every process of pytest-xdist collects all tests of its group. Each
-# group prints its output when it is done.
+# end. On two cores each has one process, because every process of pytest-xdist collects all tests of its group, and only
+# the largest group has two. Each group prints its output when it is done.
 test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -k -j 7 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 2 : 1)) \
+	@$(MAKE) --no-print-directory --output-sync=target -k -j 7 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 2 : 1)) UNIT_WORKERS=2 \
 		test-e2e test-cluster test-survival test-models test-kernels test-operator test-unit lint test-pages
 
 # Go programs, such as API servers, collect garbage less often, which saves a quarter of their CPU time, unless they use
@@ -114,7 +115,7 @@ UNIT_OPTIONS = -m "not page" -n $(WORKERS) --dist loadfile --no-loadscope-reorde
 
 test-unit: setup build/test-weights.stamp build/chat-templates.stamp
 	@$(BEGIN)
-	$(NICE) $(PYTEST) tests/unit tests/fuzz $(addprefix --ignore=tests/unit/,$(MODELS) $(KERNELS) $(OPERATOR)) $(UNIT_OPTIONS)
+	$(NICE) $(PYTEST) tests/unit tests/fuzz $(addprefix --ignore=tests/unit/,$(MODELS) $(KERNELS) $(OPERATOR)) $(UNIT_OPTIONS) -n $(UNIT_WORKERS)
 
 test-operator: setup
 	@$(BEGIN)
