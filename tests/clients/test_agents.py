@@ -106,7 +106,7 @@ enabled = false
 def test_opencode(client: Callable[[str], Client], server: Server) -> None:
     opencode = client("opencode")
     (opencode.work / "note.txt").write_text(NOTE)
-    server.answers(script(call("bash", command="cat note.txt", description="Reads the note")))
+    server.answers(script(call("bash", command="cat note.txt")))
     (opencode.work / "opencode.json").write_text(
         json.dumps(
             {
