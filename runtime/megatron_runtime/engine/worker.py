@@ -420,15 +420,20 @@ class EngineWorker:
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
         """Announce in a heartbeat that heartbeats can be missing while the `with` block loads weights.
 
+        Another heartbeat announces the end, so that an engine that stops right after it is removed soon.
+
         is_reading: whether the `with` block loads weights. If not, nothing is announced.
         """
-        if is_reading:
-            self._busy_for = LOAD_SILENCE_SECONDS
-            self._link.beat()
+        if not is_reading:
+            yield
+            return
+        self._busy_for = LOAD_SILENCE_SECONDS
+        self._link.beat()
         try:
             yield
         finally:
             self._busy_for = 0.0
+            self._link.beat()
 
     # --- BackendListener ----------------------------------------------------------------------------------------
 

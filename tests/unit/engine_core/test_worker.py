@@ -57,14 +57,14 @@ async def test_an_engine_whose_weights_cannot_be_loaded_ends_with_the_cause() ->
 class Served:
     """A real coordinator and an echo engine, in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, heartbeat: float = 0.05) -> None:
         self.coordinator = Coordinator(
             CoordinatorSettings(
                 listen="127.0.0.1",
                 client_port=0,
                 single_port=True,
                 routing_policy=RoutingPolicy.LONGEST_PREFIX,
-                timing=Timing(heartbeat=0.05, recovery=0.0),
+                timing=Timing(heartbeat=heartbeat, recovery=0.0),
             )
         )
         self.coordinator.start()
@@ -114,6 +114,25 @@ async def test_the_limits_of_an_engine_are_in_the_status_of_the_coordinator(serv
     info = served.backend.info
     assert (status.max_requests, status.max_sequence_length) == (info.max_requests, info.max_sequence_length)
     assert (status.max_tokens, status.kv_cache_bytes) == (info.max_tokens, served.executor.kv_cache_bytes)
+
+
+async def test_an_engine_that_stops_after_its_last_hello_is_not_expected_to_be_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    say_hello = PeerLink.say_hello
+
+    def say_last_hello(link: PeerLink) -> None:
+        say_hello(link)
+        if link.hello(0).serving:
+            link.heartbeat = None
+
+    monkeypatch.setattr(PeerLink, "say_hello", say_last_hello)
+    served = Served(heartbeat=LONG_SECONDS)
+    await asyncio.wait_for(served.worker.joined.wait(), LONG_SECONDS)
+    [engine] = served.coordinator.core.engines.serving()
+    assert engine.busy_until == 0
+    await served.client.start()
+    await served.stop()
 
 
 async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) -> None:
