@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -75,8 +75,8 @@ class EventStream(Response):
     without a DONE after it, because the answer is not complete. When the client disconnects, `events` is closed
     immediately. When `expired` is set, the stream ends with an error. The name of an event is its `type`, if any.
 
-    error_body: for Anthropic's API, returns the body of an error event. In this API, the stream has no DONE. None:
-                OpenAI's format.
+    error_events: for APIs whose streams have no DONE, returns the last events of a stream that fails. None: the format
+                  of OpenAI's completions.
     """
 
     media_type = "text/event-stream"
@@ -87,12 +87,12 @@ class EventStream(Response):
         *,
         keep_alive_seconds: float,
         expired: asyncio.Event,
-        error_body: Callable[[ApiError], dict[str, Any]] | None = None,
+        error_events: Callable[[ApiError], Sequence[dict[str, Any]]] | None = None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._events = events
-        self._error_body = error_body
+        self._error_events = error_events
         self._keep_alive_seconds = keep_alive_seconds
         self._expired = expired
         self._is_started = False
@@ -113,10 +113,10 @@ class EventStream(Response):
             if not isinstance(error, ApiError):
                 logger.exception("a stream failed after it had begun")
                 error = ApiError(500, "The server failed while it generated the answer.", code="internal_error")
-            body = error.body() if self._error_body is None else self._error_body(error)
-            await self._write(send, self._encoded(body), is_last=True)
+            last = [error.body()] if self._error_events is None else self._error_events(error)
+            await self._write(send, b"".join(map(self._encoded, last)), is_last=True)
         else:
-            await self._write(send, DONE if self._error_body is None else b"", is_last=True)
+            await self._write(send, DONE if self._error_events is None else b"", is_last=True)
 
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:

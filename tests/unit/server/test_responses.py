@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
+from openai.types.responses import Response
 
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }}!{% endfor %}"
@@ -75,12 +77,28 @@ async def test_a_stream_adds_up_to_the_whole_response(start_with_template: Any) 
 
     raw = await running.post("/v1/responses", {**body, "stream": True})
     blocks = [block.split("\n") for block in raw.text.removesuffix("\n\n").split("\n\n")]
-    assert blocks.pop() == ["data: [DONE]"]
     assert [name for name, _ in blocks] == [f"event: {event.type}" for event in events]
 
     async with running.openai.responses.stream(**body) as stream:
         final = await stream.get_final_response()
     assert (final.output_text, len(final.output)) == ("I look.", 4)
+
+
+async def test_a_stream_that_fails_ends_with_openais_events(running: Any) -> None:
+    running.backend.answer = "So far"
+    running.backend.failure = {"type": "Stopped", "message": "the engines were stopped", "code": 503}
+    body = {"model": "smollm2", "temperature": 0, "input": "Hi", "stream": True}
+    with pytest.raises(openai.APIError, match="the engines were stopped"):
+        _ = [event async for event in await running.openai.responses.create(**body)]
+    raw = await running.post("/v1/responses", body)
+    events = [json.loads(line.removeprefix("data: ")) for line in raw.text.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    error, failed = events[-2:]
+    assert (error["type"], failed["type"]) == ("error", "response.failed")
+    assert error["message"] == error["error"]["message"] == failed["response"]["error"]["message"]
+    response = Response.model_validate(failed["response"], strict=True)
+    assert (response.status, response.error.code) == ("failed", "server_error")
+    assert all(item.status == "incomplete" for item in response.output)
 
 
 async def test_output_items_are_accepted_back_as_input(start_with_template: Any) -> None:

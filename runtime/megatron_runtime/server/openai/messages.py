@@ -435,7 +435,12 @@ async def create_message(service: Service, request: Request) -> Response:
     if body.stream:
         events = _events(answer, generation)
         seconds = service.settings.keep_alive_seconds
-        return EventStream(events, keep_alive_seconds=seconds, expired=service.expired, error_body=error_body)
+        return EventStream(
+            events,
+            keep_alive_seconds=seconds,
+            expired=service.expired,
+            error_events=lambda error: [error_body(error)],
+        )
     (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     for _ in answer.take(piece):
         pass

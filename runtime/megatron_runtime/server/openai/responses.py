@@ -6,9 +6,10 @@ function calls.
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -28,7 +29,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.protocol import strict_json as json
-from megatron_runtime.server.errors import from_validation, invalid_value
+from megatron_runtime.server.errors import ApiError, from_validation, invalid_value
 from megatron_runtime.server.formats.parser import CallBegin, Event, Reasoning, Text
 from megatron_runtime.server.guards import load_json
 from megatron_runtime.server.json_text import to_json
@@ -519,7 +520,7 @@ async def create_response(service: Service, request: Request) -> Response:
     if body.stream:
         events = _events(answer, generation)
         seconds = service.settings.keep_alive_seconds
-        return EventStream(events, keep_alive_seconds=seconds, expired=service.expired)
+        return EventStream(events, keep_alive_seconds=seconds, expired=service.expired, error_events=answer.failed)
     (piece,) = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     for _ in answer.take(piece):
         pass
@@ -527,26 +528,16 @@ async def create_response(service: Service, request: Request) -> Response:
 
 
 async def _events(answer: _Answer, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
-    number = 0
-
-    def numbered(events: Sequence[dict[str, Any]] | Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        nonlocal number
-        for event in events:
-            yield {**event, "sequence_number": number}
-            number += 1
-
     async with aclosing(generation.stream()) as pieces:
         is_begun = False
         async for piece in pieces:
             if not is_begun:
-                is_begun, started = True, answer.response()
-                opening = [{"type": f"response.{state}", "response": started} for state in ("created", "in_progress")]
-                for event in numbered(opening):
+                is_begun = True
+                for event in answer.begun():
                     yield event
-            for event in numbered(answer.take(piece)):
+            for event in answer.take(piece):
                 yield event
-    final = answer.response()
-    for event in numbered([{"type": f"response.{final['status']}", "response": final}]):
+    for event in answer.ended():
         yield event
 
 
@@ -575,9 +566,41 @@ class _Answer:
         self._items: list[dict[str, Any]] = []
         self._texts: list[str] = []
         """Parts of the text of the open item."""
+        self._sequence_numbers = itertools.count()
+
+    def begun(self) -> Iterator[dict[str, Any]]:
+        """Yield the first stream events."""
+        started = self.response()
+        yield from self._numbered(
+            {"type": f"response.{state}", "response": started} for state in ("created", "in_progress")
+        )
 
     def take(self, piece: Piece) -> Iterator[dict[str, Any]]:
         """Yield the stream events for a part of the answer."""
+        yield from self._numbered(self._read(piece))
+
+    def ended(self) -> Iterator[dict[str, Any]]:
+        """Yield the last stream event."""
+        yield from self._numbered([{"type": f"response.{self._status}", "response": self.response()}])
+
+    def failed(self, error: ApiError) -> list[dict[str, Any]]:
+        """Return the last stream events of an answer that fails: the error, and the response with the output so far."""
+        for _ in self._close("incomplete"):
+            pass
+        self._status = "failed"
+        body = error.body()
+        cause = {"code": _FAILURES.get(error.status, "server_error"), "message": error.message}
+        events = [
+            {"type": "error", **body, "code": error.code, "message": error.message, "param": error.param},
+            {"type": "response.failed", "response": {**self.response(), "error": cause}},
+        ]
+        return list(self._numbered(events))
+
+    def _numbered(self, events: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        for event in events:
+            yield {**event, "sequence_number": next(self._sequence_numbers)}
+
+    def _read(self, piece: Piece) -> Iterator[dict[str, Any]]:
         for event in self._reader.read(piece):
             kind = self._kind(event)
             if (
@@ -602,7 +625,7 @@ class _Answer:
     def response(self) -> dict[str, Any]:
         """Return the `response` object, with the output items so far."""
         request, is_cut = self._request, self._status == "incomplete"
-        usage = None if self._status == "in_progress" else _usage(self._usage)
+        usage = _usage(self._usage) if self._status in ("completed", "incomplete") else None
         text = TextOptions() if request.text is None else request.text
         format_ = {"type": "text"} if text.format is None else text.format.model_dump(by_alias=True, exclude_none=True)
         choice = request.tool_choice or "auto"
@@ -700,6 +723,8 @@ _PREFIX = {
     "function_call": "response.function_call_arguments",
     "custom_tool_call": "response.custom_tool_call_input",
 }
+_FAILURES = {429: "rate_limit_exceeded"}
+"""Codes of a failed response by the status of its error. All other errors have the code `server_error`."""
 _ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
