@@ -726,17 +726,26 @@ async def test_the_limits_that_vllm_chose_on_a_gpu_are_announced(start: Start, m
 
 
 async def test_a_load_reports_its_stages_and_the_cache_that_vllm_measured(
-    start: Start, model: Path, monkeypatch: pytest.MonkeyPatch
+    start: Start, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from megatron_runtime.backends.vllm import process
 
+    captured = tmp_path / "captured"
     monkeypatch.setenv("FAKE_VLLM_ON_GPU", "1")
+    monkeypatch.setenv("FAKE_VLLM_CAPTURES_UNTIL", str(captured))
     monkeypatch.setattr(process, "PROGRESS", progress := StartProgress())
     reports = []
     monkeypatch.setattr(progress, "report", lambda *report: reports.append(report))
     monkeypatch.setattr(StartProgress, "total", 1000)
     running = await start()
-    await running.backend.load()
+    loading = asyncio.create_task(running.backend.load())
+
+    async def are_captured() -> bool:
+        return any(stage is Stage.CAPTURE for stage, *_ in reports)
+
+    await eventually(are_captured, what="CUDA graphs are captured")
+    captured.touch()
+    await loading
     size = (model / "model.safetensors").stat().st_size
     stages = [report for report in reports if report[0] is not Stage.VERIFY]
     stages.remove((Stage.LOAD, 0, size))  # vLLM's output is read at the same time

@@ -15,8 +15,7 @@ from typing import Any
 from safetensors import safe_open
 
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError, end_tokens
-from megatron_runtime.checkpoints.remote.download import recorded_digests
-from megatron_runtime.checkpoints.remote.files import replace_text
+from megatron_runtime.checkpoints.remote.files import recorded_digests, replace_text
 from megatron_runtime.checkpoints.source import StoredModel, require_format, resolve
 from megatron_runtime.process.progress import PROGRESS, Stage
 from megatron_runtime.protocol import strict_json as json

@@ -58,7 +58,6 @@ from megatron_runtime.backends.vllm.process import STARTED, settings_of
 from megatron_runtime.backends.vllm.published import CopyPort
 from megatron_runtime.backends.vllm.published import receive as receive_published
 from megatron_runtime.checkpoints.remote import REMOTE_PREFIXES
-from megatron_runtime.checkpoints.remote.metadata import metadata_directory
 from megatron_runtime.checkpoints.source import require_format, resolve
 from megatron_runtime.engine.backend import CacheEvents
 from megatron_runtime.engine.settings import EngineSettings
@@ -584,6 +583,9 @@ def check(settings: EngineSettings) -> None:
 
         def draft_directory(model: str) -> Path:
             if model.startswith(REMOTE_PREFIXES):
+                # The HTTP client takes a tenth of a second to import.
+                from megatron_runtime.checkpoints.remote.metadata import metadata_directory
+
                 return drafts.enter_context(metadata_directory(model))
             return resolve(model).path
 

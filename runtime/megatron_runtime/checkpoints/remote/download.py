@@ -17,7 +17,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,6 @@ from typing import Any
 from megatron_runtime.checkpoints.model_files import OTHER_VOCABULARIES, TOKENIZER_FILE, ModelDirectory
 from megatron_runtime.checkpoints.remote import MODEL_CACHE, hf_home, hub_cache
 from megatron_runtime.checkpoints.remote.files import (
-    MANIFEST_FILE,
     HubError,
     Listing,
     Manifest,
@@ -161,29 +160,6 @@ def _complete_snapshot(repository: ModelDirectory, commit: str, *, tokenizer_onl
         if manifest is not None and all((directory / name).is_file() for name in manifest.files):
             return directory
     return None
-
-
-def recorded_digests(directory: Path) -> dict[str, str]:
-    """Return the SHA-256 of each file in `directory` that a download has verified and that has not changed since.
-
-    directory: a directory that cached_directory() has returned or that `megatron fetch` has written.
-    """
-    for own in (directory, directory.parent.parent / ".megatron" / directory.name):
-        try:
-            manifest = read_manifest(own)
-        except HubError:  # the manifest is damaged, so it records nothing
-            manifest = None
-        if manifest is None:
-            continue
-        written = (own / MANIFEST_FILE).stat().st_mtime_ns
-        digests = {}
-        for name, entry in manifest.files.items():
-            with suppress(OSError):
-                status = (directory / name).stat()
-                if status.st_size == entry["size"] and status.st_mtime_ns <= written:
-                    digests[name] = entry["sha256"]
-        return digests
-    return {}
 
 
 def _reported(reference: AnyReference) -> Progress:

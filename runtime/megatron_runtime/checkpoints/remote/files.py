@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -243,6 +244,29 @@ def read_manifest(directory: Path) -> Manifest | None:
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise HubError(f"{path} is damaged ({error}): remove it and fetch again") from error
     return manifest
+
+
+def recorded_digests(directory: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file in `directory` that a download has verified and that has not changed since.
+
+    directory: a directory that cached_directory() has returned or that `megatron fetch` has written.
+    """
+    for own in (directory, directory.parent.parent / ".megatron" / directory.name):
+        try:
+            manifest = read_manifest(own)
+        except HubError:  # the manifest is damaged, so it records nothing
+            manifest = None
+        if manifest is None:
+            continue
+        written = (own / MANIFEST_FILE).stat().st_mtime_ns
+        digests = {}
+        for name, entry in manifest.files.items():
+            with suppress(OSError):
+                status = (directory / name).stat()
+                if status.st_size == entry["size"] and status.st_mtime_ns <= written:
+                    digests[name] = entry["sha256"]
+        return digests
+    return {}
 
 
 def write_manifest(manifest: Manifest, directory: Path) -> None:

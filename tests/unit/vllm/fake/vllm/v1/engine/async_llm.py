@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,9 @@ class AsyncLLM:
             print("\n(Worker pid=7) INFO 01-01 [gpu_worker.py:760] Available KV cache memory: 12.5 GiB")
             print("(Worker pid=8) INFO 01-01 [gpu_worker.py:760] Available KV cache memory: 12.25 GiB")
             print("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE):  40%|####", flush=True)
+        if captured := os.environ.get("FAKE_VLLM_CAPTURES_UNTIL"):  # a file
+            while not os.path.exists(captured):
+                time.sleep(0.01)
         return cls(vllm_config)
 
     async def generate(
