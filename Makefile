@@ -88,7 +88,7 @@ cluster-down: ## remove it: no process, mount, bridge or iptables rule remains
 # end. On two cores each has one process, because every process of pytest-xdist collects all tests of its group, and only
 # the largest group has two. Each group prints its output when it is done.
 test: setup build/chromium.stamp build/test-weights.stamp build/chat-templates.stamp ## every test that needs no GPU
-	@$(MAKE) --no-print-directory --output-sync=target -k -j 7 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 2 : 1)) UNIT_WORKERS=2 \
+	@$(MAKE) --no-print-directory --output-sync=target -k -j 7 NICE='nice -n 3' WORKERS=$$(($(WORKERS) > 3 ? 2 : 0)) UNIT_WORKERS=2 \
 		test-e2e test-cluster test-survival test-models test-kernels test-operator test-unit lint test-pages
 
 # Go programs, such as API servers, collect garbage less often, which saves a quarter of their CPU time, unless they use
