@@ -4,6 +4,11 @@ of a stream, and a bad argument changes no engine. vLLM itself runs in the pods,
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -56,6 +61,22 @@ def image(platform: Platform) -> None:
     platform.cluster.build_images(["runtime-vllm"])
 
 
+@pytest.fixture
+def model(claim: Callable[..., str]) -> Iterator[dict[str, Any]]:
+    """The built-in model as files of Hugging Face, from which vLLM's own renderer and parsers work."""
+    # They import torch, which the other tests here do not need.
+    from megatron_runtime.checkpoints.convert import convert
+    from megatron_runtime.tokenization.loader import write_gguf_tokenizer
+
+    directory = Path(tempfile.mkdtemp(prefix="megatron-model-"))
+    directory.chmod(0o755)
+    files = directory / "model"
+    convert("builtin:smollm2-135m", files, dtype="float32", write_gguf_tokenizer=write_gguf_tokenizer)
+    source = {"persistentVolumeClaim": {"claimName": claim(directory), "path": "/model"}}
+    yield {"source": source, "dtype": "Float32", "maxSequenceLength": 2048}
+    shutil.rmtree(directory)
+
+
 def resident_mib(kube: Kubectl) -> int:
     """Return the resident memory of all processes of the engine's pod."""
     return int(kube("exec", "demo-engine-0-0", "--container=engine", "--", "python", "-c", RESIDENT))
@@ -86,8 +107,8 @@ def check_call(kube: Kubectl, chat: Chat) -> None:
     assert call["id"].startswith("chatcmpl-tool-"), "the id is not of vLLM's form"
 
 
-def test_calls_and_every_verb_with_a_vllm_engine(kube: Kubectl) -> None:
-    chat = deploy(kube, engine=ENGINE, server=SERVER).chat
+def test_calls_and_every_verb_with_a_vllm_engine(kube: Kubectl, model: dict[str, Any]) -> None:
+    chat = deploy(kube, model=model, engine=ENGINE, server=SERVER).chat
     check_call(kube, chat)
     pod = engine_pod(kube)
     _, tokens = ask_for_paris(chat)
@@ -116,7 +137,7 @@ def test_calls_and_every_verb_with_a_vllm_engine(kube: Kubectl) -> None:
     kube.patch_spec("demo", engine={"vllm": {"args": {"no_such_argument": 1}}})
     kube.wait("mi/demo", "condition=Degraded")
     (degraded,) = [entry for entry in kube.json("mi", "demo")["status"]["conditions"] if entry["type"] == "Degraded"]
-    assert degraded["reason"] == "UnsupportedByBackend"
+    assert degraded["reason"] == "NotAllowed"
     assert "spec.engine.vllm.args.no_such_argument" in degraded["message"]
     ask_for_paris(chat)
     assert engine_pod(kube) == pod, "a verb or a rejected argument restarted the engine's pod"
