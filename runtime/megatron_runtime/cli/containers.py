@@ -544,7 +544,7 @@ def server(*, listen_fd: int | None, max_connections: int, model_names: tuple[st
     "--timeout-seconds",
     type=POSITIVE_SECONDS,
     default=15.0,
-    help="Maximum number of seconds for the connection between two pods. Then the check fails.",
+    help="Seconds within which two pods must connect. Otherwise, the check fails.",
 )
 @click.option(
     "--listen", default="::", help="Address on which both ports listen. :: means every IPv4 and IPv6 address."

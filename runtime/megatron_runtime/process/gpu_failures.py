@@ -99,8 +99,8 @@ GPU_FAILURES: tuple[GpuFailure, ...] = (
         CONFIGURATION,
         r"when stream is capturing|previous error during capture|cudaErrorStreamCapture"
         r"|error.{0,80}CUDA ?graph|CUDA ?graph.{0,80}(error|failed)",
-        "set spec.engine.vllm.args.enforce_eager to true, which runs without CUDA graphs, and report the model with "
-        "the message; for a native engine report it alone",
+        "report the message and the name of the model; for a vLLM engine, also set "
+        "spec.engine.vllm.args.enforce_eager to true, which turns CUDA graphs off",
     ),
     _failure(
         CONFIGURATION,
