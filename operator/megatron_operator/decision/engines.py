@@ -166,7 +166,8 @@ class Engines:
     def events_due_in(self) -> float | None:
         """Seconds until Events are read again.
 
-        The value is None if no StatefulSet lacks a pod and the status of every pod explains the state of the pod.
+        Events are read while a StatefulSet lacks pods, or a pod's status does not say why the pod does not run.
+        Otherwise, the value is None.
         """
         incomplete = any(engine.incomplete for engine in self.all)
         return EVENT_SECONDS if incomplete or any(pod.unexplained for pod in self.world.pods) else None

@@ -245,7 +245,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """The object in the field `structured_outputs`. It sets exactly one format, like one of the `guided_` fields."""
+    """The object in the field `structured_outputs`. It sets exactly one format, as each `guided_` field does."""
 
     json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
     regex: NonEmpty | None = None
