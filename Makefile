@@ -100,10 +100,11 @@ test test-cluster test-e2e soak-cluster soak-e2e: export GOMEMLIMIT ?= 600MiB
 test test-unit test-models test-kernels test-survival: export OMP_WAIT_POLICY ?= PASSIVE
 
 # Folders of unit tests. Each process of pytest-xdist imports and collects all tests of its group: MODELS import
-# transformers or Megatron-Core, KERNELS torch or Triton, and OPERATOR the client of Kubernetes.
-MODELS := engine examples loading megatron megatron_core models requests trainer
-KERNELS := bench cpu_kernels gpu in_process kernels parallel preflight sampling
-OPERATOR := kubectl operator operator_io
+# transformers or Megatron-Core, KERNELS torch or Triton, and OPERATOR the client of Kubernetes. In each group, folders
+# whose tests mostly wait come first, so that the last groups keep all cores busy until they end.
+MODELS := trainer megatron_core loading models examples megatron engine requests
+KERNELS := preflight in_process parallel gpu kernels bench sampling cpu_kernels
+OPERATOR := operator_io kubectl operator
 
 # Folders that neither load a model nor start a cluster. Their tests mostly wait.
 FAST := operator operator_io wire client coordinator engine_core sampling localcluster
