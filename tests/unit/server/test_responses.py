@@ -98,7 +98,9 @@ async def test_a_stream_that_fails_ends_with_openais_events(running: Any) -> Non
     assert error["message"] == error["error"]["message"] == failed["response"]["error"]["message"]
     response = Response.model_validate(failed["response"], strict=True)
     assert (response.status, response.error.code) == ("failed", "server_error")
-    assert all(item.status == "incomplete" for item in response.output)
+    deltas = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+    assert [(item.status, item.content[0].text) for item in response.output] == [("incomplete", "".join(deltas))]
+    assert deltas
 
 
 async def test_output_items_are_accepted_back_as_input(start_with_template: Any) -> None:

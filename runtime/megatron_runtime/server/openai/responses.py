@@ -588,10 +588,9 @@ class _Answer:
         for _ in self._close("incomplete"):
             pass
         self._status = "failed"
-        body = error.body()
-        cause = {"code": _FAILURES.get(error.status, "server_error"), "message": error.message}
+        cause = {"code": "server_error", "message": error.message}
         events = [
-            {"type": "error", **body, "code": error.code, "message": error.message, "param": error.param},
+            {"type": "error", **error.body(), "code": error.code, "message": error.message, "param": error.param},
             {"type": "response.failed", "response": {**self.response(), "error": cause}},
         ]
         return list(self._numbered(events))
@@ -723,8 +722,6 @@ _PREFIX = {
     "function_call": "response.function_call_arguments",
     "custom_tool_call": "response.custom_tool_call_input",
 }
-_FAILURES = {429: "rate_limit_exceeded"}
-"""Codes of a failed response by the status of its error. All other errors have the code `server_error`."""
 _ID = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
 
 
